@@ -348,6 +348,11 @@ ensure_vllm() {
     step "install vLLM for the CPU (3 GB)" "$root/scripts/install-vllm"
 }
 
+ensure_harbor() {
+    [[ -f $root/.venv-harbor/.installed ]] && "$root/scripts/install-harbor" >/dev/null && return
+    step "install Harbor (300 MB)" "$root/scripts/install-harbor"
+}
+
 ensure_trl() {
     [[ -f $root/.venv-trl/.installed ]] && "$root/scripts/install-trl" >/dev/null && return
     step "install TRL for the CPU (1.5 GB)" "$root/scripts/install-trl"

@@ -22,7 +22,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 REAL_PARTS = frozenset(
-    {"apptainer", "bridges", "docker", "harnesses", "redis", "sglang", "slurm", "swe", "vllm", "trl"}
+    {
+        "apptainer",
+        "bridges",
+        "docker",
+        "harbor",
+        "harnesses",
+        "redis",
+        "sglang",
+        "slurm",
+        "swe",
+        "vllm",
+        "trl",
+    }
 )
 TORCH_MODULES = frozenset({"test_trainer_learner.py", "test_trainer_loss.py"})
 """Modules that cannot even be imported without PyTorch."""

@@ -14,7 +14,7 @@ import anyio.to_thread
 from sandboxes.errors import ImageError, ImageNotFoundError, SandboxError
 from sandboxes.images.build import ApptainerBuilder, Progress
 from sandboxes.images.sources import REFERENCE, DockerfileSource, name_of_reference, source_of_reference
-from sandboxes.images.store import NAME, ImageStore, StoredImage
+from sandboxes.images.store import NAME, SUFFIX, ImageStore, StoredImage
 
 FILE = "Dockerfile"
 REGISTRY = (
@@ -85,10 +85,22 @@ def _find_base(store: ImageStore, base: str, given: Mapping[str, str], progress:
         if not path.exists():
             raise ImageNotFoundError(f"there is no {path}", hint="name an image file, a folder or an archive")
         return path
-    reference = base if "://" in base else f"docker://{base}"
-    for name in (base, reference):
+    return find_or_pull(store, base, progress)
+
+
+def find_or_pull(store: ImageStore, image: str, progress: Progress = lambda _line: None) -> Path:
+    """Return the file of an image that a Dockerfile or a task names as Docker does; one that is not here is pulled.
+
+    Raises:
+        ImageNotFoundError: It is a path, and there is no such file.
+        ImageBuildError: It cannot be pulled.
+    """
+    if image.startswith("/") or image.endswith(SUFFIX):
+        return store.resolve(image).resolve()
+    reference = image if REFERENCE.fullmatch(image) else f"docker://{image}"
+    for name in (image, reference):
         try:
-            if "://" in name or NAME.fullmatch(name):
+            if REFERENCE.fullmatch(name) or NAME.fullmatch(name):
                 return store.resolve(name).resolve()
         except ImageNotFoundError:
             continue

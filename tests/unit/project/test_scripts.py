@@ -27,6 +27,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
         pytest.param("train", marks=pytest.mark.torch),  # every flag of the trainer, which imports it
         "lock",
         "install-apptainer",
+        "install-harbor",
         "install-lightning",
         "install-redis",
         "install-sglang",

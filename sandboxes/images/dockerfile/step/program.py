@@ -2,6 +2,7 @@
 
 import os
 import resource
+import warnings  # noqa: F401 - os.execvp loads it when Python's own files may be out of reach, such as below /root
 
 from .accounts import ImageUser
 from .kernel import call, end_with_parent, keep_capabilities

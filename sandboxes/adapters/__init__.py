@@ -1,0 +1,1 @@
+"""Sandboxes behind the interfaces of other programs."""
