@@ -13,7 +13,7 @@ from rollout_service.cli import common
 if TYPE_CHECKING:
     from sandboxes.images.build import ApptainerBuilder
     from sandboxes.images.dockerfiles import BuildOutcome
-    from sandboxes.images.sources import DockerfileSource
+    from sandboxes.images.sources import DockerfileSource, Source
     from sandboxes.images.store import ImageStore
 
 FILE = "Dockerfile"
@@ -84,10 +84,11 @@ def dockerfile_sources(
 def build_dockerfiles(
     store: ImageStore,
     builder: ApptainerBuilder,
-    sources: Mapping[str, DockerfileSource],
+    sources: Mapping[str, Source],
     flags: DockerfileFlags,
     *,
     force: bool,
+    before: Callable[[], None] = lambda: None,
 ) -> Sequence[BuildOutcome]:
     """Build many images, and show how far that is."""
     import anyio
@@ -103,6 +104,7 @@ def build_dockerfiles(
                 given=flags.bases,
                 jobs=flags.jobs,
                 force=force or not flags.cached,
+                before=before,
                 progress=say,
                 done=done,
             )

@@ -137,10 +137,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         if should_use_prebuilt_docker_image(
             self.environment_dir, docker_image=named, force_build=force_build
         ):
-            local = self.environment_dir.parent / named
-            if local.is_file():
-                return local.resolve()
-            return await anyio.to_thread.run_sync(find_or_pull, store, named, self.logger.debug)
+            return await anyio.to_thread.run_sync(self._prebuilt, store, named)
         name = name_of_reference(f"harbor-{self.environment_name}")[:NAME_CHARS]
         digest = self.environment_id.rpartition(":")[2][:DIGEST_CHARS]
         source = dockerfile_at(self.environment_dir)
@@ -155,6 +152,11 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         if outcome.image is None:
             raise outcome.error or SandboxError(f"{source} was not built")
         return outcome.image.path.resolve()
+
+    def _prebuilt(self, store: ImageStore, named: str) -> Path:
+        """Return the task's own file of this name, or the image that `docker_image` means elsewhere."""
+        local: Path = self.environment_dir.parent / named
+        return local.resolve() if local.is_file() else find_or_pull(store, named, self.logger.debug)
 
     def _spec(self, image: Path) -> SandboxSpec:
         table = self.task_env_config

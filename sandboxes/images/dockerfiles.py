@@ -13,7 +13,14 @@ import anyio.to_thread
 
 from sandboxes.errors import ImageError, ImageNotFoundError, SandboxError
 from sandboxes.images.build import ApptainerBuilder, Progress
-from sandboxes.images.sources import REFERENCE, DockerfileSource, name_of_reference, source_of_reference
+from sandboxes.images.sources import (
+    REFERENCE,
+    DockerfileSource,
+    Reference,
+    Source,
+    name_of_reference,
+    source_of_reference,
+)
 from sandboxes.images.store import NAME, SUFFIX, ImageStore, StoredImage
 
 FILE = "Dockerfile"
@@ -27,7 +34,7 @@ REGISTRY = (
 class BuildOutcome:
     """What became of one of many builds: an image, or an error."""
 
-    source: DockerfileSource
+    source: Source
     name: str
     image: StoredImage | None = None
     error: SandboxError | None = None
@@ -111,11 +118,12 @@ def find_or_pull(store: ImageStore, image: str, progress: Progress = lambda _lin
 async def build_many(
     store: ImageStore,
     builder: ApptainerBuilder,
-    sources: Mapping[str, DockerfileSource],
+    sources: Mapping[str, Source],
     *,
     given: Mapping[str, str] | None = None,
     jobs: int | None = None,
     force: bool = False,
+    before: Callable[[], None] = lambda: None,
     progress: Callable[[str, str], None] = lambda _name, _line: None,
     done: Callable[[BuildOutcome], None] = lambda _outcome: None,
 ) -> Sequence[BuildOutcome]:
@@ -127,10 +135,11 @@ async def build_many(
     Args:
         store: where the images go.
         builder: the store's builder, whose steps a cancellation ends.
-        sources: Dockerfiles by the names of their images.
+        sources: Dockerfiles and others by the names of their images; that of a reference follows from itself.
         given: bases, as in `find_bases`.
         jobs: how many builds run at once; by default, half as many as there are CPUs, and at least one.
         force: build images that are unchanged, too.
+        before: called before each build, in another thread; a SandboxError that it raises becomes the outcome.
         progress: called with an image's name and a line, in another thread.
         done: called with each outcome, in the order in which they end.
 
@@ -138,21 +147,25 @@ async def build_many(
         The outcomes, in the order of `sources`.
     """
     outcomes: dict[str, BuildOutcome] = {}
-    limiter = anyio.CapacityLimiter(jobs or max(1, (os.cpu_count() or 1) // 2))
+    pending, workers = iter(sources.items()), jobs or max(1, (os.cpu_count() or 1) // 2)
+    limiter = anyio.CapacityLimiter(workers)
 
-    def build(name: str, source: DockerfileSource) -> BuildOutcome:
+    def build(name: str, source: Source) -> BuildOutcome:
         def say(line: str) -> None:
             progress(name, line)
 
         try:
-            found = find_bases(store, source, given, say)
-            return BuildOutcome(source, name, store.provide(found, name, force=force, progress=say))
+            before()
+            found = find_bases(store, source, given, say) if isinstance(source, DockerfileSource) else source
+            named = None if isinstance(source, Reference) else name
+            return BuildOutcome(source, name, store.provide(found, named, force=force, progress=say))
         except SandboxError as error:
             return BuildOutcome(source, name, error=error)
 
-    async def run(name: str, source: DockerfileSource) -> None:
-        outcomes[name] = await anyio.to_thread.run_sync(build, name, source, limiter=limiter)
-        done(outcomes[name])
+    async def work() -> None:
+        for name, source in pending:
+            outcomes[name] = await anyio.to_thread.run_sync(build, name, source, limiter=limiter)
+            done(outcomes[name])
 
     async def end_steps() -> None:
         try:
@@ -164,7 +177,7 @@ async def build_many(
     async with anyio.create_task_group() as watching:
         watching.start_soon(end_steps)
         async with anyio.create_task_group() as tasks:
-            for name, source in sources.items():
-                tasks.start_soon(run, name, source)
+            for _ in range(min(workers, len(sources))):
+                tasks.start_soon(work)
         watching.cancel_scope.cancel()
     return [outcomes[name] for name in sources]

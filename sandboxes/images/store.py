@@ -93,14 +93,25 @@ class ImageStore:
             ImageNotFoundError: There is no such image; the hint names the command that makes it.
             ImageError: The image is a reference with a password in it.
         """
-        text = os.fspath(image)
-        path, hint = self._find(text)
-        if path is not None and path.exists():
-            if path.is_relative_to(self.root):
-                self._stamp(path)
+        if (path := self.find(image)) is not None:
             return path
+        text = os.fspath(image)
+        _, hint = self._find(text)
         names = ", ".join(stored.name for stored in self.list()) or "none"
         raise ImageNotFoundError(f"there is no image {text!r}; images here: {names}", hint=hint)
+
+    def find(self, image: str | os.PathLike[str]) -> Path | None:
+        """Return what `resolve` does, or None if there is no such image.
+
+        Raises:
+            ImageError: The text cannot be an image's, or is a reference with a password in it.
+        """
+        path, _ = self._find(os.fspath(image))
+        if path is None or not path.exists():
+            return None
+        if path.is_relative_to(self.root):
+            self._stamp(path)
+        return path
 
     def _find(self, text: str) -> tuple[Path | None, str]:
         """Return where the image would be, and what to do if it is not there."""

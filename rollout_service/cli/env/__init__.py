@@ -11,7 +11,9 @@ from rollout_service.cli import common
 from rollout_service.cli.common import AsJson, Key
 
 app = typer.Typer(
-    name="env", help="List, make, add, build, check, attack, and try environments.", no_args_is_help=True
+    name="env",
+    help="List, make, add, build, prepare, check, attack, and try environments.",
+    no_args_is_help=True,
 )
 
 Environment = Annotated[
@@ -121,6 +123,55 @@ def build(
 
         bases = name_value_pairs(base or [], "--base")
         return build_images(environment, ImageBuild(bases, jobs, force), as_json=as_json)
+
+    common.run_blocking(main)
+
+
+@app.command("prepare", epilog="Example: rollout-service env prepare tasks.jsonl --environment swe --jobs 4")
+def prepare(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="ENVIRONMENT|FILE|RUN",
+            help="An environment, as in the other commands; a .jsonl or .parquet file of tasks, or, with "
+            "--environment, of instances; or, with --url, the id of a run.",
+        ),
+    ],
+    environment: Annotated[
+        str | None, typer.Option(help="With a file: the environment that its rows are instances of.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="With an environment: the part of the data set; by default, all.")
+    ] = None,
+    base: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH for a base of the Dockerfiles; may be repeated.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Images made at once; by default, half as many as CPUs.")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--url", help="The server of the run.")] = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pull or build the images of all instances of a data set, ahead of a run.
+
+    Each image is made once, and those that are there are skipped, so a second call goes on after an interruption. No
+    image is begun that would leave too little space. Failures are listed at the end, and make the exit code 1.
+    """
+
+    def main() -> int:
+        from rollout_service.cli.env.dataset_part import FILES, part_of_environment, part_of_file, part_of_run
+        from rollout_service.cli.env.prepare import prepare as make_images
+        from rollout_service.cli.image import name_value_pairs
+
+        if url is not None:
+            part = part_of_run(url, key, what)
+        elif Path(what).suffix in FILES:
+            part = part_of_file(Path(what), environment)
+        else:
+            part = part_of_environment(what, split)
+        bases = name_value_pairs(base or [], "--base")
+        return make_images(part, bases=bases, jobs=jobs, as_json=as_json)
 
     common.run_blocking(main)
 

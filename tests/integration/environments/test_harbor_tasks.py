@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,6 +197,44 @@ def test_the_commands_build_the_images_and_tell_good_tasks(
     missing = invoke("check", str(tasks))
     assert missing.exit_code == 1
     assert "build it with `rollout-service env build`" in missing.stdout
+
+
+def test_the_images_of_a_data_set_are_prepared_and_an_interruption_loses_none(
+    images: Path, tasks: Path, tmp_path: Path
+) -> None:
+    """Of four tasks, one has its image, one is quick, one is interrupted, and one cannot be built."""
+    shutil.rmtree(tasks / "counter-service")
+    for name, step in (
+        ("quick", "RUN true"),
+        ("slow", "RUN touch /begun && sleep 600"),
+        ("wrong", "RUN false"),
+    ):
+        shutil.copytree(tasks / "word-count", tasks / f"z-{name}")
+        (tasks / f"z-{name}/environment/Dockerfile").write_text(f"FROM base\nWORKDIR /app\n{step}\n")
+    shutil.rmtree(tasks / "ledger")
+    shutil.move(tasks / "z-wrong", tmp_path / "wrong")
+    environ = {
+        **os.environ,
+        "ROLLOUT_IMAGES_DIR": str(images),
+        "ROLLOUT_LAYERS_DIR": str(images.parent / "layers"),
+    }
+    command = [sys.executable, "-m", "rollout_service.cli", "env", "prepare", str(tasks), "--jobs", "1"]
+    command += ["--base", f"base={BASE['base']}"]
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as interrupted:
+        assert interrupted.stderr is not None
+        assert "harbor-z-quick-" in next(line for line in interrupted.stderr if line.startswith("harbor-"))
+        interrupted.send_signal(signal.SIGINT)
+        interrupted.communicate(timeout=120)
+    assert interrupted.returncode != 0
+    (tasks / "z-slow/environment/Dockerfile").write_text("FROM base\nRUN mkdir /app\n")
+    shutil.move(tmp_path / "wrong", tasks / "z-wrong")
+    again = subprocess.run([*command, "--json"], env=environ, capture_output=True, text=True, check=False)
+    said = json.loads(again.stdout)
+    (failure,) = said.pop("failures")
+    assert (again.returncode, said) == (1, {"instances": 4, "images": 4, "present": 2, "made": 1})
+    assert failure["instance"] == '{"task": "z-wrong"}'
+    assert failure["image"].startswith("harbor-z-wrong-")
+    assert "RUN false" in failure["error"]
 
 
 async def test_a_solution_that_leaves_daemons_still_counts(tasks: Path, sandboxes: SandboxSource) -> None:

@@ -47,6 +47,13 @@ from rollout_service.store.columns import COLUMNS
 pytestmark = [pytest.mark.anyio, pytest.mark.xdist_group("runs")]
 
 START_SECONDS = 120.0
+SWE_INSTANCE = {
+    "instance_id": "a-1",
+    "problem_statement": "It is broken.",
+    "FAIL_TO_PASS": ["test_it"],
+    "log_parser": "parse_log_pytest",
+    "eval_script": "true",
+}
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +312,35 @@ async def test_a_run_is_exported_and_evaluated_again(url: str, tmp_path: Path) -
         with pytest.raises(NotFoundError):
             await client.open_run("nothing").rescore()
         assert not list(tmp_path.glob("*.partial"))  # noqa: ASYNC240
+
+
+def test_the_images_of_a_runs_tasks_are_prepared_on_this_machine(url: str, tmp_path: Path) -> None:
+    rows = [{"environment": "swe", "instance": SWE_INSTANCE | {"image": name}} for name in ("here", "gone")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row["instance"]) + "\n" for row in rows))
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/here.sif").touch()
+    with SyncRolloutClient(url) as client:
+        file = FileTasks(path=str(tmp_path / "rows.jsonl"), environment="swe")
+        split = DatasetTasks(environment="math", split="held_out")
+        runs = [client.create_run(order(f"prepared-{one.kind}", source=one)) for one in (file, split)]
+        runs.append(client.create_run(order("prepared-inline", tasks=2)))
+        for run in runs:
+            run.end()
+        held_out = len(client.dataset("math", split="held_out"))
+
+    def prepare(run_id: str) -> Result:
+        arguments = ["env", "prepare", run_id, "--url", url, "--json"]
+        return CliRunner().invoke(app, arguments, env={"ROLLOUT_IMAGES_DIR": str(tmp_path / "images")})
+
+    of_file, of_split, inline = (prepare(run.run_id) for run in runs)
+    said = json.loads(of_file.stdout)
+    assert (of_file.exit_code, said["instances"], said["present"]) == (1, 2, 1)
+    assert [failure["image"] for failure in said["failures"]] == ["gone"]
+    said = {"instances": held_out, "images": 0, "present": 0, "made": 0, "failures": []}
+    assert (of_split.exit_code, json.loads(of_split.stdout)) == (0, said)
+    assert inline.exit_code == 1
+    assert "part of its request" in inline.stderr
+    assert prepare("never-created").exit_code == 1
 
 
 def test_runs_from_the_command_line(url: str, tmp_path: Path) -> None:

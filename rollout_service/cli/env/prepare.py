@@ -1,0 +1,200 @@
+"""`rollout-service env prepare`: makes the images of a data set's instances ahead of a run.
+
+Guarantees:
+- An image is made once, however many instances use it.
+- One that is there is skipped at once, so a second call goes on where an interrupted one ended.
+- An image that cannot be made, or an instance that cannot be used, stops no other, and is listed with its cause.
+- Instances are looked at one at a time, and only their images are kept in memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from rollout_service.agents.harnesses.images import harness_image
+from rollout_service.cli import common
+from rollout_service.cli.dockerfiles import DockerfileFlags, build_dockerfiles
+from rollout_service.cli.env.check import instance_name
+from rollout_service.cli.env.dataset_part import DatasetPart
+from rollout_service.environments.contract import Environment
+from rollout_service.errors import ServiceError
+from rollout_service.settings import Settings, load_settings
+from sandboxes.errors import ImageBuildError, ImageError
+from sandboxes.images.build import ApptainerBuilder
+from sandboxes.images.dockerfiles import BuildOutcome, dockerfile_at
+from sandboxes.images.sources import REFERENCE, Source, source_of_reference
+from sandboxes.images.store import ImageStore, packaged
+
+EVERY_INSTANCES = 1_000
+"""How often the number of instances that were looked at is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An image that cannot be had, or an instance that cannot be used, and why."""
+
+    instance: str
+    image: str | None
+    error: str
+    hint: str = ""
+
+
+@dataclass(slots=True)
+class Preparation:
+    """What was asked for, and what became of it."""
+
+    instances: int = 0
+    images: int = 0
+    present: int = 0
+    """Images that were there already."""
+    made: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+    def show(self) -> None:
+        """Print the failures, and the numbers last."""
+        for one in self.failures:
+            cause = f"{one.instance}: {one.image + ': ' if one.image else ''}{one.error}"
+            common.err().print(cause + (f"\n  {one.hint}" if one.hint else ""), style="red", soft_wrap=True)
+        of = f"{common.count(self.images, 'image')} of {common.count(self.instances, 'instance')}"
+        told = f"{of}: {self.present} there already, {self.made} made, {len(self.failures)} failed"
+        common.err().print(told, soft_wrap=True)
+
+
+def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as_json: bool) -> int:
+    """Make the images that are missing, and return the exit code: 1 if anything failed."""
+    settings = load_settings()
+    builder = ApptainerBuilder(settings.layers_dir)
+    store = ImageStore(settings.images_dir, builder)
+    done = Preparation()
+    missing = _missing(part, store, done)
+    room = Room(store, settings)
+    flags = DockerfileFlags(bases=bases, jobs=jobs, every=True)
+    sources = {image: one.source for image, one in missing.items()}
+    outcomes: Sequence[BuildOutcome] = ()
+    if sources:
+        outcomes = build_dockerfiles(store, builder, sources, flags, force=False, before=room.require)
+    for outcome in outcomes:
+        if outcome.image is not None:
+            done.made += 1
+        else:
+            done.failures.append(_failure(missing[outcome.name].instance, outcome.name, outcome.error))
+    if settings.layers_budget_bytes is not None and sources:
+        builder.layers.prune(settings.layers_budget_bytes)
+    if as_json:
+        common.print_json(asdict(done))
+    else:
+        done.show()
+    return 1 if done.failures else 0
+
+
+@dataclass(frozen=True, slots=True)
+class MissingImage:
+    """An image to be made, and the first instance that needs it."""
+
+    instance: str
+    source: Source
+
+
+def _missing(part: DatasetPart, store: ImageStore, done: Preparation) -> dict[str, MissingImage]:
+    """Look at all instances, count what is there, and return the images that are not."""
+    missing: dict[str, MissingImage] = {}
+    seen: set[str] = set()
+    with common.err().status("looking at the instances") as status:
+        for name, instance in part.instances:
+            done.instances += 1
+            if done.instances % EVERY_INSTANCES == 0:
+                status.update(f"looking at the instances: {done.instances}, with {len(seen)} images")
+            if isinstance(instance, Exception):
+                done.failures.append(_failure(name, None, instance))
+                continue
+            try:
+                environment = part.environment(name)
+                images = set(_images(environment.for_instance(instance)))
+            except ServiceError as error:
+                done.failures.append(_failure(instance_name(instance), None, error))
+                continue
+            for image in sorted(images - seen):
+                seen.add(image)
+                _look_for(image, instance_name(instance), environment, store, missing, done)
+    done.images = len(seen)
+    return missing
+
+
+def _images(environment: Environment) -> Iterator[str]:
+    """Yield the images of an instance's sandboxes."""
+    for spec in (environment.spec, environment.spec.for_grader()):
+        if spec.image is not None:
+            yield spec.image
+
+
+def _look_for(
+    image: str,
+    instance: str,
+    environment: Environment,
+    store: ImageStore,
+    missing: dict[str, MissingImage],
+    done: Preparation,
+) -> None:
+    try:
+        if store.find(image) is not None:
+            done.present += 1
+        else:
+            missing[image] = MissingImage(instance, _source_of(image, environment, store))
+    except ImageError as error:
+        done.failures.append(_failure(instance, image, error))
+
+
+def _source_of(image: str, environment: Environment, store: ImageStore) -> Source:
+    """Return what an image can be made from.
+
+    Raises:
+        ImageNotFoundError: Nothing says how it is made.
+    """
+    if (dockerfile := environment.dockerfiles().get(image)) is not None:
+        return dockerfile_at(dockerfile)
+    if REFERENCE.fullmatch(image):
+        return source_of_reference(image)
+    if (harness := harness_image(image, {})) is not None:
+        return harness
+    try:
+        return packaged(image)
+    except ImageError:
+        store.resolve(image)  # which raises with the command that makes it
+        raise
+
+
+def _failure(instance: str, image: str | None, error: Exception | None) -> Failure:
+    said = getattr(error, "summary", str(error))
+    return Failure(instance, image, said, getattr(error, "hint", ""))
+
+
+class Room:
+    """The room that images may take: the disk's, less what sandboxes need, and the images' budget."""
+
+    def __init__(self, store: ImageStore, settings: Settings) -> None:
+        self._store = store
+        self._free = settings.sandboxes.pressure.disk_free_bytes
+        self._budget = settings.images_budget_bytes
+
+    def require(self) -> None:
+        """Check that there is room for another image.
+
+        Raises:
+            ImageBuildError: There is none.
+        """
+        self._store.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._store.root).free
+        if free < self._free:
+            raise ImageBuildError(
+                f"the disk of {self._store.root} has {free / 1e9:.1f} GB left, and sandboxes need them",
+                hint="free space, or set ROLLOUT_IMAGES_DIR to another disk; a second call goes on from here",
+            )
+        if self._budget is not None:
+            taken = sum({image.path.resolve(): image.size_bytes for image in self._store.list()}.values())
+            if taken >= self._budget:
+                raise ImageBuildError(
+                    f"the images take {taken / 1e9:.1f} GB, which is all of images_budget_bytes",
+                    hint="raise the budget, or prepare fewer instances: the first images would be removed",
+                )
