@@ -6,11 +6,12 @@ Guarantees: an environment is complete or not there; one of other requirements h
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from rollout_service.errors import ConfigurationError
 from sandboxes.images.cache import default_cache
 
 INSTALL_SECONDS = 1_800.0
+START_SECONDS = 30.0
+NEWER_MINORS = 3
+"""How many minor versions after the oldest one are looked for: later ones may lack builds of the packages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +34,22 @@ class Library:
     """A lock with the version and the hashes of every package: nothing else is installed."""
     prepare: Callable[[Path], None] | None = None
     """Called with the folder of the finished environment, before it counts as installed."""
+    python_version: tuple[int, int] = (3, 11)
+    """The oldest Python that it runs on. Where the service's own is older, another of the machine is looked for."""
 
     @property
     def folder(self) -> Path:
         """Where its virtual environment is."""
-        key = self.requirements.read_bytes() + sys.version.encode()
+        own = sys.version if sys.version_info >= self.python_version else f"at least {self.python_version}"
+        key = self.requirements.read_bytes() + own.encode()
         return default_cache() / "libraries" / f"{self.name}-{hashlib.sha256(key).hexdigest()[:16]}"
 
     @property
     def packages(self) -> Path:
-        """Where its packages are; compiled ones need a Python of this minor version."""
-        return self.folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        """Where its packages are, once they are installed; compiled ones need a Python of this minor version."""
+        own = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        name = next((path.name for path in (self.folder / "lib").glob("python3.*")), own)
+        return self.folder / "lib" / name / "site-packages"
 
     @property
     def is_installed(self) -> bool:
@@ -64,7 +73,8 @@ class Library:
         """Make the environment unless it is there, and return its folder. It takes seconds, so call it in a thread.
 
         Raises:
-            ConfigurationError: The packages cannot be installed; the message has the end of what the installer said.
+            ConfigurationError: The packages cannot be installed; the message has the end of what the installer said. Or
+                this machine has no Python that is new enough.
         """
         folder = self.folder
         if self.is_installed:
@@ -88,16 +98,61 @@ class Library:
     def _commands(self, folder: Path) -> list[list[str]]:
         """Return the commands that make the environment, with uv if it is there."""
         options = ["--no-deps", "--require-hashes", "--requirement", str(self.requirements)]
+        base = find_interpreter(self.name, self.python_version)
         python = str(folder / "bin" / "python")
         if uv := shutil.which("uv"):
             return [
-                [uv, "venv", "--quiet", "--python", sys.executable, str(folder)],
+                [uv, "venv", "--quiet", "--python", base, str(folder)],
                 [uv, "pip", "install", "--quiet", "--python", python, *options],
             ]
         return [
-            [sys.executable, "-m", "venv", str(folder)],
+            [base, "-m", "venv", str(folder)],
             [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options],
         ]
+
+
+def find_interpreter(name: str, oldest: tuple[int, int]) -> str:
+    """Return a Python that a library runs on: the service's own, or the oldest on this machine that will do.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if sys.version_info >= oldest:
+        return sys.executable
+    found = next((path for path in _interpreters(oldest) if _starts(path, oldest)), None)
+    if found is None:
+        wanted = ".".join(map(str, oldest))
+        raise ConfigurationError(
+            f"{name!r} needs Python {wanted} or newer, and this machine has none",
+            hint=f"Install one, such as with `uv python install {wanted}`, or put one on PATH as python{wanted}.",
+        )
+    return found
+
+
+def _interpreters(oldest: tuple[int, int]) -> Iterator[str]:
+    """Yield what may be a Python: on PATH, installed by pyenv (whose commands on PATH may not work), or known to uv."""
+    major, minor = oldest
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    for version in (f"{major}.{minor + newer}" for newer in range(NEWER_MINORS)):
+        yield from (found for folder in folders if (found := shutil.which(f"python{version}", path=folder)))
+        yield from (str(path) for path in sorted(pyenv.glob(f"{version}.*/bin/python{version}")))
+        if uv := shutil.which("uv"):
+            yield from _output([uv, "python", "find", "--managed-python", version]).split("\n")
+
+
+def _starts(path: str, oldest: tuple[int, int]) -> bool:
+    program = f"import sys; print(sys.version_info >= {oldest})"
+    return bool(path) and _output([path, "-I", "-c", program]).strip() == "True"
+
+
+def _output(command: list[str]) -> str:
+    """Return what a command printed, or nothing if it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _run(command: list[str]) -> None:

@@ -239,7 +239,7 @@ def attack(
 
 @app.command("install", epilog="Example: rollout-service env install swe")
 def install(
-    name: Annotated[str, typer.Argument(help="The environment: swe, reasoning-gym or textarena.")],
+    name: Annotated[str, typer.Argument(help="The environment: swe, reasoning-gym, textarena or nemo-gym.")],
 ) -> None:
     """Install the packages that an environment runs in a Python environment of their own.
 

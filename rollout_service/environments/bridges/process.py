@@ -1,7 +1,8 @@
 """A library in a process of its own: one JSON value a line goes in, and one comes back.
 
 Guarantees: the process ends with its block, however that ends; a request that takes longer than it may ends the
-process, and so does a reply that is not JSON. Nothing that the library prints can become a reply.
+process, and so does a reply that is not JSON. Nothing that the library prints can become a reply, and the reply to a
+request that was cancelled does not become that to the next.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class LibraryProcess:
         self._replies = BufferedByteReceiveStream(replies)
         self._end = end
         self._last_words = last_words
+        self._owed = 0
+        """Replies that have not been read yet, those to cancelled requests among them."""
 
     async def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Send a request and return the reply.
@@ -56,8 +59,11 @@ class LibraryProcess:
         """
         try:
             with anyio.fail_after(seconds):
-                await self._requests.send(json.dumps(request).encode() + b"\n")
-                line = await self._replies.receive_until(b"\n", MAX_REPLY_BYTES)
+                await self._send(json.dumps(request).encode() + b"\n")
+                line = b""
+                while self._owed:
+                    line = await self._replies.receive_until(b"\n", MAX_REPLY_BYTES)
+                    self._owed -= 1
             reply: dict[str, Any] = json.loads(line)
         except TimeoutError:
             self._end()
@@ -71,6 +77,14 @@ class LibraryProcess:
         if "error" in reply:
             raise EnvironmentFailedError(f"{self._name} failed: {reply['error']}")
         return reply
+
+    async def _send(self, line: bytes) -> None:
+        try:
+            await self._requests.send(line)
+        except anyio.get_cancelled_exc_class():
+            self._end()  # it may have read a part of the line
+            raise
+        self._owed += 1
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
+from rollout_service.environments.bridges.nemo_gym.environment import NemoGym
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox, library_process
 from rollout_service.environments.bridges.reasoning_gym.environment import (
     ReasoningGym,
@@ -48,6 +49,10 @@ for line in sys.stdin:
         case "fail": print(json.dumps({"error": "ValueError: no"}), flush=True)
         case "noise": print("hello", flush=True)
         case "end": sys.exit(3)
+        case "slow":
+            open(request["begun"], "w").close()
+            while not os.path.exists(request["go_on"]): time.sleep(0.01)
+            print(json.dumps({"n": 1}), flush=True)
         case "hang": time.sleep(600)
 """
 
@@ -121,6 +126,20 @@ async def test_a_library_that_ends_hangs_or_babbles_is_an_error(
             await process.ask({"do": does}, seconds)
 
 
+@pytest.mark.parametrize("place", PLACES)
+async def test_the_reply_to_a_cancelled_request_is_not_that_to_the_next(place: Place, tmp_path: Path) -> None:
+    async with place(ECHO, tmp_path) as process:
+        await process.ask({"do": "echo"}, 30)
+        begun, go_on = tmp_path / "begun", tmp_path / "go on"
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(process.ask, {"do": "slow", "begun": str(begun), "go_on": str(go_on)}, 30)
+            while not begun.exists():
+                await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+        go_on.touch()
+        assert (await process.ask({"do": "echo", "n": 2}, 30))["n"] == 2
+
+
 @pytest.mark.parametrize("waits", [False, True])
 async def test_a_library_that_cannot_start_is_an_error(waits: bool) -> None:
     async with library_process(["/bin/false"], "false") as process:
@@ -144,8 +163,12 @@ async def test_a_cancelled_request_leaves_no_process() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "instance"),
-    [(ReasoningGym, TASK), (TextArena, {"game": "GuessTheNumber-v0", "seed": 1})],
-    ids=["reasoning-gym", "textarena"],
+    [
+        (ReasoningGym, TASK),
+        (TextArena, {"game": "GuessTheNumber-v0", "seed": 1}),
+        (NemoGym, {"server": "mcqa", "row": {"responses_create_params": {"input": "Which?"}}}),
+    ],
+    ids=["reasoning-gym", "textarena", "nemo-gym"],
 )
 def test_without_the_library_the_error_names_the_command_that_installs_it(
     environment: type[Environment], instance: dict[str, JsonValue], nothing_installed: Path

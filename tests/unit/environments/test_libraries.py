@@ -2,13 +2,14 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.install import install_library
-from rollout_service.environments.libraries import Library
+from rollout_service.environments.libraries import Library, find_interpreter
 from rollout_service.errors import ConfigurationError
 
 UV = Path(__file__).parents[3] / ".cache" / "bootstrap" / "bin"
@@ -52,6 +53,44 @@ def test_an_installation_that_fails_leaves_nothing(library):
         library.install()
     assert not library.is_installed
     assert list(library.folder.parent.iterdir()) == []
+
+
+NEWER = (sys.version_info[0], sys.version_info[1] + 1)
+NAME = f"python{NEWER[0]}.{NEWER[1]}"
+
+
+def pretend(path: Path, prints: str) -> Path:
+    """Make a program that stands for a Python: it prints whether it is new enough."""
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\necho {prints}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def no_python(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}/broken:{tmp_path}/found:/usr/sbin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    return tmp_path
+
+
+def test_the_services_own_python_is_used_where_it_is_new_enough(no_python):
+    assert find_interpreter("small", (3, 11)) == sys.executable
+
+
+@pytest.mark.parametrize("where", [f"found/{NAME}", f"pyenv/versions/{NEWER[0]}.{NEWER[1]}.1/bin/{NAME}"])
+def test_a_newer_python_is_found_past_one_that_does_not_start(no_python, where):
+    pretend(no_python / "broken" / NAME, "; exit 127")
+    found = pretend(no_python / where, "True")
+    assert find_interpreter("small", NEWER) == str(found)
+
+
+def test_without_a_newer_python_the_error_says_how_to_get_one(no_python):
+    with pytest.raises(
+        ConfigurationError, match=f"'small' needs Python {NEWER[0]}.{NEWER[1]} or newer"
+    ) as caught:
+        find_interpreter("small", NEWER)
+    assert f"uv python install {NEWER[0]}.{NEWER[1]}" in caught.value.hint
 
 
 def test_an_unknown_name_gets_the_nearest():

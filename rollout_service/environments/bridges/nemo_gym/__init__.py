@@ -1,0 +1,1 @@
+"""Rows of NeMo Gym, answered and verified by its resources servers."""

@@ -1,0 +1,187 @@
+"""A resources server of NeMo Gym at work in a sandbox, for one episode.
+
+Guarantees: a reward is a finite number that the server itself gave; a verification that fails, takes too long or needed
+a judge that cannot be reached is a failure. A tool's answer is what the server said, errors included, as NeMo Gym's own
+agent shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason, Usage
+from api_schemas.trajectories import Message
+from rollout_service.agents.tool_calling.text import with_notes
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.environments.bridges.nemo_gym.library import NAME, PACKAGES, PYTHON, WORKER
+from rollout_service.environments.bridges.nemo_gym.responses import as_response
+from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
+from rollout_service.environments.bridges.turns import Consequence
+from rollout_service.episodes import Score
+from rollout_service.errors import EnvironmentFailedError
+from rollout_service.tokens import ToolSpec
+from sandboxes import Sandbox
+
+BEGIN_SECONDS: Final = 120.0
+STEP_SECONDS: Final = 60.0
+VERIFY_SECONDS: Final = 240.0
+MAX_PARTS: Final = 32
+FAILURE_CLASS: Final = "_ng_failure_class"
+"""With this field, a verdict says that there is no reward."""
+_COMMAND: Final = (f"{PYTHON}/bin/python3", "-sP", "-W", "ignore", "-c")
+_ENV: Final = {
+    "LD_LIBRARY_PATH": f"{PYTHON}/lib",
+    # Sets must have the same order in each episode.
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    # numpy's threads would count against the sandbox's processes, as many as the host has processors.
+    "OPENBLAS_NUM_THREADS": "1",
+    "HOME": "/tmp",  # noqa: S108 - the sandbox's own
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a server said to the row."""
+
+    has_turns: bool
+    """Whether it answers each turn itself and rewards it, as environments of Gymnasium do."""
+    tools: frozenset[str]
+    """The tools of the row that it answers."""
+    observation: str | None
+
+
+class GymServer:
+    """A running server; `open_server` starts one."""
+
+    def __init__(self, process: LibraryProcess, row: dict[str, JsonValue]) -> None:
+        self._process = process
+        self._row = row
+
+    async def begin(self, server: str, config: dict[str, JsonValue]) -> Beginning:
+        """Begin the episode's session.
+
+        Raises:
+            EnvironmentFailedError: The server cannot be started, or refuses the row.
+        """
+        request = {"op": "begin", "server": server, "row": self._row, "config": config}
+        reply = await self._process.ask(request, BEGIN_SECONDS)
+        return Beginning(bool(reply["turns"]), frozenset(reply["tools"]), reply["observation"])
+
+    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> str:
+        """Return what a tool answers.
+
+        Raises:
+            EnvironmentFailedError: The server ended or hangs.
+        """
+        reply = await self._process.ask({"op": "call", "tool": tool, "arguments": arguments}, seconds)
+        return str(reply["text"])
+
+    async def verify(self, messages: Sequence[Message], usage: Usage, stop_reason: StopReason) -> Score:
+        """Return the server's verdict on what came after the prompt.
+
+        Raises:
+            EnvironmentFailedError: There is no verdict.
+        """
+        row = self._with_response(messages, usage, stop_reason)
+        reply = await self._process.ask({"op": "verify", "row": row}, VERIFY_SECONDS)
+        return read_verdict(reply["verdict"], self._row)
+
+    async def step(self, action: str) -> Consequence:
+        """Give the policy's turn to a server with turns.
+
+        Raises:
+            EnvironmentFailedError: The server failed, or said nothing to go on with.
+        """
+        row = self._with_response([Message(role="assistant", content=action)], Usage())
+        result = (await self._process.ask({"op": "step", "row": row}, STEP_SECONDS))["step"]
+        done = bool(result.get("terminated") or result.get("truncated"))
+        observation = result.get("observation")
+        if not done and not observation:
+            raise EnvironmentFailedError(f"{NAME} ended no episode, and gave nothing to answer")
+        return Consequence(str(observation or ""), read_reward(result), done=done)
+
+    def _with_response(
+        self, messages: Sequence[Message], usage: Usage, stop_reason: StopReason | None = None
+    ) -> dict[str, Any]:
+        parameters = self._row["responses_create_params"]
+        tools = parameters.get("tools") if isinstance(parameters, dict) else None
+        known = tools if isinstance(tools, list) else []
+        return {**self._row, "response": as_response(messages, known, usage, stop_reason)}
+
+
+class GymTool:
+    """A tool of a row; implements `tool_calling.tools.Tool`.
+
+    One that the server does not answer ends the agent: the call itself is what is verified.
+    """
+
+    parallel = False
+
+    def __init__(self, server: GymServer, definition: ToolSpec, *, is_answered: bool) -> None:
+        self._server = server
+        self._is_answered = is_answered
+        self.definition = definition
+        self.name = str(definition["function"]["name"])
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
+        """Call it at the server.
+
+        Raises:
+            EnvironmentFailedError: The server ended or hangs.
+        """
+        if not self._is_answered:
+            return ToolResult("", answer="")
+        text = await self._server.call(self.name, arguments, context.seconds)
+        return ToolResult(with_notes(text, [], context.output_chars))
+
+
+@asynccontextmanager
+async def open_server(sandbox: Sandbox, row: dict[str, JsonValue]) -> AsyncIterator[GymServer]:
+    """Run a server's process in a sandbox within the block.
+
+    Raises:
+        SandboxError: The process did not start.
+    """
+    async with library_in_sandbox(sandbox, [*_COMMAND, _worker(), PACKAGES], NAME, env=_ENV) as process:
+        yield GymServer(process, row)
+
+
+def read_reward(reply: dict[str, Any]) -> float:
+    """Return the reward of a verdict or of a turn.
+
+    Raises:
+        EnvironmentFailedError: There is none, or it is not a finite number.
+    """
+    reward = reply.get("reward")
+    if failure := reply.get(FAILURE_CLASS):
+        raise EnvironmentFailedError(f"{NAME} gave no reward: {failure}")
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise EnvironmentFailedError(f"{NAME} gave no reward but {reward!r}")
+    return float(reward)
+
+
+def read_verdict(verdict: dict[str, Any], row: dict[str, JsonValue]) -> Score:
+    """Return the reward of a verdict, with the numbers in it that are not the row's.
+
+    Raises:
+        EnvironmentFailedError: There is no reward, or it is not a finite number.
+    """
+    parts = {
+        name: float(value)
+        for name, value in verdict.items()
+        if name not in row and name != "reward" and isinstance(value, int | float) and math.isfinite(value)
+    }
+    return Score(read_reward(verdict), dict(list(parts.items())[:MAX_PARTS]))
+
+
+@cache
+def _worker() -> str:
+    return WORKER.read_text()
