@@ -22,7 +22,7 @@ from api_schemas.rollouts import AgentProgram, RolloutRequest, StopReason, Usage
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.errors import EnvironmentFailedError, ServiceError
-from rollout_service.judging.contract import Judge
+from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.tokens import ToolSpec
 from sandboxes import LimitExceededError, Sandbox
 
@@ -272,6 +272,9 @@ class Episode:
     """How a program reaches the policy; None unless the environment asks for it (`Environment.uses_gateway`)."""
     judge: Judge | None = None
     """Asks models for judgments in `evaluate`; None where there are no engines, as in a trial."""
+    sampler: TextSampler | None = None
+    """Samples from other pools, such as an opponent's moves; nothing of it becomes part of the trajectory. None where
+    there are no engines, as in a trial."""
     checkpoint: Callable[[], Awaitable[None]] | None = None
     """Keeps the artifacts as they are now, to be scored on their own after the agent has ended. It ends the agent's
     processes. None unless the environment is scored in a fresh sandbox."""
@@ -298,6 +301,19 @@ class Episode:
                 hint="Score it in a service with a pool for judges, or pass a judge to the trial.",
             )
         return self.judge
+
+    def require_sampler(self) -> TextSampler:
+        """Return what samples from other pools.
+
+        Raises:
+            EnvironmentFailedError: There is none.
+        """
+        if self.sampler is None:
+            raise EnvironmentFailedError(
+                "another model takes part in this, and there are no engines here",
+                hint="Roll it out in a service with a pool for that model, or pass a sampler to the trial.",
+            )
+        return self.sampler
 
     @property
     def task(self) -> Task:

@@ -252,7 +252,7 @@ ensure_openai_image() {
 ensure_bridges() {
     local library
     ensure_uv
-    for library in reasoning-gym textarena nemo-gym verifiers; do
+    for library in reasoning-gym gem gymnasium textarena nemo-gym verifiers; do
         "$venv/bin/python" -c 'import sys
 from rollout_service.cli.env.install import LIBRARIES
 sys.exit(not all(one.is_installed for one in LIBRARIES if one.name == sys.argv[1]))' "$library" && continue

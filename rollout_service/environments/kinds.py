@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from rollout_service.environments.bridges.games.declared import load_game
 from rollout_service.environments.bridges.openenv.environment import load_openenv
 from rollout_service.environments.bridges.verifiers.environment import load_verifiers
 from rollout_service.environments.contract import Environment
@@ -16,6 +17,7 @@ from rollout_service.environments.swe.environment import load_swe
 from rollout_service.errors import ConfigurationError, did_you_mean
 
 KINDS: Final[dict[str, Callable[[Path], Environment]]] = {
+    "game": load_game,
     "openenv": load_openenv,
     "swe": load_swe,
     "verifiers": load_verifiers,

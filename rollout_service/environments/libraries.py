@@ -36,12 +36,15 @@ class Library:
     """Called with the folder of the finished environment, before it counts as installed."""
     python_version: tuple[int, int] = (3, 11)
     """The oldest Python that it runs on. Where the service's own is older, another of the machine is looked for."""
+    prepared_by: tuple[Path, ...] = ()
+    """The files that `prepare` depends on: once they differ, the environment is another."""
 
     @property
     def folder(self) -> Path:
         """Where its virtual environment is."""
         own = sys.version if sys.version_info >= self.python_version else f"at least {self.python_version}"
-        key = self.requirements.read_bytes() + own.encode()
+        files = (self.requirements, *self.prepared_by)
+        key = b"".join(file.read_bytes() for file in files) + own.encode()
         return default_cache() / "libraries" / f"{self.name}-{hashlib.sha256(key).hexdigest()[:16]}"
 
     @property

@@ -13,7 +13,7 @@ from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Policy
 from rollout_service.gateway.external import ExternalAgents
 from rollout_service.gateway.gateway import Gateway
-from rollout_service.judging.contract import Judge
+from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.turn_writer import TurnWriter
@@ -85,6 +85,7 @@ class AttemptContext:
     turn_writer: TurnWriter | None = None
     """Saves turns; None if interrupted rollouts begin anew."""
     judge: Judge | None = None
+    sampler: TextSampler | None = None
     """Judges answers; None if there is none, as in a trial."""
     gateway: Gateway | None = None
     """Lets programs drive the policy; None if there is none, as in a trial."""

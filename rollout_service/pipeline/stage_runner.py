@@ -130,6 +130,7 @@ class StageRunner:
                 policy=policy,
                 gateway=self._policy.gateway,
                 judge=self._context.judge,
+                sampler=self._context.sampler,
                 clock=self._turns.clock,
             )
             self.episode = episode

@@ -16,7 +16,7 @@ from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
-from rollout_service.judging.contract import Judge
+from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import Sandbox
@@ -38,6 +38,7 @@ async def play(
     policy: Policy,
     sandboxes: SandboxSource,
     judge: Judge | None = None,
+    sampler: TextSampler | None = None,
 ) -> Trial:
     """Check an instance, set it up, run the agent with the policy, and score the outcome.
 
@@ -47,7 +48,9 @@ async def play(
     environment = environment.for_instance(instance)
     spec = environment.spec
     request = RolloutRequest(rollout_id="trial", task=Task(environment=spec.name, instance=instance))
-    episode = Episode(request=request, attempt=1, limits=spec.limits, policy=policy, judge=judge)
+    episode = Episode(
+        request=request, attempt=1, limits=spec.limits, policy=policy, judge=judge, sampler=sampler
+    )
     kept: Artifacts | None = None
 
     async def keep() -> None:

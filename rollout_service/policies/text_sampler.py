@@ -51,9 +51,9 @@ class PoolTextSampler:
         room = served.context_length - 1 - len(prompt)
         if room < 1:
             raise ContextFullError(
-                f"the judge's prompt has {len(prompt)} tokens, which leaves no room in its context of "
+                f"the prompt for the pool {pool!r} has {len(prompt)} tokens, which leaves no room in its context of "
                 f"{served.context_length}",
-                hint="Serve the judge with a longer context, or lower `max_chars` of its rubric.",
+                hint="Serve it with a longer context, or lower `max_chars` of a judge's rubric.",
             )
         sampling = SamplingOptions(
             max_new_tokens=min(max_tokens, room),

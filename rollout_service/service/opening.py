@@ -72,6 +72,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         serving = await _open_serving(stack, settings, store, owner, state_dir, metrics)
         gateway = await _open_gateway(stack, settings, serving, metrics)
         metrics.registry.register(HealthMetrics(serving.views, store, node.free_bytes))
+        sampler = PoolTextSampler(serving)
         context = AttemptContext(
             owner=owner,
             store=store,
@@ -84,7 +85,8 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             max_attempts=settings.pipeline.max_attempts,
             turn_writer=await _open_turn_writer(stack, settings, store, owner, metrics),
             gateway=gateway,
-            judge=PoolJudge(PoolTextSampler(serving), JudgeMetrics(metrics.registry)),
+            judge=PoolJudge(sampler, JudgeMetrics(metrics.registry)),
+            sampler=sampler,
             is_stopping=lambda: shutdown.begun,
         )
         claims = ClaimRules()

@@ -5,15 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollout_service.cli.common import CommandError
+from rollout_service.environments.bridges.gem.environment import GEM
+from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM
 from rollout_service.environments.bridges.nemo_gym.library import NEMO_GYM
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM
-from rollout_service.environments.bridges.textarena.library import TEXTARENA
+from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.bridges.verifiers.library import VERIFIERS
 from rollout_service.environments.libraries import Library
 from rollout_service.environments.swe.grading import SWEBENCH
 from rollout_service.errors import did_you_mean
 
-LIBRARIES: tuple[Library, ...] = (SWEBENCH, REASONING_GYM, TEXTARENA, NEMO_GYM, VERIFIERS)
+LIBRARIES: tuple[Library, ...] = (
+    *(SWEBENCH, REASONING_GYM, NEMO_GYM, VERIFIERS),
+    *(one.library for one in (GEM, GYMNASIUM, TEXTARENA)),
+)
 
 
 def install_library(name: str) -> Path:

@@ -64,7 +64,7 @@ class LibraryProcess:
                 while self._owed:
                     line = await self._replies.receive_until(b"\n", MAX_REPLY_BYTES)
                     self._owed -= 1
-            reply: dict[str, Any] = json.loads(line)
+            reply = _read_object(line)
         except TimeoutError:
             self._end()
             raise EnvironmentFailedError(f"{self._name} gave no reply within {seconds:g} s") from None
@@ -154,6 +154,13 @@ class _FromProgram(ByteReceiveStream):
 
     async def aclose(self) -> None:
         """Do nothing: the program ends with its own block."""
+
+
+def _read_object(line: bytes) -> dict[str, Any]:
+    reply = json.loads(line)
+    if isinstance(reply, dict):
+        return reply
+    raise ValueError("a reply is a JSON object")
 
 
 def _kill(process: Process) -> None:

@@ -14,6 +14,7 @@ from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.turns import sample_turn, why_truncated
 from rollout_service.episodes import Episode, Score
+from rollout_service.errors import EnvironmentFailedError
 
 REWARDS: Final = "turn_rewards"
 """The key of what was earned, in an episode's state."""
@@ -84,6 +85,23 @@ async def _take_turns(
             return StopReason.FINISHED
         messages = [Message(role="user", content=result.text)]
     return StopReason.MAX_TURNS
+
+
+async def take_actions(episode: Episode, actions: Sequence[str], partner: Partner) -> StopReason:
+    """Take actions that are known before, such as a solution's, in place of the policy.
+
+    Raises:
+        EnvironmentFailedError: They did not end the episode.
+    """
+    earned = episode.state[REWARDS] = Earned()
+    for action in actions:
+        earned.add(await partner.step(action))
+        if earned.finished:
+            return StopReason.FINISHED
+    raise EnvironmentFailedError(
+        f"the solution's actions, {len(actions)} in all, did not end the game",
+        hint="Print all actions of a solution, one a line.",
+    )
 
 
 def score_turns(episode: Episode) -> Score:

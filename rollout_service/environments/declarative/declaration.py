@@ -148,7 +148,7 @@ class Declaration(EnvironmentSettings):
         return EnvironmentSpec(
             name=self.name,
             description=self.description,
-            image=_image(self.image, folder),
+            image=resolve_image(self.image, folder),
             system=self.system,
             prompt=self.prompt,
             tools=[] if self.harness is not None and "tools" not in self.model_fields_set else self.tools,
@@ -228,7 +228,12 @@ def _known_keys(model: type[BaseModel], parents: list[str]) -> set[str]:
     return set(model.model_fields)
 
 
-def _image(image: str, folder: Path) -> str:
+def resolve_image(image: str, folder: Path) -> str:
+    """Return an image's name; one that is a file in the environment's folder becomes its absolute path.
+
+    Raises:
+        ConfigurationError: It looks like a file, and there is none.
+    """
     path = folder / image
     if path.exists():
         return str(path.resolve())

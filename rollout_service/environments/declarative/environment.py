@@ -91,9 +91,9 @@ class DeclarativeEnvironment(AgentEnvironment):
         sandbox = episode.require_sandbox()
         await super().init(episode)
         if init := self._declaration.init:
-            place = await SecretFolder.make(sandbox, [_instance_file(episode.instance), *self._init_files])
+            place = await SecretFolder.make(sandbox, [instance_file(episode.instance), *self._init_files])
             result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
-            _require_success("init", init.command, result)
+            require_success("init", init.command, result)
             await _enter_again(sandbox, self.spec, init.command)
             await place.remove()
 
@@ -111,25 +111,25 @@ class DeclarativeEnvironment(AgentEnvironment):
     async def evaluate(self, episode: Episode) -> Score:
         sandbox = episode.require_sandbox()
         inputs = [
-            _instance_file(episode.instance),
+            instance_file(episode.instance),
             PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
             PackedFile(RUNS, encode_runs(episode.state.get(RUNS, []))),
         ]
-        place = await SecretFolder.make(sandbox, [*inputs, *_below(self._files)])
+        place = await SecretFolder.make(sandbox, [*inputs, *below(self._files)])
         command, seconds = self._declaration.evaluate.command, episode.limits.evaluate_seconds
         # Not the working folder: a module there could shadow one that the grader imports.
         result = await place.run(command, cwd=place.path, seconds=seconds)
-        _require_success("evaluate", command, result)
+        require_success("evaluate", command, result)
         return parse_score(await place.result(result), result)
 
     async def solve(self, episode: Episode) -> StopReason:
         if (solution := self._declaration.solution) is None:
             return await super().solve(episode)
         sandbox = episode.require_sandbox()
-        place = await SecretFolder.make(sandbox, [_instance_file(episode.instance), *_below(self._files)])
+        place = await SecretFolder.make(sandbox, [instance_file(episode.instance), *below(self._files)])
         seconds = episode.limits.agent_seconds
         result = await place.run(solution.command, cwd=sandbox.workdir, seconds=seconds)
-        _require_success("solution", solution.command, result)
+        require_success("solution", solution.command, result)
         await place.remove()
         episode.answer = result.stdout.decode(errors="replace").strip()
         return StopReason.FINISHED
@@ -188,22 +188,28 @@ class SecretFolder:
 
     async def run(self, command: str, *, cwd: str, seconds: float) -> ExecResult:
         """Run a command of the environment; its variables say where everything is."""
-        folder = f"{self.path}/environment"
-        return await self.sandbox.exec(
-            ["bash", "-c", _FOLDER.sub(folder, command)],
-            cwd=cwd,
-            env={
-                # Programs must not read the agent's settings, such as ~/.gitconfig or ~/.local.
-                "HOME": self.path,
-                "ROLLOUT_ENVIRONMENT": folder,
-                "ROLLOUT_INSTANCE": f"{self.path}/instance.json",
-                "ROLLOUT_ANSWER": f"{self.path}/answer.txt",
-                "ROLLOUT_RUNS": f"{self.path}/{RUNS}",
-                "ROLLOUT_RESULT": f"{self.path}/result.json",
-                "ROLLOUT_WORKDIR": self.sandbox.workdir,
-            },
-            timeout=seconds,
-        )
+        return await self.sandbox.exec(self.command(command), cwd=cwd, env=self.env(), timeout=seconds)
+
+    def command(self, command: str) -> list[str]:
+        """Return a command of the environment as a program and its arguments."""
+        return ["bash", "-c", _FOLDER.sub(self._environment, command)]
+
+    def env(self) -> dict[str, str]:
+        """Return the variables of a command, which say where everything is."""
+        return {
+            # Programs must not read the agent's settings, such as ~/.gitconfig or ~/.local.
+            "HOME": self.path,
+            "ROLLOUT_ENVIRONMENT": self._environment,
+            "ROLLOUT_INSTANCE": f"{self.path}/instance.json",
+            "ROLLOUT_ANSWER": f"{self.path}/answer.txt",
+            "ROLLOUT_RUNS": f"{self.path}/{RUNS}",
+            "ROLLOUT_RESULT": f"{self.path}/result.json",
+            "ROLLOUT_WORKDIR": self.sandbox.workdir,
+        }
+
+    @property
+    def _environment(self) -> str:
+        return f"{self.path}/environment"
 
     async def result(self, run: ExecResult) -> bytes:
         """Return the result that the command wrote.
@@ -285,7 +291,12 @@ async def _enter_again(sandbox: Sandbox, spec: EnvironmentSpec, command: str) ->
         ) from error
 
 
-def _require_success(stage: str, command: str, result: ExecResult) -> None:
+def require_success(stage: str, command: str, result: ExecResult) -> None:
+    """Raise unless a command of the environment succeeded.
+
+    Raises:
+        EnvironmentFailedError: It did not; the message has what it printed.
+    """
     if result.exit_code == 0:
         return
     how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
@@ -304,11 +315,13 @@ def _printed(result: ExecResult) -> str:
     return text[-EXIT_TEXT_CHARS:]
 
 
-def _instance_file(instance: dict[str, JsonValue]) -> PackedFile:
+def instance_file(instance: dict[str, JsonValue]) -> PackedFile:
+    """Return the file in which a command finds the instance."""
     return PackedFile("instance.json", json.dumps(instance).encode())
 
 
-def _below(files: tuple[PackedFile, ...]) -> list[PackedFile]:
+def below(files: tuple[PackedFile, ...]) -> list[PackedFile]:
+    """Return the files as they are in a `SecretFolder`."""
     return [PackedFile(f"environment/{file.path}", file.data, file.executable) for file in files]
 
 
@@ -331,4 +344,4 @@ def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list
         raise ConfigurationError(
             f"environment {declaration.name!r}: the init command needs {', '.join(missing)}, which the folder lacks"
         )
-    return _below(tuple(chosen.values()))
+    return below(tuple(chosen.values()))

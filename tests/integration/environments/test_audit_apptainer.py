@@ -7,33 +7,28 @@ import pytest
 from rollout_service.audit import audit_environment
 from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.environments.registry import load_path
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
 
 
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
-
-
-@pytest.mark.parametrize("template", ["terminal", "stem", "mcp", "swe"])
+@pytest.mark.parametrize("template", ["terminal", "stem", "mcp", "swe", "game"])
 async def test_every_template_is_solved_by_its_solution_and_its_script(tmp_path, sandboxes, template):
     folder = make_environment("mine", tmp_path, template)
-    environment = load_folder(folder)
+    environment = load_path(folder)
     report = await audit_environment(environment, sandboxes, list(enumerate(environment.dataset())), runs=1)
     assert report.findings == []
     assert {trial.reward for one in report.instances for trial in one.solved} == {1.0}
     assert {trial.reward for one in report.instances for trial in one.idle} == {0.0}
     lines = map(json.loads, (folder / "solution.jsonl").read_text().splitlines())
     turns = [
-        turn("", *(call(one["name"], **one["arguments"]) for one in line["tool_calls"])) for line in lines
+        turn(
+            line.get("content", ""),
+            *(call(one["name"], **one["arguments"]) for one in line.get("tool_calls", [])),
+        )
+        for line in lines
     ]
     trial = await play(environment, environment.dataset()[0], ScriptedPolicy(turns), sandboxes)
     assert trial.score.reward == 1.0

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,14 +9,13 @@ import pytest
 from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
-from rollout_service.environments.bridges.textarena.environment import TextArena
-from rollout_service.environments.bridges.textarena.library import TEXTARENA
+from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
 from rollout_service.environments.splits import count_splits
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import ApptainerConfig, make_provider
+from tests.support.games import in_the_library
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
 ALONE = """
@@ -50,31 +45,13 @@ PLAYS: dict[str, tuple[dict[str, JsonValue], list[str]]] = {
 """Instances, and what a player says in each."""
 
 
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
-
-
 async def played(instance: dict[str, JsonValue], says: list[str], sandboxes: SandboxSource) -> Trial:
     return await play(TextArena(), instance, ScriptedPolicy(says), sandboxes)
 
 
 def alone(instance: dict[str, JsonValue], actions: list[str]) -> dict[str, Any]:
-    """Return what the library gives the same player, in a process of its own."""
-    request = {"options": {}, **instance, "actions": actions}
-    done = subprocess.run(
-        [TEXTARENA.python(), "-sP", "-c", ALONE],
-        input=json.dumps(request),
-        env={"PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    result: dict[str, Any] = json.loads(done.stdout.rpartition("REPLY")[2])
-    return result
+    """Return what the library gives the same player."""
+    return in_the_library(TEXTARENA, ALONE, {"options": {}, **instance, "actions": actions})
 
 
 @pytest.mark.parametrize("name", PLAYS)

@@ -9,6 +9,7 @@ import pytest
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.environments.registry import load_path
 
 
 def test_the_new_environment_loads_and_its_instances_pass(tmp_path):
@@ -51,9 +52,9 @@ def test_the_templates_own_scripts_prepare_and_grade(tmp_path, answer, reward, a
     assert json.loads(result.read_text()) == {"reward": reward, "parts": {"answered": answered}}
 
 
-@pytest.mark.parametrize("template", ["files", "terminal", "stem", "mcp", "swe"])
+@pytest.mark.parametrize("template", ["files", "terminal", "stem", "mcp", "swe", "game"])
 def test_every_template_is_an_environment_without_findings(tmp_path, template):
-    environment = load_folder(make_environment("mine", tmp_path, template))
+    environment = load_path(make_environment("mine", tmp_path, template))
     assert environment.spec.name == "mine"
     assert environment.has_solution
     assert environment.findings() == []
@@ -64,5 +65,5 @@ def test_every_template_is_an_environment_without_findings(tmp_path, template):
 def test_an_unknown_template_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(CommandError, match="no template 'terminl'; did you mean terminal") as caught:
         make_environment("mine", tmp_path, "terminl")
-    assert caught.value.hint == "The templates are files, mcp, stem, swe, terminal."
+    assert caught.value.hint == "The templates are files, game, mcp, stem, swe, terminal."
     assert list(tmp_path.iterdir()) == []

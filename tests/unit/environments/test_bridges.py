@@ -16,6 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
+from rollout_service.environments.bridges.games.library import WORKER, GameLibrary
+from rollout_service.environments.bridges.games.library import write_tasks as write_games
+from rollout_service.environments.bridges.gem.environment import GEM, GemGame
+from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM, GymnasiumToyText
+from rollout_service.environments.bridges.gymnasium.worker import act
 from rollout_service.environments.bridges.nemo_gym.environment import NemoGym
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox, library_process
 from rollout_service.environments.bridges.reasoning_gym.environment import (
@@ -25,7 +30,7 @@ from rollout_service.environments.bridges.reasoning_gym.environment import (
 )
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, write_tasks
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
-from rollout_service.environments.bridges.textarena.environment import TextArena
+from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
@@ -48,6 +53,7 @@ for line in sys.stdin:
         case "echo": print(json.dumps({"pid": os.getpid(), **request}), flush=True)
         case "fail": print(json.dumps({"error": "ValueError: no"}), flush=True)
         case "noise": print("hello", flush=True)
+        case "number": print(5, flush=True)
         case "end": sys.exit(3)
         case "slow":
             open(request["begun"], "w").close()
@@ -115,7 +121,12 @@ async def test_a_library_replies_line_by_line_and_ends_with_its_block(place: Pla
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("does", "seconds", "why"),
-    [("end", 30, "ended"), ("noise", 30, "something else"), ("hang", 0.1, "within 0.1 s")],
+    [
+        ("end", 30, "ended"),
+        ("noise", 30, "something else"),
+        ("number", 30, "something else"),
+        ("hang", 0.1, "within 0.1 s"),
+    ],
 )
 async def test_a_library_that_ends_hangs_or_babbles_is_an_error(
     place: Place, does: str, seconds: float, why: str, tmp_path: Path
@@ -167,8 +178,10 @@ async def test_a_cancelled_request_leaves_no_process() -> None:
         (ReasoningGym, TASK),
         (TextArena, {"game": "GuessTheNumber-v0", "seed": 1}),
         (NemoGym, {"server": "mcqa", "row": {"responses_create_params": {"input": "Which?"}}}),
+        (GymnasiumToyText, {"game": "Taxi-v4", "seed": 1}),
+        (GemGame, {"game": "game:Sudoku-v0-easy", "seed": 1}),
     ],
-    ids=["reasoning-gym", "textarena", "nemo-gym"],
+    ids=["reasoning-gym", "textarena", "nemo-gym", "gymnasium", "gem"],
 )
 def test_without_the_library_the_error_names_the_command_that_installs_it(
     environment: type[Environment], instance: dict[str, JsonValue], nothing_installed: Path
@@ -186,6 +199,41 @@ def test_a_library_that_cannot_make_its_tasks_is_not_installed(tmp_path: Path) -
     python.symlink_to("/bin/false")
     with pytest.raises(ConfigurationError, match="tasks of reasoning-gym cannot be made"):
         write_tasks(tmp_path)
+
+
+def test_games_that_cannot_be_listed_are_not_installed(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/false")
+    with pytest.raises(ConfigurationError, match="games of gem cannot be listed"):
+        write_games("gem", GEM.part, (1,), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("[left]", 0),
+        ("First [right], no: [ Left ]", 0),
+        ("[1]", 1),
+        ("[3]", None),
+        ("[left] and then [fly]", None),
+        ("left", None),
+        ("", None),
+    ],
+)
+def test_the_last_action_in_brackets_counts(text: str, action: int | None) -> None:
+    assert act(text, ("left", "down", "right")) == action
+
+
+@pytest.mark.parametrize("games", [GEM, GYMNASIUM, TEXTARENA], ids=lambda games: str(games.library.name))
+def test_the_worker_of_games_needs_nothing_but_the_standard_library(games: GameLibrary) -> None:
+    reset = {"op": "reset", "game": "Taxi-v4", "seed": 1, "players": 1}
+    lines = "".join(f"{json.dumps(request)}\n" for request in (reset, {"op": "step", "action": "x"}))
+    command = [sys.executable, "-I", "-S", "-c", WORKER.read_text(), games.part.read_text(), "/nowhere"]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=True)
+    first, second = (json.loads(line)["error"] for line in done.stdout.splitlines())
+    assert "No module named" in first
+    assert "no game has begun" in second
 
 
 @pytest.mark.parametrize(

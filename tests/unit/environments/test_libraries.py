@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,12 @@ def test_without_a_newer_python_the_error_says_how_to_get_one(no_python):
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(CommandError, match="did you mean swe"):
         install_library("swee")
+
+
+def test_another_program_that_prepares_it_has_another_folder(library, tmp_path):
+    program = tmp_path / "prepare.py"
+    program.write_text("1")
+    prepared = replace(library, prepared_by=(program,))
+    before = prepared.folder
+    program.write_text("2")
+    assert prepared.folder not in (before, library.folder)

@@ -1,0 +1,165 @@
+"""Environments of games: a game and a seed are the task, and the policy plays it turn by turn.
+
+Guarantees: the reward is what the game itself gives; the game runs in the agent's sandbox, in a process of its own for
+each episode, so that a seed gives the same game whatever else is played. A game that fails or hangs fails the rollout.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from api_schemas.errors import FieldError
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
+from rollout_service.environments.bridges.games.library import GameLibrary
+from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
+from rollout_service.environments.bridges.turns import Consequence, score_turns, take_turns
+from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
+from rollout_service.environments.instance_fields import read_instance
+from rollout_service.episodes import Episode, EpisodeLimits, Score
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
+from rollout_service.validation import describe_problems
+
+BEGIN_SECONDS: Final = 60.0
+STEP_SECONDS: Final = 30.0
+SYSTEM: Final = (
+    "You are playing a game. Think first, then end each message with one move in the form that it asks for."
+)
+ENV: Final = {"PYTHONHASHSEED": "0"}
+"""Without fixed hashes, games that go through sets would differ for the same seed."""
+COUNTS: Final = {1: "one player", 2: "two players"}
+
+
+class TextGame(BaseModel):
+    """The fields of an instance."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    game: str
+    """The library's id, such as `GuessTheNumber-v0`."""
+    seed: int
+    options: dict[str, JsonValue] = {}
+    """Arguments of the game, such as `max_number`."""
+
+
+class GameReply(BaseModel):
+    """What a game says to an action, or as it begins."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    text: str
+    reward: float = 0.0
+    done: bool = False
+    parts: dict[str, float] = {}
+    player: int = 0
+    """Whose turn it is."""
+
+    def consequence(self) -> Consequence:
+        """Return what it means for the player."""
+        return Consequence(self.text, self.reward, done=self.done, parts=dict(self.parts))
+
+
+class GamePartner:
+    """A game as the other side of an episode."""
+
+    def __init__(self, process: LibraryProcess) -> None:
+        self._process = process
+
+    async def begin(self, request: dict[str, JsonValue]) -> str:
+        """Begin a game, and return what the player sees first.
+
+        Raises:
+            EnvironmentFailedError: The game cannot be begun.
+        """
+        return (await self.reset(request)).text
+
+    async def step(self, action: str) -> Consequence:
+        """Make a move.
+
+        Raises:
+            EnvironmentFailedError: The game failed, and not because of the move.
+        """
+        return (await self.act(action)).consequence()
+
+    async def reset(self, request: dict[str, JsonValue]) -> GameReply:
+        """Begin a game, and return its reply."""
+        return await self._ask({"op": "reset", **request}, BEGIN_SECONDS)
+
+    async def act(self, action: str) -> GameReply:
+        """Make a move, and return the game's reply."""
+        return await self._ask({"op": "step", "action": action}, STEP_SECONDS)
+
+    async def _ask(self, request: dict[str, JsonValue], seconds: float) -> GameReply:
+        reply = await self._process.ask(request, seconds)
+        try:
+            return GameReply.model_validate(reply)
+        except ValidationError as error:
+            reasons = "; ".join(describe_problems(error, GameReply))
+            raise EnvironmentFailedError(
+                f"the game sent no usable reply to {request['op']!r}: {reasons}",
+                hint='A reply is {"text": TEXT, "reward": NUMBER, "done": false, "parts": {NAME: NUMBER}}.',
+            ) from error
+
+
+class GameEnvironment(Environment):
+    """Instances: a game and a seed."""
+
+    players = 1
+    fields: type[TextGame] = TextGame
+    """The fields of an instance."""
+
+    def __init__(self, games: GameLibrary, name: str, description: str) -> None:
+        self._games = games
+        self._inside = f"/opt/{games.library.name}"
+        """The path of the library's packages in the sandbox."""
+        library = games.library
+        self.spec = EnvironmentSpec(
+            name=name,
+            description=f"{description}; `env install {library.name}` installs it.",
+            image="base",
+            limits=EpisodeLimits(max_turns=64, max_tokens=32_768, max_turn_tokens=2_048),
+            sandbox=SandboxSettings(memory="1G", max_processes=64),
+            binds={self._inside: str(library.packages)} if library.is_installed else {},
+        )
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Reject a game that cannot be played here.
+
+        Raises:
+            ConfigurationError: The library is not installed.
+            InvalidFieldError: A field is missing or wrong, or there is no such game.
+        """
+        game = read_instance(self.fields, instance).game
+        known = {str(one["game"]) for one in self.dataset()}
+        if game not in known:
+            message = f"there is no game {game!r} for {COUNTS[self.players]}{did_you_mean(game, known)}"
+            raise InvalidFieldError([FieldError(path="instance.game", message=message)])
+
+    async def run(self, episode: Episode) -> StopReason:
+        sandbox, name = episode.require_sandbox(), self._games.library.name
+        command = self._games.command("python3", self._inside)
+        async with library_in_sandbox(sandbox, command, name, env=ENV) as process:
+            partner = self.partner(process, episode)
+            game = read_instance(self.fields, episode.instance)
+            request = {**game.model_dump(mode="json"), "players": self.players}
+            first = await partner.begin(request)
+            messages = [Message(role="system", content=SYSTEM), Message(role="user", content=first)]
+            return await take_turns(episode, messages, partner)
+
+    def partner(self, process: LibraryProcess, episode: Episode) -> GamePartner:
+        """Return the other side of an episode."""
+        _ = episode  # for games that depend on it
+        return GamePartner(process)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return score_turns(episode)
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        """Return the instances that were made when the library was installed.
+
+        Raises:
+            ConfigurationError: The library is not installed.
+        """
+        return self._games.tasks(self.players)

@@ -1,0 +1,102 @@
+"""Libraries of games, with data sets that are made when they are installed.
+
+Guarantee: a game in a data set has begun on this host, twice and in the same way, without a network.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Final
+
+import anyio
+from pydantic import JsonValue
+
+from rollout_service.environments.bridges.process import library_process
+from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.libraries import Library
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError
+
+WORKER: Final = Path(__file__).with_name("worker.py")
+"""The program that runs a library's games."""
+LIST_SECONDS: Final = 300.0
+SEEDS: Final = {"train": range(1, 17), "held_out": range(1_001, 1_005)}
+"""The seeds of each game in a data set, by split."""
+
+
+@dataclass(frozen=True, slots=True)
+class GameLibrary:
+    """A library of games, and the part of the worker that knows it."""
+
+    library: Library
+    part: Path
+    """The source that `worker.py` runs; see there."""
+
+    def command(self, python: str, packages: str | None = None) -> list[str]:
+        """Return the command that runs the games; `packages` is for an interpreter that does not have them."""
+        options = [python, "-I" if packages is None else "-sP", "-c", _text(WORKER), _text(self.part)]
+        return options if packages is None else [*options, packages]
+
+    def tasks(self, players: int) -> list[dict[str, JsonValue]]:
+        """Return the games for so many players, with their seeds.
+
+        Raises:
+            ConfigurationError: The library is not installed.
+        """
+        path = self.library.python().parents[1] / _file_name(players)
+        return [dict(task) for task in _read(path)]
+
+
+def game_library(name: str, folder: Path, players: tuple[int, ...] = (1,)) -> GameLibrary:
+    """Return the library whose lock and part of the worker are in a folder."""
+    part, lock = folder / "worker.py", folder / "requirements.lock"
+    prepare = partial(write_tasks, name, part, players)
+    return GameLibrary(Library(name, lock, prepare=prepare, prepared_by=(WORKER, part)), part)
+
+
+def write_tasks(name: str, part: Path, players: tuple[int, ...], folder: Path) -> None:
+    """Write the data sets, while the library is installed in a folder.
+
+    Raises:
+        ConfigurationError: The library does not work.
+    """
+    command = [str(folder / "bin" / "python"), "-I", "-c", _text(WORKER), _text(part)]
+
+    async def list_games() -> dict[int, list[str]]:
+        async with library_process(command, name) as process:
+            return {
+                count: (await process.ask({"op": "games", "players": count}, LIST_SECONDS))["games"]
+                for count in players
+            }
+
+    try:
+        games = anyio.run(list_games)
+    except EnvironmentFailedError as error:
+        raise ConfigurationError(f"the games of {name} cannot be listed: {error}", hint=error.hint) from error
+    for count, names in games.items():
+        (folder / _file_name(count)).write_text("".join(f"{line}\n" for line in _lines(names)))
+
+
+def _lines(names: list[str]) -> list[str]:
+    return [
+        json.dumps({"game": name, "seed": seed, "split": split})
+        for name in names
+        for split, seeds in SEEDS.items()
+        for seed in seeds
+    ]
+
+
+def _file_name(players: int) -> str:
+    return f"players-{players}.jsonl"
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text()
+
+
+@cache
+def _read(path: Path) -> list[dict[str, JsonValue]]:
+    return read_instances(path)
