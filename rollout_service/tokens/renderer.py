@@ -187,6 +187,18 @@ class ChatRenderer:
         was cut off is closed as context. For the proof, a format known only by its template needs the `history` up to
         and including the parsed output.
         """
+        new = self.bridge_after(prompt_ids, completion_ids, new_messages, tools, history)
+        return None if new is None else [*prompt_ids, *completion_ids, *new]
+
+    def bridge_after(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+        history: Sequence[Message] = (),
+    ) -> list[int] | None:
+        """Return only the ids that `bridge` puts after the previous prompt and its output, or None as it does."""
         try:
             if self.name == "default":
                 return self._extend_by_template(prompt_ids, completion_ids, new_messages, tools, history)
@@ -270,7 +282,7 @@ class ChatRenderer:
             return None
         sampled_end = bool(completion) and completion[-1] in self._stop
         forgotten = _AFTER_A_STOP.get(self.name) if sampled_end else None
-        return [*prompt, *completion, *(self.encode(forgotten) if forgotten else ()), *ids[len(before) :]]
+        return [*(self.encode(forgotten) if forgotten else ()), *ids[len(before) :]]
 
     def _extend_by_template(
         self,
@@ -292,7 +304,8 @@ class ChatRenderer:
 
         stops = {self.decode([token]): token for token in self.stop_token_ids}
         template = template_bridge.Template(write, tokenizer.encode, stops)
-        return template_bridge.extend(template, prompt, completion, self._wire(history), self._wire(new))
+        ids = template_bridge.extend(template, prompt, completion, self._wire(history), self._wire(new))
+        return None if ids is None else ids[len(prompt) + len(completion) :]
 
     def _ends_in_reasoning(self, prompt: Sequence[int], completion: Sequence[int]) -> bool:
         try:

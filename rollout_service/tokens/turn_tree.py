@@ -67,7 +67,8 @@ class TreeTurn:
 class TreePrompt:
     """A prompt of a turn that is not sampled yet."""
 
-    ids: list[int]
+    ids: array[int]
+    """An array, since a list of a long prompt would make an object of every id, for every turn."""
     tools: Sequence[ToolSpec]
     parent: TreeTurn | None
     after: TreeTurn | None
@@ -109,7 +110,7 @@ class TurnTree:
         Raises:
             RenderError: The chat format has no place for these messages.
         """
-        return TreePrompt(self._renderer.render(messages, tools), tools, None, after, reason)
+        return TreePrompt(array("i", self._renderer.render(messages, tools)), tools, None, after, reason)
 
     def extend(
         self,
@@ -124,11 +125,13 @@ class TurnTree:
         `history` is as for `ChatRenderer.bridge`. `reason` is why the new turn begins a segment if another one extends
         the same turn already.
         """
-        ids = turn.ids()
-        bridged = self._renderer.bridge(
-            ids[: turn.prompt_length], ids[turn.prompt_length :], new, tools, history
-        )
-        return None if bridged is None else TreePrompt(bridged, tools, turn, None, reason)
+        prompt = turn._lane[: turn.prompt_length]
+        after = self._renderer.bridge_after(prompt, turn.output_ids, new, tools, history)
+        if after is None:
+            return None
+        ids = turn._lane[: turn.end]
+        ids.extend(after)
+        return TreePrompt(ids, tools, turn, None, reason)
 
     def record(
         self,
@@ -206,7 +209,9 @@ def _lane(prompt: TreePrompt, output: Sequence[int]) -> array[int]:
     """Return the ids of prompt and output, in the parent's memory if no other turn has extended it."""
     parent = prompt.parent
     if parent is None or len(parent._lane) != parent.end:
-        return array("i", [*prompt.ids, *output])
+        lane = prompt.ids[:]
+        lane.extend(output)
+        return lane
     parent._lane.extend(prompt.ids[parent.end :])
     parent._lane.extend(output)
     return parent._lane

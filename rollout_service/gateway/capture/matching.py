@@ -39,11 +39,11 @@ class RecordedTurn:
     """The messages that it answers, until another turn has them in its history."""
     echoes: dict[bytes, Standing] = field(default_factory=dict)
     """How the answer stands in each form in which its client has sent it back."""
+    after: bytes = field(init=False)
+    """The state of the conversation that its answer ends."""
 
-    @property
-    def after(self) -> bytes:
-        """The state of the conversation that its answer ends."""
-        return digest(self.state, self.key)
+    def __post_init__(self) -> None:
+        self.after = digest(self.state, self.key)
 
     def standing(self, message: ClientMessage) -> Standing:
         """Return how the answer stands in a message."""

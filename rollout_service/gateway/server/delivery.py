@@ -36,6 +36,7 @@ class AnswerResponse:
         self._answers = answers
         self._keep_alive_seconds = keep_alive_seconds
         self._head_seconds = min(HEAD_SECONDS, 2 * keep_alive_seconds)
+        self._is_sent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer, unless the client goes away first."""
@@ -44,14 +45,24 @@ class AnswerResponse:
             for answer in self._answers:
                 readers.enter_context(answer.reading())
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
-                if self._call.stream:
-                    await self._stream(send)
-                else:
-                    await self._send_whole(send)
-                tasks.cancel_scope.cancel()
+                tasks.start_soon(self._cancel_on_disconnect, receive, tasks.cancel_scope)
+                self._is_sent = await (self._stream(send) if self._call.stream else self._send_whole(send))
+                if not self._is_sent:
+                    tasks.cancel_scope.cancel()
 
-    async def _stream(self, send: Send) -> None:
+    async def _cancel_on_disconnect(self, receive: Receive, scope: anyio.CancelScope) -> None:
+        """Cancel once the client is gone.
+
+        ASGI ends a response that was sent with the same message. So nothing needs to be canceled then, which would cost
+        every call more than the task itself.
+        """
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self._is_sent:
+            scope.cancel()
+
+    async def _stream(self, send: Send) -> bool:
+        """Send all events; return whether the response is complete, as it always is."""
         answer, stream = self._answers[0], self._codec.open_stream(self._call)
         await send(_head(200, stream.media_type))
         seen, is_last, is_whole = 0, False, False
@@ -68,8 +79,10 @@ class AnswerResponse:
             if data or is_last:
                 await send(_body(data, more=not is_last))
         answer.delivered = answer.delivered or is_whole
+        return True
 
-    async def _send_whole(self, send: Send) -> None:
+    async def _send_whole(self, send: Send) -> bool:
+        """Send the answer or an error; return whether the response is complete."""
         is_begun = False
         while not await self._wait(self._keep_alive_seconds if is_begun else self._head_seconds):
             if not is_begun:
@@ -82,6 +95,7 @@ class AnswerResponse:
         elif not is_begun:
             await send_error(self._codec.error(error), send)
         # Otherwise the head has left, and only a body that breaks off tells of the error; the server sees to that.
+        return error is None or not is_begun
 
     async def _wait(self, seconds: float) -> bool:
         """Wait up to this long for all answers; return whether they are there, or have failed."""
@@ -104,12 +118,6 @@ async def send_error(error: ErrorAnswer, send: Send) -> None:
     """Send an error in the form of its dialect."""
     await send(_head(error.status, JSON, len(error.body)))
     await send(_body(error.body))
-
-
-async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
 
 
 def _head(status: int, media_type: str, length: int | None = None) -> Message:

@@ -92,7 +92,9 @@ class GatewaySession:
         self._answers: dict[bytes, LiveAnswer] = {}
         """The latest answer to each request, until it was delivered."""
         self._open: set[LiveAnswer] = set()
-        self._changed = ChangeSignal()
+        self._call_ended = ChangeSignal()
+        self._failed = ChangeSignal()
+        """Not the same as the signal of ended calls, which would wake the episode with every call."""
         self._failure: Exception | None = None
         self._ended = False
         self._reported = False
@@ -162,7 +164,7 @@ class GatewaySession:
             self._open.discard(answer)
             if answer.error is not None and self._answers.get(answer.call.fingerprint) is answer:
                 del self._answers[answer.call.fingerprint]
-            self._changed.notify()
+            self._call_ended.notify()
 
     async def _sample(self, answer: LiveAnswer) -> CallOutcome:
         """Sample an answer and record it; it ends early once its client is gone for good or the agent has ended."""
@@ -224,6 +226,7 @@ class GatewaySession:
         log.warning("a call to the gateway failed", client=call.lane.client, error=str(error), exc_info=error)
         if is_infrastructure and not is_requests_own:
             self._failure = self._failure or error
+            self._failed.notify()
 
     def _count(self, answer: LiveAnswer, generation: Generation) -> None:
         usage = self._usage
@@ -302,7 +305,7 @@ class GatewaySession:
             TokenError: An answer cannot be trained on.
         """
         while self._failure is None:
-            await self._changed.wait()
+            await self._failed.wait()
         raise self._failure
 
     def close(self) -> None:
@@ -317,7 +320,7 @@ class GatewaySession:
         self.close()
         with anyio.CancelScope(shield=True):
             while self._open:
-                await self._changed.wait()
+                await self._call_ended.wait()
         if not self._reported:
             self._reported = True
             self._place.metrics.count_report(self._capture.report())

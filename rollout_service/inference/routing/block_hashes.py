@@ -10,15 +10,15 @@ BLOCK_TOKENS = 64
 _MAX_CONVERSATIONS = 65_536
 
 
-def extend_chain(chain: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """Return the hashes of all whole blocks of `ids`; `chain` has the first ones.
+def extend_chain(chain: Sequence[int], ids: Sequence[int], *, begin: int = 0) -> list[int]:
+    """Return the hashes of all whole blocks of a prompt; `chain` has the first ones, and `ids` all from `begin` on.
 
     Python's own hash of integers is the same in every process; two blocks that collide cost a wrong
     estimate and nothing else.
     """
     hashes = list(chain)
     above = hashes[-1] if hashes else 0
-    for start in range(len(hashes) * BLOCK_TOKENS, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+    for start in range(len(hashes) * BLOCK_TOKENS - begin, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         above = hash((above, tuple(ids[start : start + BLOCK_TOKENS])))
         hashes.append(above)
     return hashes

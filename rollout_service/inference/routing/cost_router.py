@@ -117,7 +117,9 @@ class CostRouter:
         if rollout is not None and rollout.turns > 1:
             self._workload.learn_later_turn(uncached, sampled)
         # The last sampled token has not been read, so its KV is missing.
-        chain = extend_chain(sent.chain, [*request.input_ids, *answer.output_ids[:-1]])
+        known = len(sent.chain) * BLOCK_TOKENS
+        rest = [*request.input_ids[known:], *answer.output_ids[:-1]]
+        chain = extend_chain(sent.chain, rest, begin=known)
         self._chains.keep(chain, decision.affinity)
         sent.engine.prefixes.hold(chain, served_at=now)
 

@@ -39,7 +39,7 @@ def sampled(segment):
 def test_turns_that_extend_each_other_are_one_segment(tree, renderer):
     first = record(tree, renderer, tree.begin([QUESTION], [TOOL]))
     prompt = tree.extend(first, MORE, [TOOL])
-    assert prompt.ids[: prompt.known] == first.ids()
+    assert list(prompt.ids[: prompt.known]) == first.ids()
     second = record(tree, renderer, prompt)
     (segment,) = tree.trajectory().segments
     assert segment.token_ids == second.ids()

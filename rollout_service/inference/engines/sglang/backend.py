@@ -21,6 +21,7 @@ from rollout_service.inference.engines.http_backend import (
     read_model_config,
     routing_shape,
 )
+from rollout_service.inference.engines.request_json import dump_request
 from rollout_service.inference.engines.sglang.stream import SGLangStream, stream_interval
 from rollout_service.inference.engines.sglang.weights import SGLangWeights
 from rollout_service.inference.engines.sglang.wire import generate_body, parse_generation
@@ -50,7 +51,7 @@ class SGLangBackend(HttpBackend):
         answer = await self._call(
             "POST",
             "/generate",
-            content=orjson.dumps(body),
+            content=dump_request(body),
             max_bytes=generation_bytes(request, self._info),
         )
         return parse_generation(
@@ -68,7 +69,7 @@ class SGLangBackend(HttpBackend):
         if self._info is not None:
             body["extra_key"] = kv_key(self._info)
         stream = SGLangStream(request, self._info, self._id, on_tokens)
-        await self._stream("/generate", orjson.dumps(body), stream, generation_bytes(request, self._info))
+        await self._stream("/generate", dump_request(body), stream, generation_bytes(request, self._info))
         if stream.is_incremental is not None:
             self._streams_incrementally = stream.is_incremental
         return stream.end(time.perf_counter() - started)

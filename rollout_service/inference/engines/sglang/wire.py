@@ -23,6 +23,7 @@ from rollout_service.inference.contract import (
 )
 from rollout_service.inference.engines import checks as check
 from rollout_service.inference.engines.checks import mapping, parse_version
+from rollout_service.inference.engines.request_json import prompt_for_json
 from rollout_service.inference.engines.token_extras import ExtraKind, flat_experts, routed_rows, unsupported
 from rollout_service.inference.errors import BackendProtocolError
 
@@ -61,7 +62,7 @@ def generate_body(request: GenerateRequest, stream_interval: int | None = None) 
         parameters["stream_interval"] = stream_interval
     return {
         "rid": request.request_id,
-        "input_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
+        "input_ids": prompt_for_json(request.input_ids),
         "sampling_params": parameters,
         "return_logprob": True,
         "logprob_start_len": _logprob_start(request),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import orjson
 
 from api_schemas.inference import EngineKind, PauseMode
 from rollout_service.inference.contract import (
@@ -33,6 +32,7 @@ from rollout_service.inference.engines.http_backend import (
     read_model_config,
     routing_shape,
 )
+from rollout_service.inference.engines.request_json import dump_request
 from rollout_service.inference.engines.vllm import wire
 from rollout_service.inference.engines.vllm.metrics import parse_load
 from rollout_service.inference.engines.vllm.stream import VllmStream
@@ -160,8 +160,8 @@ class VllmBackend(HttpBackend):
     async def _ask(self, body: dict[str, Any], max_bytes: int, stream: VllmStream | None = None) -> Any:
         try:
             if stream is not None:
-                return await self._stream(wire.GENERATE, orjson.dumps(body), stream, max_bytes)
-            return await self._call("POST", wire.GENERATE, content=orjson.dumps(body), max_bytes=max_bytes)
+                return await self._stream(wire.GENERATE, dump_request(body), stream, max_bytes)
+            return await self._call("POST", wire.GENERATE, content=dump_request(body), max_bytes=max_bytes)
         except BackendRejected as error:
             if _NOT_FOUND not in str(error):
                 raise

@@ -24,6 +24,7 @@ from rollout_service.inference.contract import (
 )
 from rollout_service.inference.engines import checks as check
 from rollout_service.inference.engines.checks import mapping
+from rollout_service.inference.engines.request_json import prompt_for_json
 from rollout_service.inference.engines.token_extras import ExtraKind, npy_experts, routed_rows, unsupported
 from rollout_service.inference.errors import BackendProtocolError, BackendRejected
 
@@ -83,7 +84,7 @@ def generate_body(request: GenerateRequest, *, stream: bool = False) -> dict[str
     options = {"stream_options": {"include_usage": True}} if stream else {}
     return {
         "request_id": request.request_id,
-        "token_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
+        "token_ids": prompt_for_json(request.input_ids),
         "sampling_params": parameters,
         "stream": stream,
         **options,

@@ -32,6 +32,13 @@ def test_a_conversation_has_the_chain_of_its_whole_prompt(first, more, tail):
     assert chains.of(whole, "a") == extend_chain((), whole)
 
 
+@given(first=TOKENS, more=TOKENS)
+def test_a_chain_is_extended_without_the_ids_that_it_covers(first, more):
+    known = extend_chain((), first)
+    begin = len(known) * BLOCK_TOKENS
+    assert extend_chain(known, [*first[begin:], *more], begin=begin) == extend_chain((), first + more)
+
+
 @given(first=TOKENS, second=TOKENS)
 def test_a_conversation_whose_end_was_edited_is_hashed_again(first, second):
     chains = Chains()
