@@ -198,6 +198,22 @@ make_environment() {
         ${ROLLOUT_TORCH_INDEX:+--index-url "$ROLLOUT_TORCH_INDEX"} --requirement "$root/deploy/torch/torch.txt"
 }
 
+# newer_python [WANTED]: print a Python of this machine for programs that do not run on 3.11. Those that pyenv has installed come
+# first: its own shims fail for each version that is not chosen.
+newer_python() {
+    local folder path=$PATH
+    ensure_uv >/dev/null
+    for folder in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin; do
+        path=$folder:$path
+    done
+    PATH=$path "$uv" python find "${1:->=3.12}" 2>/dev/null
+}
+
+# has_newer_python NAME: say so if the tests of this program cannot run here; they are then skipped with the same reason.
+has_newer_python() {
+    newer_python >/dev/null || { echo "==> without $1: it needs Python 3.12 or newer, which this machine does not have" && false; }
+}
+
 # --- sandboxes and engines ----------------------------------------------------------------------------------
 
 has_apptainer() {
@@ -256,6 +272,7 @@ ensure_bridges() {
         "$venv/bin/python" -c 'import sys
 from rollout_service.cli.env.install import LIBRARIES
 sys.exit(not all(one.is_installed for one in LIBRARIES if one.name == sys.argv[1]))' "$library" && continue
+        [[ $library != nemo-gym ]] || has_newer_python "NeMo Gym" || continue
         step "install $library" "$venv/bin/rollout-service" env install "$library"
     done
     ensure_openenv
@@ -350,6 +367,7 @@ ensure_vllm() {
 
 ensure_harbor() {
     [[ -f $root/.venv-harbor/.installed ]] && "$root/scripts/install-harbor" >/dev/null && return
+    has_newer_python Harbor || return 0
     step "install Harbor (300 MB)" "$root/scripts/install-harbor"
 }
 

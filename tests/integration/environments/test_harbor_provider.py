@@ -24,8 +24,9 @@ from sandboxes.host.users import resolve_user
 from sandboxes.images.build import ApptainerBuilder
 from sandboxes.images.dockerfiles import build_many, dockerfile_at
 from sandboxes.images.store import ImageStore
+from tests.support.newer_python import needs_python_312
 
-pytestmark = [pytest.mark.apptainer, pytest.mark.harbor, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.apptainer, pytest.mark.harbor, pytest.mark.timeout(600), needs_python_312]
 ROOT = Path(__file__).parents[3]
 TASKS = ("ledger", "word-count")
 BASE = (ImageStore().root / "base.sif").resolve()

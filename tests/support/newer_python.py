@@ -1,0 +1,22 @@
+"""Tests of programs that do not run on the oldest Python of this project.
+
+No package index has a Python, so where a machine has none, `scripts/test` cannot install these programs, and says so.
+"""
+
+import pytest
+
+from rollout_service.environments.libraries import find_interpreter
+from rollout_service.errors import ConfigurationError
+
+
+def _is_there() -> bool:
+    try:
+        find_interpreter("a test", (3, 12))
+    except ConfigurationError:
+        return False
+    return True
+
+
+needs_python_312 = pytest.mark.skipif(
+    not _is_there(), reason="needs Python 3.12 or newer, which this machine does not have"
+)
