@@ -26,7 +26,10 @@ COMMANDS = {
     *(("slurm", name) for name in ("submit", "status", "logs", "tunnel", "stop", "run", "node", "engine")),
     *(
         ("env", name)
-        for name in ("list", "new", "add", "build", "prepare", "check", "attack", "audit", "install", "run")
+        for name in (
+            *("list", "new", "add", "build", "prepare", "check"),
+            *("attack", "audit", "install", "run", "serve"),
+        )
     ),
 }
 HEAVY = {"httpx", "pydantic", "fastapi", "anyio", "rich.console", "transformers", "numpy", "jinja2"}
