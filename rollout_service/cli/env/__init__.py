@@ -322,18 +322,24 @@ def run(
 @app.command("serve", epilog="Example: rollout-service env serve ./word-count --port 8000 --sessions 8")
 def serve(
     environment: Environment,
-    host: Annotated[str, typer.Option(help="Address to listen on; clients need no key.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 for any that is free.")] = 8000,
     sessions: Annotated[int, typer.Option(min=1, help="Clients served at once.")] = 1,
+    without_key: Annotated[
+        bool, typer.Option("--without-key", help="Also listen beyond loopback, where anybody may connect.")
+    ] = False,
 ) -> None:
     """Serve an environment to clients of OpenEnv, until the command is ended.
 
-    Each client has an episode of its own, in a sandbox that ends with its connection.
+    Each client has an episode of its own, in a sandbox that ends with its connection. The protocol has no keys, so an
+    address beyond loopback is refused without --without-key.
     """
 
     async def main() -> None:
+        from rollout_service.cli.env.serve import check_host
         from rollout_service.cli.env.serve import serve as serve_environment
 
+        check_host(host, without_key=without_key)
         await serve_environment(environment, host, port, sessions)
 
     common.run(main)

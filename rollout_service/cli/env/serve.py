@@ -12,8 +12,21 @@ from rollout_service.cli import common
 from rollout_service.cli.env.check import load_environment
 from rollout_service.openenv_server.server import EnvironmentServer
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.settings import load_settings
+from rollout_service.settings import is_loopback, load_settings
 from sandboxes import make_provider
+
+
+def check_host(host: str, *, without_key: bool) -> None:
+    """Refuse an address at which strangers could start sandboxes, unless that is wanted.
+
+    Raises:
+        CommandError: It is beyond loopback.
+    """
+    if not without_key and not is_loopback(host):
+        raise common.CommandError(
+            f"{host} is beyond loopback, and clients of OpenEnv have no key",
+            hint="Listen on 127.0.0.1 and tunnel to it, or add --without-key in a network that you trust.",
+        )
 
 
 async def serve(name_or_path: str, host: str, port: int, max_sessions: int) -> None:

@@ -16,7 +16,9 @@ import anyio
 import anyio.to_thread
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from rollout_service.cli import app
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.bridges.openenv.declaration import OpenEnvDeclaration
 from rollout_service.environments.bridges.openenv.environment import OpenEnv
@@ -288,3 +290,11 @@ def test_the_command_serves_until_it_is_ended() -> None:
             assert process.wait(60) == 128 + signal.SIGTERM
         finally:
             process.kill()
+
+
+def test_the_command_listens_beyond_loopback_only_if_told_that_anybody_may_connect() -> None:
+    command = ["env", "serve", "calc", "--port", "0", "--host", "0.0.0.0"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "beyond loopback" in result.stderr
+    assert "--without-key" in result.stderr
