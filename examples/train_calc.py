@@ -24,6 +24,7 @@ import anyio
 import torch
 from anyio.to_thread import run_sync
 from trainer.checkpoint import Checkpoints, load_state
+from trainer.control import shuffled
 from trainer.curves import Curves
 from trainer.launch import BASE, Plan, serving
 from trainer.learner import Learner, Recipe
@@ -59,6 +60,8 @@ class Order:
     """The number of rollouts of held-out tasks, before and after."""
     weights: str
     seed: int
+    shuffle_rewards: bool
+    """Whether to train on rewards that went to other samples: a control, in which nothing can be learned."""
 
 
 async def train(
@@ -80,7 +83,8 @@ async def train(
         saved.hold(batch.batch_id)
         if batch.batch_id != trained:  # otherwise its acknowledgment was late or missing
             busy = await stages.busy()
-            watched = await run_sync(learner.step, samples_of(batch.arrays))
+            arrays = shuffled(batch.arrays, order.seed) if order.shuffle_rewards else batch.arrays
+            watched = await run_sync(learner.step, samples_of(arrays))
             trained, minutes = batch.batch_id, (time.monotonic() - began) / 60
             point = {"step": learner.steps, "batch": batch.batch.number, "minutes": minutes}
             curves.add({**point, **rewards_of(batch.batch), **watched, **busy})
@@ -262,6 +266,11 @@ def parse() -> argparse.Namespace:
     add("--learning-rate", type=float, default=Recipe().learning_rate)
     add("--horizon", type=int, default=Recipe().horizon, help="steps over which the learning rate falls")
     add("--epochs", type=int, default=Recipe().epochs, help="how often a batch is gone through")
+    add(
+        "--shuffle-rewards",
+        action="store_true",
+        help="a control: give each sample the reward of another one of its batch",
+    )
     add("--updates", type=int, default=Recipe().updates, help="optimizer steps of an epoch")
     add("--discouragement", type=float, default=Recipe().discouragement, help="weight of negative advantages")
     add("--evaluations", type=int, default=128, help="held-out rollouts before and after; 0 for none")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import Distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -19,7 +21,7 @@ from rollout_service.episodes import Score
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
-from rollout_service.testing.scripted_policy import ScriptedPolicy
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
@@ -152,3 +154,39 @@ def test_the_data_set_has_both_splits_of_every_task() -> None:
     assert not {task["question"] for task in tasks if task["split"] == "train"} & {
         task["question"] for task in tasks if task["split"] == "held_out"
     }
+
+
+@pytest.fixture(scope="module")
+def chain_sum() -> ReasoningGym:
+    folder = Path(__file__).parents[3] / "examples" / "environments" / "chain_sum"
+    [plug_in] = Distribution.at(folder / "chain_sum_environment-1.0.dist-info").entry_points
+    sys.path.insert(0, str(folder))
+    try:
+        return cast("ReasoningGym", plug_in.load())
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_the_example_has_sums_of_the_library_in_two_splits(chain_sum: ReasoningGym) -> None:
+    tasks = chain_sum.dataset()
+    splits = count_splits(tasks)
+    assert splits["held_out"] == 128
+    assert splits["train"] > 1_900
+    assert len({task["question"] for task in tasks}) == len(tasks)
+    chain_sum.check(tasks[0])
+
+
+@pytest.mark.parametrize(("added", "expected"), [(0, 1.0), (1, 0.0)])
+async def test_the_example_has_a_tool_and_scores_the_box(
+    sandboxes: SandboxSource, chain_sum: ReasoningGym, added: int, expected: float
+) -> None:
+    task = chain_sum.dataset()[0]
+    expression = str(task["question"]).partition(": ")[2].removesuffix(" =")
+    said = [
+        turn("", call("python", code=f"print({expression})")),
+        f"\\boxed{{{int(str(task['answer'])) + added}}}",
+    ]
+    policy = ScriptedPolicy(said)
+    played = await play(chain_sum, task, policy, sandboxes)
+    assert [message.content for message in policy.messages if message.role == "tool"] == [task["answer"]]
+    assert played.score.reward == expected

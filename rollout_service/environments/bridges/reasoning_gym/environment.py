@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +38,8 @@ CPU_SECONDS: Final = 20
 """The limit of one answer, with two seconds for imports; the slowest tasks take about ten to be made again."""
 MEMORY_KILOBYTES: Final = 2 * 1024 * 1024
 MAX_ANSWER_CHARS: Final = 65_536
+ReadAnswer = Callable[[str | None], str | None]
+"""Returns the answer in a text, or None."""
 _LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
 _KILLED: Final = (137, 152)
 """The exit codes of a process that the kernel ended for its memory, or its CPU time."""
@@ -73,11 +76,20 @@ class ReasoningTask(BaseModel):
 class ReasoningGym(AgentEnvironment):
     """Instances: what `generate` makes."""
 
-    def __init__(self, library: Library = REASONING_GYM, cpu_seconds: int = CPU_SECONDS) -> None:
+    def __init__(
+        self,
+        library: Library = REASONING_GYM,
+        cpu_seconds: int = CPU_SECONDS,
+        *,
+        spec: EnvironmentSpec = SPEC,
+        read_answer: ReadAnswer | None = None,
+    ) -> None:
+        """Take another spec for other prompts or tools, and what finds the answer in the policy's last text."""
         self._library = library
         self._cpu_seconds = cpu_seconds
+        self._read_answer = read_answer or final_answer
         binds = {INSIDE: str(library.packages)} if library.is_installed else {}
-        super().__init__(SPEC.model_copy(update={"binds": binds}))
+        super().__init__(spec.model_copy(update={"binds": binds}))
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         """Reject an instance that the library cannot make again.
@@ -91,7 +103,7 @@ class ReasoningGym(AgentEnvironment):
         super().check(instance)
 
     async def evaluate(self, episode: Episode) -> Score:
-        task, answer = _read(episode.instance), final_answer(episode.answer)
+        task, answer = _read(episode.instance), self._read_answer(episode.answer)
         if answer is None or len(answer) > MAX_ANSWER_CHARS:
             return Score(0.0, {"answered": float(answer is not None)})
         request = {"op": "score", **task.model_dump(mode="json"), "answer": answer}
