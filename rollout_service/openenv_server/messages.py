@@ -40,6 +40,9 @@ class ActionCall(_Strict):
 class TurnAction(_Strict):
     """One turn of the policy."""
 
+    # Clients whose policy replies with text, such as verifiers, put it into the one field that is required.
+    model_config = ConfigDict(json_schema_extra={"required": ["text"]})
+
     text: str = ""
     tool_calls: list[ActionCall] = []
     metadata: dict[str, Any] = {}
