@@ -164,18 +164,43 @@ class Declaration(EnvironmentSettings):
         )
 
 
+def load_table(model: type[M], folder: Path) -> M:
+    """Read the `environment.toml` of a folder as the declaration of a kind.
+
+    Raises:
+        ConfigurationError: It cannot be read, or is not valid; the message begins with its path.
+    """
+    path = folder / FILE_NAME
+    return read_table(model, _parse(read_text(path), where=str(path)), where=str(path))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ConfigurationError: It cannot be read, or is not in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+
+
 def read_declaration(text: str, *, where: str, image: str | None = None) -> Declaration:
     """Read the text of an `environment.toml`; `image` is the image that it was found in, and replaces the key.
 
     Raises:
         ConfigurationError: The text is not valid; the message has a line for every key at fault, after `where`.
     """
+    table = _parse(text, where=where) | ({} if image is None else {"image": image})
+    return read_table(Declaration, table, where=where)
+
+
+def _parse(text: str, *, where: str) -> dict[str, Any]:
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{where} is not valid TOML: {error}") from error
-    table |= {} if image is None else {"image": image}
-    return read_table(Declaration, table, where=where)
 
 
 def read_table(model: type[M], table: dict[str, Any], *, where: str) -> M:
@@ -193,6 +218,8 @@ def read_table(model: type[M], table: dict[str, Any], *, where: str) -> M:
 
 
 def _explain(model: type[BaseModel], item: Any) -> str:
+    if not item["loc"]:  # keys that contradict each other
+        return str(item["msg"])
     *parents, last = [str(part) for part in item["loc"]]
     path = ".".join([*parents, last])
     if item["type"] == "extra_forbidden":

@@ -30,6 +30,7 @@ from rollout_service.environments.declarative.declaration import (
     INSIDE,
     Declaration,
     read_declaration,
+    read_text,
 )
 from rollout_service.environments.declarative.files import PackedFile, archive, exported_file, read_folder
 from rollout_service.environments.declarative.from_image import empty_folder
@@ -246,10 +247,7 @@ def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnviro
         ConfigurationError: The environment is not valid; the message says why.
     """
     path = folder / FILE_NAME
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    text = read_text(path)
     if image is None:
         return DeclarativeEnvironment(read_declaration(text, where=str(path)), folder)
     declaration = read_declaration(text, where=f"{image}:{INSIDE}/{FILE_NAME}", image=str(image))

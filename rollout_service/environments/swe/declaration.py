@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from typing import Literal
 
 from pydantic import Field
@@ -14,7 +13,7 @@ from rollout_service.environments.contract import (
     EvaluateIn,
     SandboxSettings,
 )
-from rollout_service.environments.declarative.declaration import DatasetTable, read_table
+from rollout_service.environments.declarative.declaration import DatasetTable
 from rollout_service.environments.swe.tasks import SweFamily
 from rollout_service.episodes import EpisodeLimits
 
@@ -70,12 +69,3 @@ class SweDeclaration(EnvironmentSettings):
             sandbox=self.sandbox,
             evaluate_in=EvaluateIn.FRESH,
         )
-
-
-def read_swe(text: str, *, where: str) -> SweDeclaration:
-    """Read the text of such a file.
-
-    Raises:
-        ConfigurationError: The text is not valid; the message has a line for every key at fault, after `where`.
-    """
-    return read_table(SweDeclaration, tomllib.loads(text), where=where)

@@ -19,13 +19,13 @@ from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.dataset_files import read_instances
-from rollout_service.environments.declarative.declaration import FILE_NAME
-from rollout_service.environments.swe.declaration import SweDeclaration, read_swe
+from rollout_service.environments.declarative.declaration import load_table
+from rollout_service.environments.swe.declaration import SweDeclaration
 from rollout_service.environments.swe.evaluation import SweEvaluation
 from rollout_service.environments.swe.repository import StartState, apply_patch, make_ready, read_changes
 from rollout_service.environments.swe.tasks import SweTask, read_task
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.templates import PromptTemplate
 from sandboxes.errors import LimitExceededError, SandboxClosedError
 
@@ -155,12 +155,7 @@ def load_swe(folder: Path) -> SweEnvironment:
     Raises:
         ConfigurationError: The environment is not valid; the message says why.
     """
-    path = folder / FILE_NAME
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    declaration = read_swe(text, where=str(path))
+    declaration = load_table(SweDeclaration, folder)
     files = declaration.dataset.files(folder) if declaration.dataset else []
     rows = [row for file, split in files for row in read_instances(file, split)]
     return SweEnvironment(declaration, rows)

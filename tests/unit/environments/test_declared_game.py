@@ -115,5 +115,5 @@ def test_what_is_wrong_with_a_declaration_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="did you mean command"):
         load_game(tmp_path)
     (tmp_path / "environment.toml").write_text("kind = ")
-    with pytest.raises(ConfigurationError, match="cannot be read"):
+    with pytest.raises(ConfigurationError, match="is not valid TOML"):
         load_game(tmp_path)

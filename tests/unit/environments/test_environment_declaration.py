@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, model_validator
 
-from rollout_service.environments.declarative.declaration import read_declaration
+from rollout_service.environments.declarative.declaration import read_declaration, read_table
 from rollout_service.environments.declarative.environment import DeclarativeEnvironment, load_folder
 from rollout_service.environments.splits import count_splits
 from rollout_service.errors import ConfigurationError, InvalidFieldError
@@ -248,3 +249,14 @@ def test_a_server_elsewhere_makes_an_environment_not_replayable(tmp_path):
     shown = environment.spec.model_dump_json()
     assert '"mcp":["far"]' in shown
     assert "secret" not in shown
+
+
+def test_keys_that_contradict_each_other_are_told_without_a_path():
+    class Either(BaseModel):
+        @model_validator(mode="before")
+        @classmethod
+        def _refuse(cls, table):
+            raise ValueError("give either")
+
+    with pytest.raises(ConfigurationError, match=r"^here: Value error, give either$"):
+        read_table(Either, {}, where="here")

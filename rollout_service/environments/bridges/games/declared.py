@@ -7,7 +7,6 @@ that it replies. A program that ends, hangs or sends no usable reply fails the r
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,11 +28,10 @@ from rollout_service.environments.contract import (
 )
 from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.declarative.declaration import (
-    FILE_NAME,
     INSIDE,
     AuditSolution,
     DatasetTable,
-    read_table,
+    load_table,
     resolve_image,
 )
 from rollout_service.environments.declarative.environment import (
@@ -44,7 +42,6 @@ from rollout_service.environments.declarative.environment import (
 )
 from rollout_service.environments.declarative.files import read_folder
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import ConfigurationError
 from rollout_service.templates import PromptTemplate
 
 KIND: Final = "game"
@@ -157,9 +154,4 @@ def load_game(folder: Path) -> DeclaredGame:
     Raises:
         ConfigurationError: The environment is not valid; the message says why.
     """
-    path = folder / FILE_NAME
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    return DeclaredGame(read_table(GameDeclaration, table, where=str(path)), folder)
+    return DeclaredGame(load_table(GameDeclaration, folder), folder)

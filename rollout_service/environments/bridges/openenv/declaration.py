@@ -5,14 +5,13 @@ Guarantee: the address is the operator's. Nothing in a task's instance can lead 
 
 from __future__ import annotations
 
-import tomllib
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from api_schemas.base import Name
 from rollout_service.environments.contract import EnvironmentSettings, EnvironmentSpec
-from rollout_service.environments.declarative.declaration import DatasetTable, read_table
+from rollout_service.environments.declarative.declaration import DatasetTable
 from rollout_service.episodes import EpisodeLimits
 
 
@@ -58,12 +57,3 @@ class OpenEnvDeclaration(EnvironmentSettings):
             prompt=self.prompt,
             limits=self.limits,
         )
-
-
-def read_openenv(text: str, *, where: str) -> OpenEnvDeclaration:
-    """Read the text of such a file.
-
-    Raises:
-        ConfigurationError: The text is not valid; the message has a line for every key at fault, after `where`.
-    """
-    return read_table(OpenEnvDeclaration, tomllib.loads(text), where=where)

@@ -16,15 +16,14 @@ from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.environments.bridges.openenv.acting import ActTool, OpenEnvActor
-from rollout_service.environments.bridges.openenv.declaration import OpenEnvDeclaration, read_openenv
+from rollout_service.environments.bridges.openenv.declaration import OpenEnvDeclaration
 from rollout_service.environments.bridges.openenv.session import OpenEnvServer
 from rollout_service.environments.bridges.turns import REWARDS, Earned, score_turns, take_turns
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.dataset_files import read_instances
-from rollout_service.environments.declarative.declaration import FILE_NAME
+from rollout_service.environments.declarative.declaration import load_table
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import ConfigurationError
 from rollout_service.templates import PromptTemplate
 
 
@@ -113,11 +112,6 @@ def load_openenv(folder: Path) -> OpenEnv:
     Raises:
         ConfigurationError: The environment is not valid; the message says why.
     """
-    path = folder / FILE_NAME
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    declaration = read_openenv(text, where=str(path))
+    declaration = load_table(OpenEnvDeclaration, folder)
     files = declaration.dataset.files(folder) if declaration.dataset else []
     return OpenEnv(declaration, [row for file, split in files for row in read_instances(file, split)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,7 +14,7 @@ from rollout_service.environments.contract import (
     EvaluateIn,
     SandboxSettings,
 )
-from rollout_service.environments.declarative.declaration import FILE_NAME, read_table
+from rollout_service.environments.declarative.declaration import FILE_NAME, load_table
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.errors import ConfigurationError
 
@@ -84,11 +83,7 @@ def read_declaration(folder: Path) -> VerifiersDeclaration:
         ConfigurationError: It is not valid, or a folder of packages is missing.
     """
     path = folder / FILE_NAME
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    declaration = read_table(VerifiersDeclaration, tomllib.loads(text), where=str(path))
+    declaration = load_table(VerifiersDeclaration, folder)
     for name in declaration.packages:
         if not (folder / name).is_dir():
             raise ConfigurationError(
