@@ -59,7 +59,7 @@ class AgentEnvironment(Environment):
         self._agent: ToolCallingAgent | HarnessAgent
         try:
             if spec.harness is not None:
-                self._agent = HarnessAgent(spec.harness)
+                self._agent = HarnessAgent(spec.harness, spec.mcp)
             else:
                 self._tools = [*_named_tools(spec), *extra_tools]
                 self._agent = ToolCallingAgent(self._tools)
@@ -105,7 +105,7 @@ class AgentEnvironment(Environment):
             return StopReason.SANDBOX_ENDED
 
     async def _run_agent(self, episode: Episode, messages: list[Message]) -> StopReason:
-        if not self.spec.mcp:
+        if not self.spec.mcp or isinstance(self._agent, HarnessAgent):
             return await self._agent.run(episode, messages)
         runs_code = bool(RUNS_CODE.intersection(self.spec.tools))
         async with open_servers(self.spec.mcp, episode.require_sandbox(), agent_runs_code=runs_code) as tools:
@@ -145,11 +145,8 @@ def _check_spec(spec: EnvironmentSpec) -> None:
 
 def _check_mcp(spec: EnvironmentSpec) -> None:
     where = f"environment {spec.name!r}: [[mcp]]"
-    if spec.mcp and (spec.harness is not None or spec.image is None):
-        raise ConfigurationError(
-            f"{where} needs the built-in agent and a sandbox",
-            hint="Name an image, and leave `harness` out: a program that is the agent takes servers its own way.",
-        )
+    if spec.mcp and spec.image is None:
+        raise ConfigurationError(f"{where} needs a sandbox", hint="Name an image, such as image = 'base'.")
     names = [server.name for server in spec.mcp]
     for server in spec.mcp:
         if names.count(server.name) > 1:

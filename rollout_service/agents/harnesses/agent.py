@@ -16,6 +16,8 @@ from api_schemas.rollouts import AgentProgram, StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.harnesses.registry import get_harness
+from rollout_service.agents.harnesses.servers import with_servers
+from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.tool_calling.agent import final_answer
 from rollout_service.episodes import Episode, GatewayAccess
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
@@ -40,13 +42,14 @@ class ProgramSilentError(EnvironmentFailedError):
 class HarnessAgent:
     """Runs one harness."""
 
-    def __init__(self, settings: HarnessSettings) -> None:
-        """
+    def __init__(self, settings: HarnessSettings, servers: Sequence[McpSettings] = ()) -> None:
+        """Take the settings, and the MCP servers whose tools the program has too.
+
         Raises:
-            ConfigurationError: There is no such harness.
+            ConfigurationError: There is no such harness, or it does not take these servers.
         """
         self._settings = settings
-        self._preset = settings.applied_to(get_harness(settings.name))
+        self._preset = with_servers(settings.applied_to(get_harness(settings.name)), servers)
         if not self._preset.command:
             raise ConfigurationError(
                 f"the harness {settings.name!r} has no command",

@@ -7,7 +7,7 @@ never through a shell; a placeholder that does not exist is refused when the pre
 from __future__ import annotations
 
 from string import Template
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
@@ -44,6 +44,20 @@ class CheckTable(HarnessModel):
     """The call's arguments; `COMMAND` in a text stands for the command."""
     end: str | None = None
     """The command that ends the program, if a plain answer does not."""
+
+
+ServerForm = Literal["claude", "codex", "gemini", "opencode"]
+"""How settings of a program name MCP servers."""
+
+
+class ServersTable(HarnessModel):
+    """`[mcp]`: how the program is told of MCP servers."""
+
+    form: ServerForm
+    file: str
+    """The file of its settings, one of `files` or another."""
+    arguments: list[str] = []
+    """What follows the program's name in its command, then."""
 
 
 class HarnessProgram(HarnessModel):
@@ -91,6 +105,7 @@ class HarnessPreset(HarnessProgram):
     """The image that has it, by the name under which `rollout-service image build` makes it."""
     install: InstallTable | None = None
     check: CheckTable | None = None
+    mcp: ServersTable | None = None
     known_limits: list[str] = []
     """Sentences for people on what does not work, or works otherwise than one expects."""
 

@@ -115,7 +115,7 @@ class Declaration(EnvironmentSettings):
     harness: HarnessSettings | None = None
     """The program that is the agent instead of the built-in one: its name, or `[harness]` with more."""
     mcp: list[McpSettings] = []
-    """`[[mcp]]`: servers of the Model Context Protocol, whose tools the built-in agent has too."""
+    """`[[mcp]]`: servers of the Model Context Protocol, whose tools the agent has too."""
     search: SearchSettings | None = None
     """`[search]`: the service behind the tool `search`."""
     replayable: Literal["tools", "never"] = "tools"

@@ -1,11 +1,14 @@
 """A harness starts its program with the task, the gateway's address and a key, and says how the program ended."""
 
 import asyncio
+import json
 import re
 import socket
+import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from string import Template
 
 import anyio
 import pytest
@@ -17,6 +20,8 @@ from rollout_service.agents.harnesses.agent import LARGEST_ARGUMENT, HarnessAgen
 from rollout_service.agents.harnesses.images import harness_image, joint_image
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.harnesses.registry import get_harness, harnesses, read_preset
+from rollout_service.agents.harnesses.servers import with_servers
+from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.environments.declarative.declaration import read_declaration
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.episodes import Episode, EpisodeLimits
@@ -243,3 +248,63 @@ async def test_a_harness_that_cannot_be_is_refused(tmp_path, more, said):
     (tmp_path / "environment.toml").write_text(DECLARATION.format(more=more))
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         load_folder(tmp_path)
+
+
+SERVERS = [
+    McpSettings(
+        name="notes", command=["python3", "a $b.py", 'say "x"\x7f'], env={"A": "5$"}, call_seconds=2.5
+    ),
+    McpSettings(name="far", url="https://mcp.example.com/$x", headers={"authorization": "Bearer a$b"}),
+]
+
+
+def written(harness, servers=SERVERS):
+    """Return the text of the settings that name the servers, as the program reads it, and its command."""
+    preset = with_servers(get_harness(harness), servers)
+    values = dict.fromkeys(("prompt", "url", "key", "model", "workdir"), "V")
+    return Template(preset.files[preset.mcp.file]).substitute(values), preset.command
+
+
+def test_codex_reads_servers_from_its_toml():
+    servers = tomllib.loads(written("codex")[0])["mcp_servers"]
+    assert servers == {
+        "notes": {
+            "command": "python3",
+            "args": ["a $b.py", 'say "x"\x7f'],
+            "env": {"A": "5$"},
+            "startup_timeout_sec": 30.0,
+            "tool_timeout_sec": 2.5,
+        },
+        "far": {
+            "url": "https://mcp.example.com/$x",
+            "http_headers": {"authorization": "Bearer a$b"},
+            "startup_timeout_sec": 30.0,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("harness", "key", "notes", "far"),
+    [
+        ("claude_code", "mcpServers", {"type": "stdio"}, {"type": "http"}),
+        ("qwen_code", "mcpServers", {"timeout": 2500}, {"httpUrl": "https://mcp.example.com/$x"}),
+        ("gemini_cli", "mcpServers", {"timeout": 2500}, {"trust": True}),
+        ("opencode", "mcp", {"type": "local", "environment": {"A": "5$"}}, {"type": "remote"}),
+    ],
+)
+def test_programs_read_servers_from_their_json(harness, key, notes, far):
+    text, command = written(harness)
+    settings, before = json.loads(text), get_harness(harness)
+    assert settings[key]["notes"].items() >= notes.items()
+    assert settings[key]["far"].items() >= far.items()
+    assert settings[key]["far"]["headers"] == {"authorization": "Bearer a$b"}
+    assert settings.keys() - {key} == json.loads(before.files.get(before.mcp.file, "{}")).keys()
+    assert command == [command[0], *before.mcp.arguments, *before.command[1:]]
+
+
+def test_servers_that_a_program_cannot_take_are_refused():
+    with pytest.raises(ConfigurationError, match="the harness 'mini_swe_agent' takes no servers"):
+        with_servers(get_harness("mini_swe_agent"), SERVERS)
+    with pytest.raises(ConfigurationError, match="offers all tools of the server 'notes'"):
+        with_servers(get_harness("codex"), [SERVERS[0].model_copy(update={"tools": ["add"]})])
+    assert with_servers(get_harness("codex"), []) == get_harness("codex")
