@@ -83,6 +83,8 @@ class EnvironmentView(WireModel):
     """The program that is the agent; left out of JSON if it is the built-in one."""
     mcp: Annotated[list[str], Field(exclude_if=lambda servers: not servers)] = []
     """The names of the MCP servers whose tools the agent has too; left out of JSON if there are none."""
+    search: Annotated[str | None, Field(exclude_if=lambda search: search is None)] = None
+    """The host of the service behind the tool `search`; left out of JSON if there is none."""
     limits: EnvironmentLimits
     sandbox: EnvironmentSandbox
     evaluate_in: EvaluationSandbox

@@ -11,6 +11,7 @@ import pytest
 from api_schemas.environments import EnvironmentView
 from api_schemas.sandboxes import SandboxView
 from rollout_service.agents.harnesses.preset import HarnessSettings
+from rollout_service.agents.web.search import SearchSettings
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.math import environment as math
@@ -31,6 +32,7 @@ EVERYTHING = EnvironmentSpec(
     artifacts_size="1M",
     runs_submission=True,
     harness=HarnessSettings(name="codex", env={"SECRET": "nobody else's business"}),
+    search=SearchSettings(url="https://search.example:8443/api?key=secret"),
     binds={"/inside": "/outside"},
 )
 SPECS = [calc.SPEC, code.SPEC, math.SPEC, EVERYTHING]
@@ -40,7 +42,7 @@ SPECS = [calc.SPEC, code.SPEC, math.SPEC, EVERYTHING]
 def test_an_environment_is_shown_as_it_is_written(spec: EnvironmentSpec) -> None:
     written = json.loads(spec.model_dump_json())
     assert "binds" not in written, "paths of the host are nobody else's business"
-    assert "SECRET" not in spec.model_dump_json()
+    assert "SECRET" not in spec.model_dump_json().upper()
     assert json.loads(EnvironmentView.model_validate(written).model_dump_json()) == written
 
 
