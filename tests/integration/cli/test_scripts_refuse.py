@@ -62,6 +62,7 @@ REAL = [
     "bridges",
     "swe",
     "harnesses",
+    "harbor",
     "docker",
     "redis",
     "sglang",
