@@ -148,7 +148,7 @@ async def build_many(
     """
     outcomes: dict[str, BuildOutcome] = {}
     pending, workers = iter(sources.items()), jobs or max(1, (os.cpu_count() or 1) // 2)
-    limiter = anyio.CapacityLimiter(workers)
+    limiter, finished = anyio.CapacityLimiter(workers), anyio.Event()
 
     def build(name: str, source: Source) -> BuildOutcome:
         def say(line: str) -> None:
@@ -166,6 +166,8 @@ async def build_many(
         for name, source in pending:
             outcomes[name] = await anyio.to_thread.run_sync(build, name, source, limiter=limiter)
             done(outcomes[name])
+        if len(outcomes) == len(sources):
+            finished.set()
 
     async def end_steps() -> None:
         try:
@@ -174,10 +176,11 @@ async def build_many(
             if len(outcomes) < len(sources):  # cancelled: the threads wait for their steps
                 builder.namespace.cancel()
 
-    async with anyio.create_task_group() as watching:
-        watching.start_soon(end_steps)
-        async with anyio.create_task_group() as tasks:
-            for _ in range(min(workers, len(sources))):
-                tasks.start_soon(work)
-        watching.cancel_scope.cancel()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(end_steps)
+        for _ in range(max(1, min(workers, len(sources)))):
+            tasks.start_soon(work)
+        # Ctrl-C cancels this task alone, so it must not wait at the end of a group that lacks `end_steps`.
+        await finished.wait()
+        tasks.cancel_scope.cancel()
     return [outcomes[name] for name in sources]

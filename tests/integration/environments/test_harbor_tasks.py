@@ -224,7 +224,10 @@ def test_the_images_of_a_data_set_are_prepared_and_an_interruption_loses_none(
         assert interrupted.stderr is not None
         assert "harbor-z-quick-" in next(line for line in interrupted.stderr if line.startswith("harbor-"))
         interrupted.send_signal(signal.SIGINT)
-        interrupted.communicate(timeout=120)
+        try:
+            interrupted.communicate(timeout=120)
+        finally:
+            interrupted.kill()
     assert interrupted.returncode != 0
     (tasks / "z-slow/environment/Dockerfile").write_text("FROM base\nRUN mkdir /app\n")
     shutil.move(tmp_path / "wrong", tasks / "z-wrong")
