@@ -19,6 +19,7 @@ from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.text import with_notes
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
 from rollout_service.agents.web.page_text import page_text
+from rollout_service.agents.web.tunnel import tls_context
 from rollout_service.errors import ServiceError
 
 NAME: Final = "search"
@@ -130,9 +131,10 @@ async def _get(settings: SearchSettings, query: str, headers: dict[str, str]) ->
     """Return the body of an answer."""
     parameters = {**settings.parameters, settings.query: query}
     url = httpx.URL(settings.url).copy_merge_params(parameters)
+    context = await anyio.to_thread.run_sync(tls_context)
     body = bytearray()
     async with (
-        httpx.AsyncClient(headers=headers, timeout=GET_SECONDS) as client,
+        httpx.AsyncClient(headers=headers, timeout=GET_SECONDS, verify=context) as client,
         client.stream("GET", url) as response,
     ):
         if not response.is_success:
@@ -169,7 +171,7 @@ def _found(settings: SearchSettings, answer: Any) -> list[dict[str, Any]]:
     """Return the results in an answer.
 
     Raises:
-        SearchFailedError: There is no list of results where the settings say.
+        SearchFailedError: The answer has no list under the key `results` of the settings.
     """
     for key in settings.results.split(".") if settings.results else []:
         answer = answer.get(key) if isinstance(answer, dict) else None

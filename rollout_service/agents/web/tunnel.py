@@ -186,7 +186,7 @@ async def connection_pool(sandbox: Sandbox, url: str) -> httpcore.AsyncConnectio
     if parts.scheme not in PORTS or not parts.hostname:
         raise httpcore.UnsupportedProtocol("it is not an address such as https://example.com/page")
     host, port = normalize_host(parts.hostname), parts.port or PORTS[parts.scheme]
-    context = await anyio.to_thread.run_sync(_tls)
+    context = await anyio.to_thread.run_sync(tls_context)
     network = sandbox.spec.network
     local = _is_loopback(host)
     if network == "none" and not local:
@@ -220,5 +220,6 @@ def _is_loopback(host: str) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _tls() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
+    """Return the settings of TLS for what agents ask; the first call reads files, so make it in a thread."""
     return httpx.create_ssl_context()
