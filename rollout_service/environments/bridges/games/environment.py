@@ -132,7 +132,7 @@ class GameEnvironment(Environment):
             InvalidFieldError: A field is missing or wrong, or there is no such game.
         """
         game = read_instance(self.fields, instance).game
-        known = {str(one["game"]) for one in self.dataset()}
+        known = self._games.names(self.players)
         if game not in known:
             message = f"there is no game {game!r} for {COUNTS[self.players]}{did_you_mean(game, known)}"
             raise InvalidFieldError([FieldError(path="instance.game", message=message)])

@@ -45,8 +45,18 @@ class GameLibrary:
         Raises:
             ConfigurationError: The library is not installed.
         """
-        path = self.library.python().parents[1] / _file_name(players)
-        return [dict(task) for task in _read(path)]
+        return [dict(task) for task in _read(self._path(players))]
+
+    def names(self, players: int) -> frozenset[str]:
+        """Return the ids of the games for so many players.
+
+        Raises:
+            ConfigurationError: The library is not installed.
+        """
+        return _names(self._path(players))
+
+    def _path(self, players: int) -> Path:
+        return self.library.python().parents[1] / _file_name(players)
 
 
 def game_library(name: str, folder: Path, players: tuple[int, ...] = (1,)) -> GameLibrary:
@@ -100,3 +110,8 @@ def _text(path: Path) -> str:
 @cache
 def _read(path: Path) -> list[dict[str, JsonValue]]:
     return read_instances(path)
+
+
+@cache
+def _names(path: Path) -> frozenset[str]:
+    return frozenset(str(task["game"]) for task in _read(path))
