@@ -6,6 +6,7 @@ Guarantee: every instance is a JSON object; a line that is not is reported by it
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -27,6 +28,15 @@ def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonV
     return [
         _instance(line, f"{path}:{number}", split) for number, line in enumerate(lines, 1) if line.strip()
     ]
+
+
+def read_files(files: Iterable[tuple[Path, str | None]]) -> list[dict[str, JsonValue]]:
+    """Read the instances of several files, each with its split, if any.
+
+    Raises:
+        ConfigurationError: A file cannot be read, or a line is not valid.
+    """
+    return [instance for path, split in files for instance in read_instances(path, split)]
 
 
 def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue]:

@@ -102,6 +102,11 @@ class DatasetTable(EnvironmentSettings):
         return [(folder / path, name) for name, path in self.splits.items()]
 
 
+def dataset_files(table: DatasetTable | None, folder: Path) -> list[tuple[Path, str | None]]:
+    """Return the files of a data set, each with its split, if any; none without a data set."""
+    return [] if table is None else table.files(folder)
+
+
 class Declaration(EnvironmentSettings):
     """The whole file."""
 

@@ -24,11 +24,12 @@ from api_schemas.rollouts import StopReason
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.dataset_files import read_files
 from rollout_service.environments.declarative.declaration import (
     FILE_NAME,
     INSIDE,
     Declaration,
+    dataset_files,
     read_declaration,
     read_text,
 )
@@ -81,8 +82,8 @@ class DeclarativeEnvironment(AgentEnvironment):
         self.replayable = declaration.replayable
         super().__init__(spec)
         self._declaration = declaration
-        files = declaration.dataset.files(folder) if declaration.dataset else []
-        self._dataset = [one for path, split in files for one in read_instances(path, split)]
+        files = dataset_files(declaration.dataset, folder)
+        self._dataset = read_files(files)
         self._files = read_folder(folder, without=[path for path, _ in files])
         self.has_solution = declaration.solution is not None
         self._init_files = _init_files(declaration, self._files)

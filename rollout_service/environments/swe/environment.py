@@ -18,8 +18,8 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.dataset_files import read_instances
-from rollout_service.environments.declarative.declaration import load_table
+from rollout_service.environments.dataset_files import read_files
+from rollout_service.environments.declarative.declaration import dataset_files, load_table
 from rollout_service.environments.swe.declaration import SweDeclaration
 from rollout_service.environments.swe.evaluation import SweEvaluation
 from rollout_service.environments.swe.repository import StartState, apply_patch, make_ready, read_changes
@@ -156,9 +156,7 @@ def load_swe(folder: Path) -> SweEnvironment:
         ConfigurationError: The environment is not valid; the message says why.
     """
     declaration = load_table(SweDeclaration, folder)
-    files = declaration.dataset.files(folder) if declaration.dataset else []
-    rows = [row for file, split in files for row in read_instances(file, split)]
-    return SweEnvironment(declaration, rows)
+    return SweEnvironment(declaration, read_files(dataset_files(declaration.dataset, folder)))
 
 
 def environment() -> SweEnvironment:

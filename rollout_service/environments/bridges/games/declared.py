@@ -26,11 +26,12 @@ from rollout_service.environments.contract import (
     EnvironmentSpec,
     SandboxSettings,
 )
-from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.dataset_files import read_files
 from rollout_service.environments.declarative.declaration import (
     INSIDE,
     AuditSolution,
     DatasetTable,
+    dataset_files,
     load_table,
     resolve_image,
 )
@@ -76,9 +77,9 @@ class DeclaredGame(Environment):
         Raises:
             ConfigurationError: The declaration contradicts itself or the folder.
         """
-        files = declaration.dataset.files(folder) if declaration.dataset else []
+        files = dataset_files(declaration.dataset, folder)
         self._declaration = declaration
-        self._dataset = [one for path, split in files for one in read_instances(path, split)]
+        self._dataset = read_files(files)
         self._files = read_folder(folder, without=[path for path, _ in files])
         self._system = PromptTemplate(declaration.system, where=f"the system prompt of {declaration.name!r}")
         self.has_solution = declaration.solution is not None

@@ -20,8 +20,8 @@ from rollout_service.environments.bridges.openenv.declaration import OpenEnvDecl
 from rollout_service.environments.bridges.openenv.session import OpenEnvServer
 from rollout_service.environments.bridges.turns import REWARDS, Earned, score_turns, take_turns
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.dataset_files import read_instances
-from rollout_service.environments.declarative.declaration import load_table
+from rollout_service.environments.dataset_files import read_files
+from rollout_service.environments.declarative.declaration import dataset_files, load_table
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import Episode, Score
 from rollout_service.templates import PromptTemplate
@@ -113,5 +113,4 @@ def load_openenv(folder: Path) -> OpenEnv:
         ConfigurationError: The environment is not valid; the message says why.
     """
     declaration = load_table(OpenEnvDeclaration, folder)
-    files = declaration.dataset.files(folder) if declaration.dataset else []
-    return OpenEnv(declaration, [row for file, split in files for row in read_instances(file, split)])
+    return OpenEnv(declaration, read_files(dataset_files(declaration.dataset, folder)))
