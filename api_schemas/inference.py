@@ -22,6 +22,15 @@ from api_schemas.base import (
     tagged,
 )
 
+FROZEN = "frozen"
+FROZEN_NAMES = f"`{FROZEN}` or begins with `{FROZEN}-`"
+"""The names of frozen pools, in words."""
+
+
+def is_frozen(pool: str) -> bool:
+    """Return whether a pool is frozen: it takes no new weights, and no run trains it. Its name alone decides."""
+    return pool == FROZEN or pool.startswith(f"{FROZEN}-")
+
 
 class BackendState(StrEnum):
     """Whether a backend takes requests."""

@@ -21,6 +21,11 @@ from api_schemas.base import (
 )
 from api_schemas.errors import ErrorInfo
 from api_schemas.external import AgentKind, RolloutAccess
+from api_schemas.rollouts.stages import Span as Span
+from api_schemas.rollouts.stages import Stage as Stage
+from api_schemas.rollouts.stages import StopReason as StopReason
+from api_schemas.rollouts.stages import Usage as Usage
+from api_schemas.rollouts.trees import AgentNode, NodeDetail, Work
 from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import Trajectory
 
@@ -53,14 +58,8 @@ class TokenExtras(WireModel):
     each prompt again, at least from the first token that a turn adds."""
     routed_experts: Flag = False
     """Whether to record which experts of a mixture of experts read each token, as `routed_experts` of the segments."""
-
-
-class Stage(StrEnum):
-    """A stage of the pipeline."""
-
-    INIT = "init"
-    ROLLOUT = "rollout"
-    EVALUATE = "evaluate"
+    nodes: Annotated[NodeDetail, Field(exclude_if=lambda detail: detail is NodeDetail.NONE)] = NodeDetail.NONE
+    """How much of the agent's sub-agents to return with the rollout, as its `nodes` and `work`."""
 
 
 class RolloutState(StrEnum):
@@ -78,72 +77,6 @@ class RolloutState(StrEnum):
     def terminal(self) -> bool:
         """Whether the state is final."""
         return self in (RolloutState.COMPLETED, RolloutState.FAILED, RolloutState.CANCELLED)
-
-
-class StopReason(StrEnum):
-    """Why the agent stopped."""
-
-    FINISHED = "finished"
-    """The agent called `finish`."""
-    ANSWERED = "answered"
-    """The agent answered without calling a tool."""
-    MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"
-    CONTEXT_FULL = "context_full"
-    """The next prompt would not fit the model's context."""
-    TRUNCATED = "truncated"
-    """A turn was cut off by its own token limit and held no complete tool call."""
-    MALFORMED = "malformed"
-    """Too many malformed tool calls in a row."""
-    AGENT_TIMEOUT = "agent_timeout"
-    """The agent's own time ran out; its work is scored."""
-    SANDBOX_ENDED = "sandbox_ended"
-    """The agent's sandbox ended, by its own doing or at the end of its lifetime; its work until then is scored."""
-    EXITED = "exited"
-    """The agent is a program of its own, and ended with an exit code other than 0; its work until then is scored."""
-    STAGE_TIMEOUT = "stage_timeout"
-    """A stage's deadline passed; the rollout failed."""
-    ERROR = "error"
-    CANCELLED = "cancelled"
-
-
-class Span(WireModel):
-    """One stage of one attempt. The time in the queue is separate and counts against no limit."""
-
-    stage: Stage
-    attempt: Integer
-    started_at: Timestamp
-    queued_seconds: Real
-    """The time that the rollout waited for a worker of this stage."""
-    seconds: Real
-    """The time that the stage worked on the rollout."""
-    sandbox_seconds: Real = 0.0
-    """The part of `seconds` spent on starting a sandbox and opening its sessions; some of it overlaps with the setup of
-    the task."""
-    engine_seconds: Real = 0.0
-    """The part of `seconds` spent waiting for the engine."""
-    tool_seconds: Real = 0.0
-    """The part of `seconds` spent in the agent's tools."""
-    replay_seconds: Real = 0.0
-    """The part of `seconds` spent on replaying the turns that an interrupted attempt had saved. It counts against no
-    limit."""
-    turns_replayed: Integer = 0
-    """The saved turns that were replayed instead of being sampled again."""
-    error: str | None = None
-    """The code of the error that ended the stage, if one did."""
-
-
-class Usage(WireModel):
-    """The resources that a rollout used."""
-
-    turns: Integer = 0
-    prompt_tokens: Integer = 0
-    """Prompt tokens sent to the engine, summed over the turns."""
-    cached_tokens: Integer = 0
-    """Prompt tokens that the engine served from its prefix cache, by its own count."""
-    sampled_tokens: Integer = 0
-    tool_calls: Integer = 0
-    malformed_calls: Integer = 0
 
 
 class AgentProgram(WireModel):
@@ -207,6 +140,10 @@ class Rollout(WireModel):
     """How a program outside reaches the policy. Left out unless the request asks for such an agent, it may begin, and
     the caller's key may submit rollouts."""
     trajectory: Trajectory | None = None
+    nodes: Annotated[list[AgentNode], Field(exclude_if=lambda nodes: not nodes)] = []
+    """The agent's sub-agents, in the order of their calls. Left out unless requested by `exports.nodes`."""
+    work: Annotated[Work | None, Field(exclude_if=lambda work: work is None)] = None
+    """How the work was divided among them. Left out unless requested by `exports.nodes`, and for agents without any."""
 
 
 class RolloutPage(WireModel):
