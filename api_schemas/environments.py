@@ -64,6 +64,45 @@ class EnvironmentSandbox(WireModel):
     """The labels that a node must have to take its rollouts."""
 
 
+class SubagentView(WireModel):
+    """What serves a sub-agent, and its limits."""
+
+    pool: str
+    """The frozen pool that serves it."""
+    version: int | None
+    """The version of the weights that the pool must serve; null takes any."""
+    max_turns: int
+    max_tool_calls: int
+    max_tokens: int
+    max_turn_tokens: int
+    seconds: float
+    temperature: float
+    tools: list[str]
+    sandbox: Literal["shared", "own"]
+    """Where its tools run: in the agent's sandbox, or in one of its own."""
+    sees_task: bool
+    """Whether the task's own prompt precedes its assignment."""
+    needs_tool_call: bool
+    """Whether a result is valid only if it called a tool."""
+
+
+class ParallelView(WireModel):
+    """How widely and how deeply an agent may hand on work."""
+
+    max_agents: int
+    max_assigns_per_turn: int
+    max_assigns: int
+    max_width: int | None
+    """The most sub-agents of one turn that run at the same time; null sets no limit."""
+    max_depth: int
+    max_critical_steps: int | None
+    """The most steps that may follow each other; null sets no limit."""
+    charge_direct_calls: bool
+    """Whether a turn costs as many steps as it has calls of other tools."""
+    result_chars: int
+    subagent: SubagentView
+
+
 class EnvironmentView(WireModel):
     """An environment that tasks can name."""
 
@@ -85,6 +124,8 @@ class EnvironmentView(WireModel):
     """The names of the MCP servers whose tools the agent has too; left out of JSON if there are none."""
     search: Annotated[str | None, Field(exclude_if=lambda search: search is None)] = None
     """The host of the service behind the tool `search`; left out of JSON if there is none."""
+    parallel: Annotated[ParallelView | None, Field(exclude_if=lambda parallel: parallel is None)] = None
+    """How the agent may hand on work to sub-agents; left out of JSON if it has none."""
     limits: EnvironmentLimits
     sandbox: EnvironmentSandbox
     evaluate_in: EvaluationSandbox

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import Boundary
 from api_schemas.rollouts import AgentProgram, RolloutRequest, StopReason, Usage
+from api_schemas.rollouts.trees import AgentNode, Work
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.errors import EnvironmentFailedError, ServiceError
@@ -174,6 +175,46 @@ class GatewayAccess(Protocol):
         ...
 
 
+class SubagentSlot(Protocol):
+    """The right of one sub-agent to be at work."""
+
+    def lent(self) -> AbstractAsyncContextManager[None]:
+        """Give the slot back within the block, since the sub-agent waits for sub-agents of its own."""
+        ...
+
+
+class SubagentHost(Protocol):
+    """What the sub-agents of one episode run on: the engines of frozen pools, slots, and sandboxes of their own."""
+
+    def model(self, pool: str) -> str:
+        """Return the model that a pool serves.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        ...
+
+    async def open(self, pool: str, tools: list[ToolSpec], *, agent: str, temperature: float) -> Policy:
+        """Open a conversation with a pool. Those of one agent prefer the same engine, since they share a prompt.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        ...
+
+    def slot(self) -> AbstractAsyncContextManager[SubagentSlot]:
+        """Wait for a slot, which is held within the block; episodes take turns."""
+        ...
+
+    def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
+        """Start a sandbox of the environment's image, which ends with the block.
+
+        Raises:
+            SandboxError: It does not start.
+        """
+        ...
+
+
 class WorkClock:
     """The time that was spent on an agent's work, over interruptions; the limits of the work are measured by it.
 
@@ -278,6 +319,12 @@ class Episode:
     checkpoint: Callable[[], Awaitable[None]] | None = None
     """Keeps the artifacts as they are now, to be scored on their own after the agent has ended. It ends the agent's
     processes. None unless the environment is scored in a fresh sandbox."""
+    subagents: SubagentHost | None = None
+    """What sub-agents run on; None unless the environment has them (`EnvironmentSpec.parallel`), and in a trial."""
+    nodes: list[AgentNode] = field(default_factory=list)
+    """The sub-agents so far, in the order in which they began."""
+    work: Work | None = None
+    """How the work was divided among them; None in an environment without sub-agents."""
     clock: WorkClock = field(default_factory=WorkClock)
     """Measures the agent's work; an agent's own time limits belong on it, so that a replay does not count."""
 
@@ -314,6 +361,19 @@ class Episode:
                 hint="Roll it out in a service with a pool for that model, or pass a sampler to the trial.",
             )
         return self.sampler
+
+    def require_subagents(self) -> SubagentHost:
+        """Return what sub-agents run on.
+
+        Raises:
+            EnvironmentFailedError: There is nothing.
+        """
+        if self.subagents is None:
+            raise EnvironmentFailedError(
+                "this task is for an agent with sub-agents, and there are no engines for them here",
+                hint="Roll it out in a service with a frozen pool, or pass a host of sub-agents to the trial.",
+            )
+        return self.subagents
 
     @property
     def task(self) -> Task:

@@ -30,6 +30,8 @@ class StopReason(StrEnum):
     """Too many malformed tool calls in a row."""
     AGENT_TIMEOUT = "agent_timeout"
     """The agent's own time ran out; its work is scored."""
+    MAX_TOOL_CALLS = "max_tool_calls"
+    """A sub-agent used up its tool calls."""
     MAX_CRITICAL_STEPS = "max_critical_steps"
     """The agent and its sub-agents used up the steps that may follow each other; its work until then is scored."""
     SANDBOX_ENDED = "sandbox_ended"

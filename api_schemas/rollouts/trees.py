@@ -53,6 +53,8 @@ class InvalidBecause(StrEnum):
     """Its own time ran out; time in a queue does not count."""
     MAX_CRITICAL_STEPS = "max_critical_steps"
     """The rollout's critical steps were used up."""
+    SANDBOX_ENDED = "sandbox_ended"
+    """It ended the sandbox that it had for itself."""
     CANCELLED = "cancelled"
     """The rollout ended before it did."""
     ERROR = "error"

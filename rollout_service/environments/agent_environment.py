@@ -10,6 +10,7 @@ from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.harnesses.agent import HarnessAgent
 from rollout_service.agents.mcp.tools import open_servers
+from rollout_service.agents.parallel.agent import ParallelAgent
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import NEEDS_SANDBOX, builtin_tools
 from rollout_service.agents.tool_calling.tools import Tool
@@ -39,8 +40,10 @@ PROGRAMS = (
 class AgentEnvironment(Environment):
     """Renders the prompts of its spec over the instance and runs the agent that it names."""
 
-    def __init__(self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = ()) -> None:
-        """Take the spec, and `extra_tools` in addition to the built-in tools that it names.
+    def __init__(
+        self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = (), subagent_tools: Sequence[Tool] = ()
+    ) -> None:
+        """Take the spec, and tools in addition to the built-in ones that it names, for the agent and its sub-agents.
 
         Raises:
             ConfigurationError: The spec contradicts itself.
@@ -56,20 +59,22 @@ class AgentEnvironment(Environment):
         self._system = (
             PromptTemplate(spec.system, where=f"the system prompt of {spec.name!r}") if spec.system else None
         )
-        self._agent: ToolCallingAgent | HarnessAgent
+        self._agent: ToolCallingAgent | ParallelAgent | HarnessAgent
         try:
             if spec.harness is not None:
                 self._agent = HarnessAgent(spec.harness, spec.mcp)
             else:
                 self._tools = [*_named_tools(spec), *extra_tools]
-                self._agent = ToolCallingAgent(self._tools)
+                self._subagent_tools = [*_subagent_tools(spec), *subagent_tools]
+                self._agent = self._with_tools(self._tools)
         except (ValueError, ConfigurationError) as error:
             hint = error.hint if isinstance(error, ConfigurationError) else ""
             raise ConfigurationError(f"environment {spec.name!r}: {error}", hint=hint) from error
         self.uses_gateway = spec.harness is not None
         elsewhere = any(server.url is not None for server in spec.mcp) or spec.search is not None
-        if self.uses_gateway or elsewhere:
-            self.replayable = "never"  # what a program or a server elsewhere did is not recorded
+        delegates_tools = spec.parallel is not None and self.replayable == "tools"
+        if self.uses_gateway or elsewhere or delegates_tools:
+            self.replayable = "never"  # what a program, a server or a sub-agent did is not recorded
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         """Reject an instance that lacks a field which the prompts use, or whose prompt the agent cannot take."""
@@ -109,9 +114,19 @@ class AgentEnvironment(Environment):
             return await self._agent.run(episode, messages)
         runs_code = bool(RUNS_CODE.intersection(self.spec.tools))
         async with open_servers(self.spec.mcp, episode.require_sandbox(), agent_runs_code=runs_code) as tools:
-            agent = ToolCallingAgent([*self._tools, *tools])
+            agent = self._with_tools([*self._tools, *tools])
             episode.policy.offer(agent.definitions)
             return await agent.run(episode, messages)
+
+    def _with_tools(self, tools: Sequence[Tool]) -> ToolCallingAgent | ParallelAgent:
+        if self.spec.parallel is None:
+            return ToolCallingAgent(tools)
+        return ParallelAgent(self.spec.parallel, tools, self._subagent_tools)
+
+
+def _subagent_tools(spec: EnvironmentSpec) -> list[Tool]:
+    """Return the built-in tools of the sub-agents, if there are any."""
+    return [] if spec.parallel is None else builtin_tools(spec.parallel.subagent.tools)
 
 
 def _named_tools(spec: EnvironmentSpec) -> list[Tool]:
@@ -130,6 +145,7 @@ def _check_spec(spec: EnvironmentSpec) -> None:
             f"environment {spec.name!r} has no image, and {what} needs a sandbox",
             hint="Name an image, such as image = 'base'.",
         )
+    _check_parallel(spec)
     if spec.harness is not None and (spec.tools or spec.system is not None or spec.image is None):
         what = "tools" if spec.tools else "a system prompt" if spec.system is not None else "no image"
         raise ConfigurationError(
@@ -141,6 +157,23 @@ def _check_spec(spec: EnvironmentSpec) -> None:
     for path in spec.artifacts:
         if path != WORKDIR:
             check_artifact(spec.name, path)
+
+
+def _check_parallel(spec: EnvironmentSpec) -> None:
+    if (parallel := spec.parallel) is None:
+        return
+    where = f"environment {spec.name!r}: [parallel]"
+    if spec.harness is not None:
+        raise ConfigurationError(
+            f"{where} is for the built-in agent, and the agent is the harness {spec.harness.name!r}",
+            hint="Remove one of the two: a harness has sub-agents of its own.",
+        )
+    needing = sorted(NEEDS_SANDBOX.intersection(parallel.subagent.tools))
+    if spec.image is None and (needing or parallel.subagent.sandbox == "own"):
+        raise ConfigurationError(
+            f"{where}: its sub-agents need a sandbox, and there is no image",
+            hint="Name an image, such as image = 'base'.",
+        )
 
 
 def _check_mcp(spec: EnvironmentSpec) -> None:

@@ -22,6 +22,7 @@ from api_schemas.base import Name
 from api_schemas.rollouts import StopReason
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.mcp.settings import McpSettings
+from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
 from rollout_service.episodes import Episode, EpisodeLimits, Policy, PolicyTurn, Score
 from rollout_service.errors import EnvironmentFailedError
@@ -146,6 +147,8 @@ class EnvironmentSpec(EnvironmentSettings):
     """The MCP servers whose tools the built-in agent has too; their names, where the environment is shown."""
     search: Annotated[SearchSettings | None, Field(exclude_if=lambda search: search is None)] = None
     """The service behind the tool `search`; its host, where the environment is shown."""
+    parallel: Annotated[ParallelSettings | None, Field(exclude_if=lambda parallel: parallel is None)] = None
+    """How the agent may hand on work to sub-agents; None if it has none."""
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxSettings = SandboxSettings()
     evaluate_in: EvaluateIn = EvaluateIn.NONE

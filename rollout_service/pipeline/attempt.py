@@ -139,6 +139,8 @@ class Attempt:
             created_at=self.lease.created_at,
             finished_at=datetime.now(UTC),
             trajectory=policy.trajectory() if policy else None,
+            nodes=list(episode.nodes) if episode else [],
+            work=episode.work if episode else None,
         )
 
     def _stop_reason(self, state: RolloutState, error: ErrorInfo | None) -> StopReason | None:

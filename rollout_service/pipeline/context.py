@@ -16,6 +16,7 @@ from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.pipeline.subagents.fair_slots import DEFAULT_SUBAGENT_SLOTS, FairSlots
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Store
@@ -55,6 +56,14 @@ class PolicyFactory(Protocol):
         """
         ...
 
+    def model(self, pool: str) -> str:
+        """Return the model that a pool serves.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        ...
+
     def close(self, request: RolloutRequest) -> None:
         """Forget which backend a rollout belongs to; idempotent."""
         ...
@@ -91,5 +100,7 @@ class AttemptContext:
     """Lets programs drive the policy; None if there is none, as in a trial."""
     external: ExternalAgents = field(default_factory=ExternalAgents)
     """The agents that run elsewhere."""
+    subagent_slots: FairSlots = field(default_factory=lambda: FairSlots(DEFAULT_SUBAGENT_SLOTS))
+    """The places of sub-agents at work, over all episodes."""
     is_stopping: Callable[[], bool] = lambda: False
     """Whether the service has begun to end."""

@@ -34,7 +34,8 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
         CannotResumeError: There are saved turns, and they cannot be played.
     """
     writer = context.turn_writer
-    is_replayable = environment.replayable != "never"
+    # Sub-agents would be sampled anew, and the agent be told something else than before.
+    is_replayable = environment.replayable != "never" and environment.spec.parallel is None
     saved: Sequence[SavedTurn] = ()
     if lease.saved_turns:
         if writer is None:

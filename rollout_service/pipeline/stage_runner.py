@@ -29,6 +29,7 @@ from rollout_service.errors import RequestError, describe
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.episode_sandboxes import EpisodeSandboxes
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
+from rollout_service.pipeline.subagents.host import EpisodeSubagents
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.tokens import ToolSpec
 from sandboxes.scheduling.admission import Purpose
@@ -97,6 +98,11 @@ class StageRunner:
         self._on_stage = on_stage
         self._turns = turns or TurnLog()
         self._sandboxes = EpisodeSandboxes(context.sandboxes, context.admission, request.rollout_id or "")
+        self._subagents = (
+            None
+            if environment.spec.parallel is None
+            else EpisodeSubagents(context, request, environment.spec)
+        )
         self._left_at = queued_at
         self.episode: Episode | None = None
         """The episode, once the init stage has opened its policy."""
@@ -131,6 +137,7 @@ class StageRunner:
                 gateway=self._policy.gateway,
                 judge=self._context.judge,
                 sampler=self._context.sampler,
+                subagents=self._subagents,
                 clock=self._turns.clock,
             )
             self.episode = episode
@@ -163,6 +170,8 @@ class StageRunner:
         finally:
             with anyio.CancelScope(shield=True):
                 await self._policy.end()
+            if self._subagents is not None:
+                self._subagents.close()
             timer.replay_seconds, timer.turns_replayed = self._turns.replay_seconds, self._turns.played
             timer.engine_seconds = episode.policy.engine_seconds
             timer.tool_seconds = episode.tool_seconds

@@ -335,6 +335,15 @@ class PolicyServing:
             raise NoBackendError(f"pool {pool!r} has no backend", hint="Register one with POST /v1/backends.")
         return served, self._pools[pool]
 
+    def model(self, pool: str) -> str:
+        """Return the model that a pool serves.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        _, backends = self.connect(pool)
+        return next((view.model_path for view in backends.views()), pool)
+
     async def open(
         self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
     ) -> PolicySession:

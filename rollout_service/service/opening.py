@@ -26,6 +26,7 @@ from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.subagents.fair_slots import FairSlots
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.policies.serving import PolicyServing, backend_id_of_spec
 from rollout_service.policies.text_sampler import PoolTextSampler
@@ -87,6 +88,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             gateway=gateway,
             judge=PoolJudge(sampler, JudgeMetrics(metrics.registry)),
             sampler=sampler,
+            subagent_slots=FairSlots(settings.pipeline.subagent_slots),
             is_stopping=lambda: shutdown.begun,
         )
         claims = ClaimRules()

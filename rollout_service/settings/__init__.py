@@ -108,6 +108,8 @@ class PipelineSettings(Section):
     """The most rollouts that wait for an evaluate worker, with their agent ended."""
     evaluate_workers: int = Field(4, ge=1)
     """The most rollouts being scored at once."""
+    subagent_slots: int = Field(64, ge=1)
+    """The most sub-agents at work at once, over all agents; agents get their slots in turn."""
     artifacts_bytes: int = Field(8 * 1024**3, ge=16 * 1024**2)
     """The most space that agents' artifacts may take on the host's temporary disk until they are scored; when it is
     full, rollouts wait for room."""

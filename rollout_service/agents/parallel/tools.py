@@ -65,6 +65,7 @@ _WHY = {
     InvalidBecause.CONTEXT_FULL: "the sub-agent's context was full",
     InvalidBecause.TIMEOUT: "the sub-agent ran out of time",
     InvalidBecause.MAX_CRITICAL_STEPS: "the steps for this task are used up",
+    InvalidBecause.SANDBOX_ENDED: "the sub-agent ended its sandbox",
     InvalidBecause.CANCELLED: "the sub-agent was stopped",
     InvalidBecause.ERROR: "the sub-agent failed",
 }

@@ -1,48 +1,53 @@
 """The built-in agent: the policy answers, its tool calls run, and their results go back to it.
 
 Guarantees:
-- Results are in the order of the calls.
-- A malformed call gets an explanation as its result. So does a call for which the agent left no room in its sandbox.
 - A failure of the infrastructure ends the rollout with a typed error.
 - Whatever stops the agent, the calls and seconds so far are counted, and the conversation ends after a whole turn.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
-from itertools import groupby
-
-import anyio
+from typing import Protocol
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message, ToolCall
-from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
-from rollout_service.agents.tool_calling.tools import Tool, ToolContext, ToolResult, by_name
+from rollout_service.agents.tool_calling.calls import ToolCalls
+from rollout_service.agents.tool_calling.tools import Tool
 from rollout_service.agents.turns import sample_turn, why_truncated
 from rollout_service.episodes import Episode, PolicyTurn
 from rollout_service.tokens import ToolSpec
-from sandboxes.errors import LimitExceededError
-from sandboxes.task_groups import open_task_group
 
-TOOL_STATE = "tools"
-"""The key of what tools keep in `Episode.state`."""
-GRACE_SECONDS = 5.0
-"""Time beyond its limit for a tool to end by itself, which leaves a better result than cutting it off."""
+
+class CallRunner(Protocol):
+    """Runs the tool calls of an agent's turns; `calls.ToolCalls` is the plain one."""
+
+    @property
+    def definitions(self) -> list[ToolSpec]:
+        """The definitions of the tools for the policy."""
+        ...
+
+    def stop_reason(self, episode: Episode) -> StopReason | None:
+        """Return why there may be no further turn; None if there may."""
+        ...
+
+    async def run(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
+        """Return the results of a turn's calls in their order; empty if one of them ended the agent."""
+        ...
 
 
 class ToolCallingAgent:
     """Runs a policy with a set of tools."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self._tools = by_name(tools)
+    def __init__(self, tools: Sequence[Tool] = (), *, calls: CallRunner | None = None) -> None:
+        """Take the tools, or what runs their calls."""
+        self._calls = calls or ToolCalls(tools)
 
     @property
     def definitions(self) -> list[ToolSpec]:
         """The tools' definitions for the policy."""
-        return [tool.definition for tool in self._tools.values()]
+        return self._calls.definitions
 
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
         """Work on a task that begins with these messages; put the final text in `episode.answer`.
@@ -57,6 +62,8 @@ class ToolCallingAgent:
         limits = episode.limits
         malformed_turns = 0
         for _ in range(limits.max_turns):
+            if reason := self._calls.stop_reason(episode):
+                return reason
             turn = await sample_turn(episode, messages)
             if isinstance(turn, StopReason):
                 return turn
@@ -66,83 +73,10 @@ class ToolCallingAgent:
             malformed_turns = 0 if well_formed else malformed_turns + 1
             if malformed_turns >= limits.max_malformed:
                 return StopReason.MALFORMED
-            messages = await self._run_calls(episode, turn.message.tool_calls)
+            messages = await self._calls.run(episode, turn.message.tool_calls)
             if not messages:
                 return StopReason.FINISHED
         return StopReason.MAX_TURNS
-
-    async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
-        """Return the results of a turn's calls; empty if one of them ended the agent."""
-        limits = episode.limits
-        context = ToolContext(
-            episode.sandbox,
-            limits.tool_seconds,
-            limits.tool_output_chars,
-            episode.limit_violations,
-            episode.state.setdefault(TOOL_STATE, {}),
-        )
-        messages: list[Message] = []
-        started = time.perf_counter()
-        try:
-            for parallel, batch in groupby(calls, self._is_parallel):
-                together = list(batch)
-                episode.tool_calls += len(together)
-                results = (
-                    await self._run_in_parallel(together, context)
-                    if parallel and len(together) > 1
-                    else await self._run_in_order(together, context)
-                )
-                for call, result in zip(together, results, strict=False):
-                    if result.answer is not None:
-                        episode.answer = result.answer
-                        return []
-                    messages.append(_message(call, result.text))
-        finally:
-            episode.tool_seconds += time.perf_counter() - started
-        return messages
-
-    def _is_parallel(self, call: ToolCall) -> bool:
-        tool = self._tools.get(call.name or "")
-        return call.error is None and tool is not None and tool.parallel
-
-    async def _run_in_order(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
-        """Run calls one after another, up to the first that ends the agent."""
-        results: list[ToolResult] = []
-        for call in calls:
-            results.append(await self._run_call(call, context))
-            if results[-1].answer is not None:
-                break
-        return results
-
-    async def _run_in_parallel(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
-        results: list[ToolResult] = [ToolResult("")] * len(calls)
-
-        async def one(index: int) -> None:
-            results[index] = await self._run_call(calls[index], context)
-
-        async with open_task_group() as tasks:
-            for index in range(len(calls)):
-                tasks.start_soon(one, index)
-        return results
-
-    async def _run_call(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        if call.error is not None or call.arguments is None:
-            return ToolResult(f"This call is malformed ({call.error}); nothing was run. Write it again.")
-        tool = self._tools.get(call.name or "")
-        if tool is None:
-            return ToolResult(f"There is no tool {call.name!r}. Tools: {', '.join(self._tools) or 'none'}.")
-        try:
-            with anyio.CancelScope(
-                deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
-            ):
-                return await tool(call.arguments, context)
-        except ToolInputError as error:
-            return ToolResult(str(error))
-        except LimitExceededError as error:
-            if error.limit == "lifetime":
-                raise
-            return ToolResult(f"[{error}]")
-        return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]")
 
 
 def final_answer(messages: Sequence[Message]) -> str | None:
@@ -161,7 +95,3 @@ def _stop_reason_of(turn: PolicyTurn, episode: Episode) -> StopReason | None:
     if not turn.truncated:
         return None if turn.message.tool_calls else StopReason.ANSWERED
     return why_truncated(turn, episode)
-
-
-def _message(call: ToolCall, text: str) -> Message:
-    return Message(role="tool", content=text, tool_calls=[], tool_call_id=call.id, name=call.name)

@@ -6,11 +6,11 @@ is a failure of the infrastructure and ends the rollout.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from rollout_service.agents.errors import ToolInputError
 from rollout_service.tokens import ToolSpec
@@ -31,6 +31,8 @@ class ToolContext:
     """Takes the limits of the sandbox that the call reached."""
     state: dict[str, Any] = field(default_factory=dict)
     """What tools keep from one call to the next; one for each episode, with the tools' names as keys."""
+    instance: Mapping[str, JsonValue] = field(default_factory=dict)
+    """The data of the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class FunctionTool(Generic[A]):
         try:
             checked = self._arguments.model_validate(arguments)
         except ValidationError as error:
-            raise ToolInputError(f"wrong arguments for {self.name}: {_explain(error)}") from error
+            raise ToolInputError(f"wrong arguments for {self.name}: {explain(error)}") from error
         result = await self._function(checked, context)
         return result if isinstance(result, ToolResult) else ToolResult(result)
 
@@ -145,7 +147,8 @@ def _lean(value: Any, *, named: bool = False) -> Any:
     }
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError) -> str:
+    """Return what is wrong with a call's arguments, for the policy."""
     parts = []
     for item in error.errors(include_url=False, include_input=False):
         name = ".".join(str(part) for part in item["loc"])

@@ -18,6 +18,7 @@ from api_schemas.base import Name
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.harnesses.registry import harnesses
 from rollout_service.agents.mcp.settings import McpSettings
+from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
 from rollout_service.environments.contract import (
     EnvironmentSettings,
@@ -123,6 +124,8 @@ class Declaration(EnvironmentSettings):
     """`[[mcp]]`: servers of the Model Context Protocol, whose tools the agent has too."""
     search: SearchSettings | None = None
     """`[search]`: the service behind the tool `search`."""
+    parallel: ParallelSettings | None = None
+    """`[parallel]`: how the agent may hand on work to sub-agents."""
     replayable: Literal["tools", "never"] = "tools"
     """Whether `init` and the recorded tool calls recreate the sandbox: `never` if something outside it matters."""
     limits: EpisodeLimits = EpisodeLimits()
@@ -160,6 +163,7 @@ class Declaration(EnvironmentSettings):
             harness=self.harness,
             mcp=self.mcp,
             search=self.search,
+            parallel=self.parallel,
             limits=self.limits,
             sandbox=self.sandbox,
             evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,

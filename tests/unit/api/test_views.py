@@ -11,6 +11,7 @@ import pytest
 from api_schemas.environments import EnvironmentView
 from api_schemas.sandboxes import SandboxView
 from rollout_service.agents.harnesses.preset import HarnessSettings
+from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
@@ -34,6 +35,7 @@ EVERYTHING = EnvironmentSpec(
     harness=HarnessSettings(name="codex", env={"SECRET": "nobody else's business"}),
     search=SearchSettings(url="https://search.example:8443/api?key=secret"),
     binds={"/inside": "/outside"},
+    parallel=ParallelSettings(max_width=4, max_critical_steps=6),
 )
 SPECS = [calc.SPEC, code.SPEC, math.SPEC, EVERYTHING]
 

@@ -109,6 +109,9 @@ class Policies:
         self.open_ids.add(request.rollout_id)
         return ScriptedPolicy(["an answer"] * 100)
 
+    def model(self, pool: str) -> str:
+        return pool
+
     def close(self, request: RolloutRequest) -> None:
         self.open_ids.discard(request.rollout_id or "")
 

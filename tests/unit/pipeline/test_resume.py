@@ -113,6 +113,9 @@ class Policies:
             turns=turns,
         )
 
+    def model(self, pool: str) -> str:
+        return pool
+
     def close(self, request: RolloutRequest) -> None:
         pass
 

@@ -54,6 +54,9 @@ class Policies:
         assert self.script is not None, "an engine was asked"
         return ScriptedPolicy(self.script)
 
+    def model(self, pool: str) -> str:
+        return pool
+
     def close(self, request: RolloutRequest) -> None:
         pass
 

@@ -1,0 +1,269 @@
+"""Runs the calls of an agent that may hand on work.
+
+The order within one turn is that of open reproductions of PARL, so that its results do not depend on who ends first:
+
+1. every `create_subagent`, in the order of the calls;
+2. every `assign_task`, and every call of a tool that may run in parallel, all at once; if there are more assigned tasks
+   than may run at the same time, the next wave begins when the last has ended;
+3. the calls of the other tools, one after another.
+
+Guarantees:
+- Results are in the order of the calls.
+- In a turn with the final answer, no task is assigned.
+- A sub-agent ends before the turn that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
+
+from api_schemas.rollouts import StopReason
+from api_schemas.rollouts.trees import NodeParent
+from api_schemas.trajectories import Message, ToolCall
+from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.parallel.ledger import Ledger, Wave
+from rollout_service.agents.parallel.roster import Roster
+from rollout_service.agents.parallel.steps import TurnSteps
+from rollout_service.agents.parallel.subagent import Branch
+from rollout_service.agents.parallel.tools import ASSIGN, ASSIGN_SPEC, CREATE, CREATE_SPEC
+from rollout_service.agents.parallel.tree import AgentTree
+from rollout_service.agents.parallel.waiting import WaitingClock
+from rollout_service.agents.tool_calling.builtin_tools import FINISH
+from rollout_service.agents.tool_calling.calls import ToolCalls, context_of, message_of
+from rollout_service.agents.tool_calling.tools import Tool
+from rollout_service.episodes import Episode, SubagentSlot
+from rollout_service.tokens import ToolSpec
+from sandboxes.task_groups import open_task_group
+
+ABANDONED = "not done: the turn has the final answer"
+OVER_CAP = "not done: {limit} tasks may be assigned in one turn; assign it in a later turn"
+OVER_TOTAL = "not done: {limit} tasks were assigned, and no more can be"
+
+
+class ParallelCalls:
+    """The calls of one agent of a tree; implements `tool_calling.agent.CallRunner`."""
+
+    def __init__(
+        self,
+        tree: AgentTree,
+        tools: Sequence[Tool],
+        subagent_tools: Sequence[Tool],
+        *,
+        node_id: str = "",
+        depth: int = 0,
+        allowance: int | None = None,
+        max_tool_calls: int | None = None,
+        slot: SubagentSlot | None = None,
+    ) -> None:
+        """Take the agent's place in the tree.
+
+        Args:
+            tree: the tree of the rollout.
+            tools: the agent's other tools.
+            subagent_tools: the tools of its sub-agents.
+            node_id: the agent's id; "" for the root.
+            depth: the number of agents above it.
+            allowance: the steps that may follow each other from its first turn on; None sets no limit.
+            max_tool_calls: the limit of its calls of other tools; None sets none.
+            slot: the slot that it holds, which it lends to its sub-agents.
+        """
+        self._tree = tree
+        self._direct = ToolCalls(tools)
+        self._subagent_tools = subagent_tools
+        self._node_id = node_id
+        self._depth = depth
+        self._allowance = allowance
+        self._max_tool_calls = max_tool_calls
+        self._slot = slot
+        self._delegates = depth < tree.settings.max_depth
+        self._roster = Roster(tree.settings.max_agents)
+        self._exhausted = False
+        self.ledger = Ledger()
+
+    @property
+    def definitions(self) -> list[ToolSpec]:
+        """The definitions of the direct tools, of the two for sub-agents, and of `finish` last."""
+        return with_delegation(self._direct.definitions) if self._delegates else self._direct.definitions
+
+    def stop_reason(self, episode: Episode) -> StopReason | None:
+        """Return which limit leaves no room for a further turn, if one does."""
+        if self._exhausted:
+            return StopReason.MAX_TOOL_CALLS
+        if self._allowance is not None and self._used(episode) >= self._allowance:
+            return StopReason.MAX_CRITICAL_STEPS
+        return None
+
+    def _used(self, episode: Episode) -> int:
+        return self.ledger.steps(episode.policy.usage.turns).scheduled
+
+    async def run(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
+        """Return the results of a turn's calls in their order; empty if one of them ended the agent."""
+        number = episode.policy.usage.turns - 1
+        direct = [call for call in calls if not self._is_delegation(call)]
+        charged = sum(self._direct.knows(call) and call.name != FINISH.name for call in direct)
+        self.ledger.direct_calls += charged
+        turn = self.ledger.turn(number, max(1, charged if self._tree.settings.charge_direct_calls else 1))
+        if self._max_tool_calls is not None and self.ledger.direct_calls > self._max_tool_calls:
+            self._exhausted = True
+            return [message_of(call, "not done") for call in calls]
+        if len(direct) == len(calls):
+            return await self._direct.run(episode, calls)
+        if any(call.name == FINISH.name and self._direct.knows(call) for call in direct):
+            return await self._answer(episode, calls, direct)
+        return await self._delegate(episode, calls, number, turn)
+
+    def _is_delegation(self, call: ToolCall, *names: str) -> bool:
+        return self._delegates and call.error is None and call.name in (names or (CREATE, ASSIGN))
+
+    async def _answer(
+        self, episode: Episode, calls: Sequence[ToolCall], direct: Sequence[ToolCall]
+    ) -> list[Message]:
+        """Run a turn with the final answer, which wins over the tasks that it assigns."""
+        abandoned = sum(self._is_delegation(call, ASSIGN) for call in calls)
+        self._tree.assigns["attempted"] += abandoned
+        self._tree.assigns["abandoned"] += abandoned
+        answered = {message.tool_call_id: message for message in await self._direct.run(episode, direct)}
+        if not answered:
+            return []
+        return [answered.get(call.id) or message_of(call, ABANDONED) for call in calls]
+
+    async def _delegate(
+        self, episode: Episode, calls: Sequence[ToolCall], number: int, turn: TurnSteps
+    ) -> list[Message]:
+        texts: dict[int, str] = {}
+        branches: dict[int, Branch] = {}
+        for index, call in enumerate(calls):
+            if self._is_delegation(call, CREATE):
+                texts[index] = self._create(call)
+        for index, call in enumerate(calls):
+            if self._is_delegation(call, ASSIGN):
+                accepted = self._accept(episode, call, number, len(branches))
+                if isinstance(accepted, Branch):
+                    branches[index] = accepted
+                else:
+                    texts[index] = accepted
+        beside = [
+            index
+            for index, call in enumerate(calls)
+            if not self._is_delegation(call) and self._direct.is_parallel(call)
+        ]
+        started = time.perf_counter()
+        try:
+            await self._run_waves(episode, calls, branches, beside, texts, turn)
+        finally:
+            episode.tool_calls += len(texts)
+            episode.tool_seconds += time.perf_counter() - started
+        rest = [index for index in range(len(calls)) if index not in texts]
+        answers = await self._direct.run(episode, [calls[index] for index in rest])
+        texts |= {index: message.content for index, message in zip(rest, answers, strict=True)}
+        return [message_of(call, texts[index]) for index, call in enumerate(calls)]
+
+    def _create(self, call: ToolCall) -> str:
+        try:
+            return self._roster.create(call)
+        except ToolInputError as error:
+            return str(error)
+        finally:
+            self.ledger.created = len(self._roster)
+
+    def _accept(self, episode: Episode, call: ToolCall, turn: int, accepted: int) -> Branch | str:
+        """Return the sub-agent that a call starts, or why it starts none."""
+        assigns, settings = self._tree.assigns, self._tree.settings
+        assigns["attempted"] += 1
+        try:
+            wanted, system = self._roster.assignment(call)
+        except ToolInputError as error:
+            assigns["refused"] += 1
+            return str(error)
+        if accepted >= settings.max_assigns_per_turn:
+            assigns["over_cap"] += 1
+            return OVER_CAP.format(limit=settings.max_assigns_per_turn)
+        if assigns["executed"] >= settings.max_assigns:
+            assigns["over_cap"] += 1
+            return OVER_TOTAL.format(limit=settings.max_assigns)
+        assigns["executed"] += 1
+        is_new = self._tree.is_new(wanted.agent, wanted.prompt)
+        assigns["duplicate"] += not is_new
+        wave = accepted // (settings.max_width or settings.max_assigns_per_turn)
+        return Branch(
+            tree=self._tree,
+            parent_episode=episode,
+            parent=NodeParent(node_id=self._node_id, turn=turn, call_id=call.id, wave=wave),
+            agent=wanted.agent,
+            system=system,
+            user=wanted.prompt,
+            duplicate=not is_new,
+            make_calls=self._for_subagent,
+        )
+
+    def _for_subagent(self, node_id: str, allowance: int | None, slot: SubagentSlot) -> ParallelCalls:
+        return ParallelCalls(
+            self._tree,
+            self._subagent_tools,
+            self._subagent_tools,
+            node_id=node_id,
+            depth=self._depth + 1,
+            allowance=allowance,
+            max_tool_calls=self._tree.settings.subagent.max_tool_calls,
+            slot=slot,
+        )
+
+    async def _run_waves(
+        self,
+        episode: Episode,
+        calls: Sequence[ToolCall],
+        branches: dict[int, Branch],
+        beside: Sequence[int],
+        texts: dict[int, str],
+        turn: TurnSteps,
+    ) -> None:
+        """Run the sub-agents wave by wave, and the calls of `beside` with the first; put all results in `texts`."""
+        context = context_of(episode)
+        waves: dict[int, list[int]] = {0: []} if beside else {}
+        for index, branch in branches.items():
+            waves.setdefault(branch.parent.wave, []).append(index)
+
+        async def one(index: int, clock: WaitingClock) -> None:
+            texts[index] = await branches[index].run(clock)
+            self.ledger.result_chars += len(branches[index].result)
+
+        async def other(index: int, clock: WaitingClock) -> None:
+            with clock.working():
+                texts[index] = (await self._direct.run_one(calls[index], context)).text
+
+        for number, wave in sorted(waves.items()):
+            allowance = None if self._allowance is None else max(0, self._allowance - self._used(episode))
+            for index in wave:
+                branches[index].allowance = allowance
+            async with self._wave(turn, [branches[index] for index in wave]):
+                with WaitingClock(episode.clock) as clock:
+                    async with open_task_group() as tasks:
+                        for index in wave:
+                            tasks.start_soon(one, index, clock)
+                        for index in beside if number == 0 else ():
+                            tasks.start_soon(other, index, clock)
+
+    @asynccontextmanager
+    async def _wave(self, turn: TurnSteps, branches: Sequence[Branch]) -> AsyncIterator[None]:
+        """Enter a wave in the books, however it ends; the agent's own slot is lent to it."""
+        if not branches:
+            yield
+            return
+        distinct = sum(not branch.duplicate for branch in branches)
+        wave = Wave(branches[0].parent.turn, distinct, branches=[branch.times for branch in branches])
+        self.ledger.waves.append(wave)
+        began = time.perf_counter()
+        try:
+            async with self._slot.lent() if self._slot else nullcontext():
+                yield
+        finally:
+            wave.seconds = time.perf_counter() - began
+            turn.waves.append([branch.steps for branch in branches])
+
+
+def with_delegation(direct: Sequence[ToolSpec]) -> list[ToolSpec]:
+    """Return the definitions of an agent's tools with the two for sub-agents, before `finish`."""
+    last = [tool for tool in direct if tool["function"]["name"] == FINISH.name]
+    return [*(tool for tool in direct if tool not in last), CREATE_SPEC, ASSIGN_SPEC, *last]

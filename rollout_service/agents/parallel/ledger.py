@@ -1,0 +1,111 @@
+"""What one agent has spent: the steps of its turns, and the time of its waves of sub-agents.
+
+Guarantee: a wave that was cut short is in it with what its sub-agents had spent until then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rollout_service.agents.parallel.steps import Steps, TurnSteps, add_up
+
+
+@dataclass(slots=True)
+class BranchTimes:
+    """When a sub-agent waited and worked, on `time.perf_counter`."""
+
+    queued: float = 0.0
+    """Seconds of waiting for a slot."""
+    began: float | None = None
+    """When it got its first slot."""
+    ended: float | None = None
+
+    @property
+    def worked(self) -> float:
+        """Seconds from its slot to its end, or until now."""
+        if self.began is None:
+            return 0.0
+        return (self.ended if self.ended is not None else time.perf_counter()) - self.began
+
+
+@dataclass(slots=True)
+class Wave:
+    """Sub-agents of one turn that ran at the same time."""
+
+    turn: int
+    distinct: int
+    """The number of tasks among them that had not been assigned before."""
+    seconds: float = 0.0
+    branches: list[BranchTimes] = field(default_factory=list)
+
+    @property
+    def longest(self) -> float:
+        """The seconds of the one that worked longest."""
+        return max((branch.worked for branch in self.branches), default=0.0)
+
+
+class Ledger:
+    """The steps and the waves of one agent."""
+
+    def __init__(self) -> None:
+        self.waves: list[Wave] = []
+        self.created = 0
+        """The number of different sub-agents that the agent created."""
+        self.direct_calls = 0
+        """The number of its calls of other tools."""
+        self.result_chars = 0
+        """The length of all results that it read."""
+        self._turns: dict[int, TurnSteps] = {}
+
+    def turn(self, number: int, main: int) -> TurnSteps:
+        """Begin a turn whose calls cost `main` steps. A turn that is never begun has no calls, and costs one."""
+        self._turns[number] = TurnSteps(main)
+        return self._turns[number]
+
+    def main_steps(self, turns: int) -> list[int]:
+        """Return the agent's own steps in each of its turns so far."""
+        return [turn.main for turn in self._all(turns)]
+
+    def steps(self, turns: int) -> Steps:
+        """Return the steps of the agent and its sub-agents in its turns so far."""
+        return add_up(self._all(turns))
+
+    def balances(self) -> list[float]:
+        """Return mean / largest of the steps of each wave of several sub-agents."""
+        waves = [wave for turn in self._turns.values() for wave in turn.waves if len(wave) > 1]
+        totals = [[branch.critical for branch in wave] for wave in waves]
+        return [sum(steps) / len(steps) / max(steps) for steps in totals if max(steps)]
+
+    def widths(self) -> list[int]:
+        """Return the number of different tasks in each turn that assigned any."""
+        by_turn: dict[int, int] = {}
+        for wave in self.waves:
+            by_turn[wave.turn] = by_turn.get(wave.turn, 0) + wave.distinct
+        return list(by_turn.values())
+
+    def longest_of_waves(self) -> float:
+        """Return the sum over the waves of the seconds of their longest sub-agent."""
+        return sum(wave.longest for wave in self.waves)
+
+    def _all(self, turns: int) -> Iterator[TurnSteps]:
+        return (self._turns.get(number, TurnSteps()) for number in range(turns))
+
+
+def alone_seconds(branches: Sequence[BranchTimes]) -> float:
+    """Return for how long exactly one of several sub-agents was at work."""
+    changes = sorted(
+        change
+        for branch in branches
+        if branch.began is not None and branch.ended is not None
+        for change in ((branch.began, 1), (branch.ended, -1))
+    )
+    if len(branches) < 2:
+        return 0.0
+    alone, working, since = 0.0, 0, 0.0
+    for moment, change in changes:
+        if working == 1:
+            alone += moment - since
+        working, since = working + change, moment
+    return alone

@@ -1,0 +1,262 @@
+"""One task that is assigned to a sub-agent: the same agent loop, against a frozen pool.
+
+Guarantees:
+- It sees its system prompt and its task, and nothing of its parent's conversation; its parent sees its result alone.
+- None of its tokens has mask 1.
+- A failure of its engine or its own sandbox is retried alone; if it stays, the rollout fails, and no text blames the
+  policy. What the sub-agent itself did wrong is a result that is not valid, with the reason.
+- It is in the tree however it ends, with what it has used.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.rollouts import StopReason, Usage
+from api_schemas.rollouts.trees import (
+    AgentNode,
+    InvalidBecause,
+    NodeDetail,
+    NodeParent,
+    NodePrompt,
+    NodeSeconds,
+)
+from api_schemas.trajectories import Message
+from rollout_service.agents.parallel.frozen_tokens import frozen, versions_of
+from rollout_service.agents.parallel.ledger import BranchTimes, Ledger
+from rollout_service.agents.parallel.steps import Steps
+from rollout_service.agents.parallel.tools import RESULT_RULE, result_text
+from rollout_service.agents.parallel.tree import AgentTree, FrozenPoolChangedError
+from rollout_service.agents.parallel.waiting import WaitingClock
+from rollout_service.agents.tool_calling.agent import CallRunner, ToolCallingAgent
+from rollout_service.agents.tool_calling.text import cut_middle
+from rollout_service.episodes import Episode, EpisodeLimits, SubagentSlot
+from rollout_service.errors import describe
+from sandboxes import Sandbox
+from sandboxes.errors import LimitExceededError, SandboxClosedError
+
+MAX_TRIES = 3
+"""How often a task is tried whose infrastructure fails, the first time included."""
+
+_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
+_INVALID = {
+    StopReason.MAX_TURNS: InvalidBecause.MAX_TURNS,
+    StopReason.MAX_TOKENS: InvalidBecause.MAX_TOKENS,
+    StopReason.MAX_TOOL_CALLS: InvalidBecause.MAX_TOOL_CALLS,
+    StopReason.MAX_CRITICAL_STEPS: InvalidBecause.MAX_CRITICAL_STEPS,
+    StopReason.CONTEXT_FULL: InvalidBecause.CONTEXT_FULL,
+    StopReason.TRUNCATED: InvalidBecause.TRUNCATED,
+    StopReason.MALFORMED: InvalidBecause.MALFORMED,
+    StopReason.AGENT_TIMEOUT: InvalidBecause.TIMEOUT,
+    StopReason.SANDBOX_ENDED: InvalidBecause.SANDBOX_ENDED,
+}
+
+
+class SubagentCalls(CallRunner, Protocol):
+    """Runs the calls of a sub-agent, and keeps account of them."""
+
+    ledger: Ledger
+
+
+MakeCalls = Callable[[str, int | None, SubagentSlot], SubagentCalls]
+"""Makes what runs the calls of a sub-agent, from its id, its allowance of steps, and its slot."""
+
+
+@dataclass(slots=True)
+class Branch:
+    """One assigned task, from its call to its result."""
+
+    tree: AgentTree
+    parent_episode: Episode
+    parent: NodeParent
+    agent: str
+    system: str
+    """The system prompt that the agent was created with."""
+    user: str
+    duplicate: bool
+    make_calls: MakeCalls
+    allowance: int | None = None
+    """The steps that may follow each other; None sets no limit."""
+    times: BranchTimes = field(default_factory=BranchTimes)
+    steps: Steps = field(default_factory=Steps)
+    """What it has cost, once it has ended."""
+    result: str = ""
+    _number: int = 0
+    _invalid_because: InvalidBecause | None = InvalidBecause.CANCELLED
+    _stop_reason: StopReason | None = None
+    _error: ErrorInfo | None = None
+    _episode: Episode | None = None
+    _calls: SubagentCalls | None = None
+    _sandbox_id: str | None = None
+    _versions: list[int] = field(default_factory=list)
+
+    async def run(self, clock: WaitingClock) -> str:
+        """Do the task, and return what the parent reads; `clock` is the parent's.
+
+        Errors of the engine, the renderer and the sandbox are raised as they are, once they were retried.
+        """
+        self._number = len(self.tree.episode.nodes) + 1
+        self.tree.put(self._number, self._node())
+        try:
+            await self._run_with_retries(clock)
+            return result_text(self.result, self._invalid_because)
+        except Exception as error:
+            self._invalid_because, self._error = InvalidBecause.ERROR, describe(error)
+            self._stop_reason = StopReason.ERROR
+            raise
+        finally:
+            self.times.ended = time.perf_counter()
+            if self._episode is not None and self._calls is not None:
+                self.steps = self._calls.ledger.steps(self._episode.policy.usage.turns)
+            self.tree.assigns["valid"] += self._invalid_because is None
+            self.tree.put(self._number, self._node())
+
+    async def _run_with_retries(self, clock: WaitingClock) -> None:
+        for tries_left in reversed(range(MAX_TRIES)):
+            try:
+                await self._run_once(clock)
+            except Exception as error:
+                if not tries_left or not self._may_retry(error):
+                    raise
+            else:
+                return
+
+    def _may_retry(self, error: Exception) -> bool:
+        """Return whether another try of this task alone may succeed."""
+        is_shared = self.tree.settings.subagent.sandbox == "shared"
+        if isinstance(error, SandboxClosedError | LimitExceededError) and is_shared:
+            return False
+        return describe(error).retryable and not isinstance(error, FrozenPoolChangedError)
+
+    async def _run_once(self, clock: WaitingClock) -> None:
+        queued_since = time.perf_counter()
+        async with self.tree.host.slot() as slot:
+            self.times.queued += time.perf_counter() - queued_since
+            self.times.began = self.times.began or time.perf_counter()
+            with clock.working():
+                async with self._sandbox() as sandbox:
+                    self._sandbox_id = None if sandbox is None else sandbox.id
+                    await self._work(sandbox, slot)
+
+    @asynccontextmanager
+    async def _sandbox(self) -> AsyncIterator[Sandbox | None]:
+        if self.tree.settings.subagent.sandbox == "shared":
+            yield self.parent_episode.sandbox
+            return
+        async with self.tree.host.sandbox() as sandbox:
+            yield sandbox
+
+    async def _work(self, sandbox: Sandbox | None, slot: SubagentSlot) -> None:
+        settings = self.tree.settings.subagent
+        self._calls = self.make_calls(self.node_id, self.allowance, slot)
+        policy = await self.tree.host.open(
+            settings.pool, self._calls.definitions, agent=self.agent, temperature=settings.temperature
+        )
+        parent = self.parent_episode
+        self._episode = Episode(
+            request=parent.request,
+            attempt=parent.attempt,
+            limits=self._limits(),
+            policy=policy,
+            sandbox=sandbox,
+            limit_violations=parent.limit_violations,
+            state={} if settings.sandbox == "own" else parent.state,
+        )
+        self._stop_reason = await self._run_agent(ToolCallingAgent(calls=self._calls), self._episode)
+        self._versions = versions_of(policy.trajectory())
+        self.tree.check_versions(settings.pool, self._versions)
+        self._judge(self._episode, self._calls, self._stop_reason)
+
+    async def _run_agent(self, agent: ToolCallingAgent, episode: Episode) -> StopReason:
+        """Run the agent; one that ends the sandbox that it has for itself has only stopped."""
+        prompt = self._prompt()
+        messages = [
+            Message(role="system", content=prompt.system),
+            Message(role="user", content=prompt.user),
+        ]
+        try:
+            return await agent.run(episode, messages)
+        except (SandboxClosedError, LimitExceededError) as error:
+            lost = isinstance(error, SandboxClosedError) or error.limit == "lifetime"
+            if self.tree.settings.subagent.sandbox == "shared" or not lost:
+                raise
+            return StopReason.SANDBOX_ENDED
+
+    def _limits(self) -> EpisodeLimits:
+        own, parent = self.tree.settings.subagent, self.parent_episode.limits
+        return EpisodeLimits(
+            max_turns=own.max_turns,
+            max_tokens=own.max_tokens,
+            max_turn_tokens=own.max_turn_tokens,
+            max_malformed=parent.max_malformed,
+            agent_seconds=own.seconds,
+            tool_seconds=parent.tool_seconds,
+            tool_output_chars=parent.tool_output_chars,
+        )
+
+    def _judge(self, episode: Episode, calls: SubagentCalls, stop_reason: StopReason) -> None:
+        """Set the result, and why it is not valid, if so."""
+        text = episode.answer or ""
+        marked = _RESULT.findall(text)
+        is_marked = bool(marked) or stop_reason is StopReason.FINISHED
+        self.result = cut_middle((marked[-1] if marked else text).strip(), self.tree.settings.result_chars)
+        called = calls.ledger.direct_calls > 0 or bool(calls.ledger.waves)
+        if stop_reason in _INVALID:
+            self._invalid_because = _INVALID[stop_reason]
+        elif not self.result:
+            self._invalid_because = InvalidBecause.EMPTY
+        elif not is_marked:
+            self._invalid_because = InvalidBecause.NO_RESULT
+        elif self.tree.settings.subagent.needs_tool_call and not called:
+            self._invalid_because = InvalidBecause.NO_TOOL_CALL
+        else:
+            self._invalid_because = None
+
+    @property
+    def node_id(self) -> str:
+        """The id of the sub-agent in its tree."""
+        return f"{self.tree.rollout_id}/{self._number}"
+
+    def _prompt(self) -> NodePrompt:
+        user = self.user
+        if self.tree.settings.subagent.sees_task:
+            user = f"{self.tree.task_prompt}\n\n{user}"
+        return NodePrompt(system=f"{self.system}\n\n{RESULT_RULE}", user=user)
+
+    def _node(self) -> AgentNode:
+        episode, calls = self._episode, self._calls
+        policy = episode.policy if episode else None
+        usage = policy.usage if policy else Usage()
+        wants_tokens = self.parent_episode.request.exports.nodes is NodeDetail.TOKENS
+        return AgentNode(
+            node_id=self.node_id,
+            parent=self.parent,
+            agent=self.agent,
+            pool=self.tree.settings.subagent.pool,
+            model=self.tree.host.model(self.tree.settings.subagent.pool),
+            versions=[self._versions[0], self._versions[-1]] if self._versions else [],
+            prompt=self._prompt(),
+            result=self.result,
+            valid=self._invalid_because is None,
+            invalid_because=self._invalid_because,
+            duplicate=self.duplicate,
+            stop_reason=self._stop_reason,
+            error=self._error,
+            usage=usage.model_copy(update={"tool_calls": episode.tool_calls}) if episode else usage,
+            main_steps=calls.ledger.main_steps(usage.turns) if calls else [],
+            critical_steps=self.steps.critical,
+            seconds=NodeSeconds(
+                queued=self.times.queued,
+                worked=self.times.worked,
+                engine=policy.engine_seconds if policy else 0.0,
+                tools=episode.tool_seconds if episode else 0.0,
+            ),
+            sandbox=self._sandbox_id,
+            trajectory=frozen(policy.trajectory()) if policy and wants_tokens else None,
+        )

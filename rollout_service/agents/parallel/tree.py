@@ -1,0 +1,106 @@
+"""The tree of one rollout: its sub-agents as they begin and end, and what was spent on them.
+
+Guarantees: a sub-agent is in `Episode.nodes` from the moment it begins, whatever ends the rollout; the versions that
+serve sub-agents do not change within a rollout, or it fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from api_schemas.errors import Boundary
+from api_schemas.rollouts.trees import AgentNode, Assigns, Work, WorkSeconds
+from rollout_service.agents.parallel.ledger import Ledger, alone_seconds
+from rollout_service.agents.parallel.settings import ParallelSettings
+from rollout_service.episodes import Episode, SubagentHost
+from rollout_service.errors import ServiceError
+
+
+class FrozenPoolChangedError(ServiceError):
+    """The weights of a frozen pool are not those that a rollout's sub-agents began with, or were to have."""
+
+    code = "frozen_pool_changed"
+    boundary = Boundary.INFERENCE
+    retryable = True
+
+
+@dataclass(slots=True)
+class AgentTree:
+    """The sub-agents of one rollout."""
+
+    settings: ParallelSettings
+    episode: Episode
+    """The root's."""
+    host: SubagentHost
+    assigns: Counter[str] = field(default_factory=Counter)
+    """By the fields of `Assigns`."""
+    version: int | None = None
+    """The version that served the first sub-agent."""
+    began: float = field(default_factory=time.perf_counter)
+    _tasks: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def rollout_id(self) -> str:
+        """The id of the rollout."""
+        return self.episode.request.rollout_id or ""
+
+    @property
+    def task_prompt(self) -> str:
+        """The task as the root was given it."""
+        return next((each.content for each in self.episode.policy.messages if each.role == "user"), "")
+
+    def is_new(self, agent: str, prompt: str) -> bool:
+        """Note a task; return whether it has not been assigned to this agent before."""
+        known = (agent, prompt) in self._tasks
+        self._tasks.add((agent, prompt))
+        return not known
+
+    def put(self, number: int, node: AgentNode) -> None:
+        """Add a sub-agent that begins, or replace what was known of it; numbers begin at 1."""
+        self.episode.nodes[number - 1 : number] = [node]
+
+    def check_versions(self, pool: str, versions: list[int]) -> None:
+        """Check which versions sampled a sub-agent's tokens.
+
+        Raises:
+            FrozenPoolChangedError: They are not the same in the whole rollout, or not the one that was asked for.
+        """
+        for version in versions:
+            wanted = self.settings.subagent.version
+            if self.version is None:
+                self.version = version if wanted is None else wanted
+            if version != self.version:
+                raise FrozenPoolChangedError(
+                    f"the pool {pool!r} served version {version} to a sub-agent instead of {self.version}",
+                    hint="Register engines of one version in a frozen pool, and load no weights into them.",
+                )
+
+    def work(self, root: Ledger) -> Work:
+        """Return how the work is divided so far; `root` is the ledger of the root."""
+        turns = self.episode.policy.usage.turns
+        steps, widths, balances = root.steps(turns), root.widths(), root.balances()
+        own = time.perf_counter() - self.began - sum(wave.seconds for wave in root.waves)
+        branches = [branch for wave in root.waves for branch in wave.branches]
+        return Work(
+            main_steps=root.main_steps(turns),
+            critical_steps=steps.critical,
+            scheduled_steps=steps.scheduled,
+            total_steps=steps.total,
+            waves=len(root.waves),
+            width_max=max(widths, default=0),
+            width_mean=sum(widths) / len(widths) if widths else 0.0,
+            balance=sum(balances) / len(balances) if balances else None,
+            created=root.created,
+            direct_calls=root.direct_calls,
+            assigns=Assigns(**{name: self.assigns[name] for name in Assigns.model_fields}),
+            seconds=WorkSeconds(
+                critical=max(0.0, own) + root.longest_of_waves(),
+                queued=sum(max((one.queued for one in wave.branches), default=0.0) for wave in root.waves),
+                straggler=sum(alone_seconds(wave.branches) for wave in root.waves),
+                active=sum(branch.worked for branch in branches),
+            ),
+            subagent_tokens=sum(node.usage.sampled_tokens for node in self.episode.nodes),
+            result_chars=root.result_chars,
+        )

@@ -1,0 +1,101 @@
+"""Slots for sub-agents, granted to episodes in turn.
+
+Guarantees: never more than `total` are held; an episode that waits is granted its next slot before another one is
+granted two, however many it waits for; a waiter that is cancelled takes no slot with it. Nobody who holds a slot waits
+for another, so there is no deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+DEFAULT_SUBAGENT_SLOTS = 64
+
+
+@dataclass(slots=True, eq=False)
+class _SlotRequest:
+    granted: anyio.Event = field(default_factory=anyio.Event)
+
+
+class FairSlots:
+    """A number of slots that episodes share."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.held = 0
+        self._waiting: OrderedDict[str, deque[_SlotRequest]] = OrderedDict()
+        """The waiters of each episode, in the order in which the episodes are next granted one."""
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a slot."""
+        return sum(len(waiters) for waiters in self._waiting.values())
+
+    @asynccontextmanager
+    async def slot(self, episode: str) -> AsyncIterator[HeldSlot]:
+        """Wait for a slot of an episode, and hold it within the block."""
+        held = HeldSlot(self, episode)
+        await self._acquire(episode)
+        try:
+            yield held
+        finally:
+            held.free()
+
+    async def _acquire(self, episode: str) -> None:
+        if self.held < self.total:
+            self.held += 1
+            return
+        waiter = _SlotRequest()
+        self._waiting.setdefault(episode, deque()).append(waiter)
+        try:
+            await waiter.granted.wait()
+        except BaseException:
+            if waiter.granted.is_set():
+                self._release()
+            else:
+                self._forget(episode, waiter)
+            raise
+
+    def _forget(self, episode: str, waiter: _SlotRequest) -> None:
+        waiters = self._waiting[episode]
+        waiters.remove(waiter)
+        if not waiters:
+            del self._waiting[episode]
+
+    def _release(self) -> None:
+        if not self._waiting:
+            self.held -= 1
+            return
+        episode, waiters = self._waiting.popitem(last=False)
+        waiter = waiters.popleft()
+        if waiters:
+            self._waiting[episode] = waiters
+        waiter.granted.set()
+
+
+class HeldSlot:
+    """A slot of an episode; implements `episodes.SubagentSlot`."""
+
+    def __init__(self, slots: FairSlots, episode: str) -> None:
+        self._slots = slots
+        self._episode = episode
+        self._is_held = True
+
+    def free(self) -> None:
+        """Give the slot back; idempotent."""
+        if self._is_held:
+            self._is_held = False
+            self._slots._release()
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Give the slot back within the block, and wait for one after it."""
+        self.free()
+        yield
+        await self._slots._acquire(self._episode)
+        self._is_held = True

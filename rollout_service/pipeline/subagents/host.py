@@ -1,0 +1,68 @@
+"""What the sub-agents of one episode run on; implements `episodes.SubagentHost`.
+
+Guarantees: sub-agents take no place of the pipeline's stages, so an agent that waits for them holds up none of them; a
+sandbox of their own is admitted as a grader's is, from a reserved place, since an agent that has one may wait for it;
+`close` frees what the pool keeps for the episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.episodes import Policy, SubagentSlot
+from rollout_service.pipeline.context import AttemptContext
+from rollout_service.tokens import ToolSpec
+from sandboxes import Sandbox
+from sandboxes.scheduling.admission import Purpose
+
+
+class EpisodeSubagents:
+    """The pools, slots and sandboxes for the sub-agents of one episode."""
+
+    def __init__(self, context: AttemptContext, request: RolloutRequest, spec: EnvironmentSpec) -> None:
+        self._context = context
+        self._request = request
+        self._spec = spec
+        self._opened: dict[tuple[str, str], RolloutRequest] = {}
+        """The requests that stand for each agent at its pool."""
+
+    def model(self, pool: str) -> str:
+        """Return the model that a pool serves."""
+        return self._context.policies.model(pool)
+
+    async def open(self, pool: str, tools: list[ToolSpec], *, agent: str, temperature: float) -> Policy:
+        """Open a conversation with a pool."""
+        request = self._request.model_copy(
+            update={
+                "pool": pool,
+                "rollout_id": f"{self._request.rollout_id}/{agent}",
+                "sampling": Sampling(temperature=temperature),
+                "exports": TokenExtras(),
+            }
+        )
+        self._opened[pool, agent] = request
+        return await self._context.policies.open(request, tools)
+
+    def slot(self) -> AbstractAsyncContextManager[SubagentSlot]:
+        """Wait for a slot, which is held within the block."""
+        return self._context.subagent_slots.slot(self._request.rollout_id or "")
+
+    @asynccontextmanager
+    async def sandbox(self) -> AsyncIterator[Sandbox]:
+        """Start a sandbox of the environment's image, which ends with the block."""
+        ticket = await self._context.admission.admit(Purpose.GRADER)
+        try:
+            label = self._request.rollout_id or ""
+            async with await self._context.sandboxes.start(self._spec, label) as sandbox:
+                yield sandbox
+        finally:
+            ticket.release()
+
+    def close(self) -> None:
+        """Forget which backends the sub-agents belong to; idempotent."""
+        while self._opened:
+            _, request = self._opened.popitem()
+            self._context.policies.close(request)
