@@ -15,6 +15,7 @@ from api_schemas.base import CountOrZero, Name, RolloutId, WireModel
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
 from api_schemas.runs import BatchId, GroupSample, Run
+from api_schemas.runs.auxiliary import RewardPart
 
 EXPORT_MEDIA_TYPE = "application/jsonl"
 MAX_RESCORED = 4_096
@@ -45,6 +46,8 @@ class ExportedSample(WireModel):
     """The mean reward of the group's usable samples."""
     reward_std: float | None
     """The standard deviation of the rewards of the group's usable samples."""
+    measured_on: Annotated[RewardPart | None, Field(exclude_if=lambda part: part is None)] = None
+    """The part of the reward that both look at; left out of JSON if the run has no auxiliary reward."""
     request: RolloutRequest
     """The request that the rollout carried out."""
     sample: GroupSample

@@ -29,6 +29,7 @@ from api_schemas.base import (
 )
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Sampling
+from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from api_schemas.tasks import Limits, Task
 
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -142,6 +143,9 @@ class Advantages(StrEnum):
     """(reward - mean) / standard deviation over the group's usable samples."""
     LEAVE_ONE_OUT = "leave_one_out"
     """reward - mean of the group's other usable samples."""
+    PARTS_NORM = "parts_norm"
+    """The sum of the weighted parts of the reward, each first normalized alone as by `group_norm`; for runs with an
+    `auxiliary` reward."""
 
 
 class Surplus(StrEnum):
@@ -193,6 +197,8 @@ class RunRequest(WireModel):
     """When to cut off slow rollouts; null means never."""
     overlong: OverlongPenalty | None = None
     """A penalty on the rewards of long rollouts; null means none."""
+    auxiliary: Annotated[Auxiliary | None, Field(exclude_if=lambda auxiliary: auxiliary is None)] = None
+    """Rewards for handing on work to sub-agents; null means none, and is left out of JSON."""
     advantages: Advantages = Advantages.NONE
     infrastructure_retries: CountOrZero = 1
     """How often a sample is repeated after a failure that was not the policy's fault, before it is masked."""
@@ -210,6 +216,12 @@ class RunRequest(WireModel):
     def _usable_fits(self) -> Self:
         if self.min_usable > self.group_size:
             raise ValueError("min_usable may not exceed group_size")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_there(self) -> Self:
+        if self.advantages is Advantages.PARTS_NORM and self.auxiliary is None:
+            raise ValueError("advantages of parts_norm need an auxiliary reward")
         return self
 
 
@@ -284,6 +296,8 @@ class Run(WireModel):
     counts: RunCounts
     problem: ErrorInfo | None = None
     """Why the run cannot continue, and what to do about it; it continues when it is resumed."""
+    warnings: Annotated[list[str], Field(exclude_if=lambda warnings: not warnings)] = []
+    """What in the request may not do what it is meant to do; left out of JSON if there is nothing."""
     created_at: Timestamp
     ended_at: Timestamp | None = None
 
@@ -306,7 +320,10 @@ class GroupSample(WireModel):
     masked_because: str | None = None
     """Why it is masked: an error code, `straggler`, `cancelled` or `stale`. Stale samples keep no trajectory."""
     reward: float | None = None
-    """The reward with the run's penalties; null if, and only if, the sample is masked."""
+    """The reward with the run's penalties and its auxiliary rewards; null if, and only if, the sample is masked."""
+    reward_weights: Annotated[RewardWeights | None, Field(exclude_if=lambda weights: weights is None)] = None
+    """The weights of the parts of the reward; left out of JSON if the run has no auxiliary reward, or the sample is
+    masked."""
     advantage: float | None = None
     """The advantage, if the run asks for advantages and the sample is usable."""
 
@@ -327,6 +344,11 @@ class Group(WireModel):
     """The mean reward of the usable samples."""
     reward_std: float | None
     """The standard deviation of the usable samples' rewards, dividing by their number."""
+    measured_on: Annotated[RewardPart | None, Field(exclude_if=lambda part: part is None)] = None
+    """The part of the reward that `reward_mean` and `reward_std` look at, before penalties. Left out of JSON if the run
+    has no auxiliary reward; they then look at the rewards with penalties."""
+    filtered_on: Annotated[list[RewardPart], Field(exclude_if=lambda parts: not parts)] = []
+    """The parts of the reward that the filters looked at. Left out of JSON if the run has no auxiliary reward."""
     oldest_version: int | None
     """The oldest version that sampled a token of a usable sample; null if nothing was sampled."""
     newest_version: int | None

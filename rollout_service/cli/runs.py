@@ -339,6 +339,8 @@ def _show(runs: list[Run], as_json: bool) -> None:
         if run.problem is not None:
             said = sentences(run.problem.message, run.problem.hint)
             common.err().print(f"{run.run_id}: {said}", soft_wrap=True)
+        for warning in run.warnings:
+            common.err().print(f"{run.run_id}: warning: {warning}", soft_wrap=True)
 
 
 def _kept(run: Run) -> str:

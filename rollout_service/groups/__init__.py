@@ -8,7 +8,7 @@ from rollout_service.groups.admission import (
     is_too_old,
     oldest_allowed_version,
 )
-from rollout_service.groups.filters import FilterChain, GroupFilter, Verdict
+from rollout_service.groups.filters import FilterChain, GroupFilter, RewardFilter, Verdict
 from rollout_service.groups.outcome import (
     CANCELLED,
     STALE,
@@ -17,13 +17,14 @@ from rollout_service.groups.outcome import (
     GroupOutcome,
     SampleOutcome,
 )
-from rollout_service.groups.registry import FilterRegistry
+from rollout_service.groups.registry import FilterRegistry, require_outcome_filters
 from rollout_service.groups.scheduler import Claim, FairScheduler
 from rollout_service.groups.statistics import (
     GroupStatistics,
     group_normalized,
     group_statistics,
     leave_one_out,
+    parts_normalized,
     soft_overlong_penalty,
 )
 from rollout_service.groups.stragglers import CompletionTimes, StragglerRule
@@ -44,6 +45,7 @@ __all__ = [
     "GroupOutcome",
     "GroupProgress",
     "GroupStatistics",
+    "RewardFilter",
     "SampleOutcome",
     "StragglerRule",
     "Verdict",
@@ -55,5 +57,7 @@ __all__ = [
     "is_too_old",
     "leave_one_out",
     "oldest_allowed_version",
+    "parts_normalized",
+    "require_outcome_filters",
     "soft_overlong_penalty",
 ]

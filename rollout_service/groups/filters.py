@@ -3,7 +3,8 @@
 Guarantees: a filter sees only usable samples and no clock, so judging a group again gives the same answer. The first
 filter that drops a group determines the reason; reasons are short words that can be counted.
 
-Plug-ins subclass `GroupFilter` and register the class under the entry point group `rollout_service.filters`.
+Plug-ins subclass `GroupFilter`, or `RewardFilter` if they look at rewards, and register the class under the entry point
+group `rollout_service.filters`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from api_schemas.runs.auxiliary import RewardPart
 from rollout_service.groups.outcome import GroupOutcome, SampleOutcome
 
 TOO_FEW_USABLE = "too_few_usable"
@@ -40,30 +42,42 @@ class GroupFilter(BaseModel, ABC):
         """Judge a group that has at least one usable sample."""
 
 
-class ZeroVariance(GroupFilter):
+class RewardFilter(GroupFilter):
+    """A filter that looks at one part of the rewards."""
+
+    part: RewardPart = RewardPart.PERF
+    """The part to look at. Rewards for handing on work vary almost always, so by default it is that of the outcome."""
+
+    def rewards(self, group: GroupOutcome) -> tuple[float, ...]:
+        """Return what this filter looks at, of the usable samples in order."""
+        return group.values(self.part)
+
+
+class ZeroVariance(RewardFilter):
     """Drops groups of equal rewards, whose advantages are all 0: DAPO's dynamic sampling (equation 11)."""
 
     tolerance: float = Field(1e-9, ge=0)
     """The largest difference at which rewards count as equal."""
 
     def judge(self, group: GroupOutcome) -> Verdict:
-        if max(group.rewards) - min(group.rewards) > self.tolerance:
+        rewards = self.rewards(group)
+        if max(rewards) - min(rewards) > self.tolerance:
             return KEEP
         return Verdict(keep=False, reason="zero_variance")
 
 
-class AllFailed(GroupFilter):
+class AllFailed(RewardFilter):
     """Drops groups in which no sample has a reward above `at_most`."""
 
     at_most: float = 0.0
 
     def judge(self, group: GroupOutcome) -> Verdict:
-        if max(group.rewards) > self.at_most:
+        if max(self.rewards(group)) > self.at_most:
             return KEEP
         return Verdict(keep=False, reason="all_failed")
 
 
-class AccuracyBand(GroupFilter):
+class AccuracyBand(RewardFilter):
     """Keeps groups whose share of successes lies between `low` and `high`, inclusive."""
 
     low: float = Field(0.0, ge=0, le=1)
@@ -72,7 +86,8 @@ class AccuracyBand(GroupFilter):
     """The lowest reward that counts as a success."""
 
     def judge(self, group: GroupOutcome) -> Verdict:
-        accuracy = sum(reward >= self.success for reward in group.rewards) / len(group.rewards)
+        rewards = self.rewards(group)
+        accuracy = sum(reward >= self.success for reward in rewards) / len(rewards)
         if accuracy < self.low:
             return Verdict(keep=False, reason="too_hard")
         if accuracy > self.high:
@@ -114,6 +129,11 @@ class FilterChain:
 
     filters: Sequence[GroupFilter] = (ZeroVariance(),)
     min_usable: int = 1
+
+    @property
+    def parts(self) -> list[RewardPart]:
+        """The parts of the rewards that the filters look at, each once, in their order."""
+        return list(dict.fromkeys(one.part for one in self.filters if isinstance(one, RewardFilter)))
 
     def judge(self, group: GroupOutcome) -> Verdict:
         """Return the first verdict that drops the group, or `KEEP`."""

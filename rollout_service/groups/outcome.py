@@ -7,8 +7,11 @@ independent of the wire format and the store.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from api_schemas.runs.auxiliary import RewardPart
 
 STRAGGLER = "straggler"
 """The sample was cut off because it took far longer than others."""
@@ -29,7 +32,7 @@ class SampleOutcome:
     sample: int
     """The number of the sample in its group, from 0."""
     reward: float | None
-    """The reward before any penalty; None if the sample is masked."""
+    """The environment's reward before any penalty; None if the sample is masked."""
     masked: str | None = None
     """Why the sample does not count: the code of a failure, or one of this module's reasons; None if it counts."""
     sampled_tokens: int = 0
@@ -40,6 +43,8 @@ class SampleOutcome:
     oldest_version: int | None = None
     """The lowest version that sampled one of its tokens; None if nothing was sampled."""
     newest_version: int | None = None
+    parts: Mapping[RewardPart, float] = field(default_factory=dict)
+    """The parts of the reward and their total; empty if the sample does not count."""
 
     def __post_init__(self) -> None:
         if self.masked is None and self.reward is None:
@@ -84,6 +89,12 @@ class GroupOutcome:
     def rewards(self) -> tuple[float, ...]:
         """The rewards of the usable samples, in order."""
         return tuple(sample.reward for sample in self.usable if sample.reward is not None)
+
+    def values(self, part: RewardPart) -> tuple[float, ...]:
+        """Return this part of the rewards of the usable samples, in order."""
+        if part is RewardPart.PERF:
+            return self.rewards
+        return tuple(sample.parts[part] for sample in self.usable)
 
     @cached_property
     def oldest_version(self) -> int | None:

@@ -6,19 +6,21 @@ and errors name their path in the request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Self
 
 from pydantic import JsonValue, ValidationError
 
 from api_schemas.errors import FieldError
+from api_schemas.runs.auxiliary import RewardPart
 from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
 from rollout_service.groups.filters import (
     AccuracyBand,
     AllFailed,
     GroupFilter,
     MalformedCalls,
+    RewardFilter,
     TooLong,
     Truncated,
     ZeroVariance,
@@ -97,6 +99,23 @@ class FilterRegistry:
             ]
             hint = f"Options of {name!r}: {', '.join(self._kinds[name].model_fields) or 'none'}."
             raise InvalidFieldError(fields, hint=hint) from error
+
+
+def require_outcome_filters(filters: Sequence[GroupFilter], *, field: str) -> None:
+    """Refuse filters that look at rewards for handing on work, for a run that has none.
+
+    Raises:
+        InvalidFieldError: A filter looks at such a part; the paths begin with `field`.
+    """
+    problems = [
+        FieldError(
+            path=f"{field}.{index}.options.part", message=f"the run has no auxiliary reward, so no {one.part}"
+        )
+        for index, one in enumerate(filters)
+        if isinstance(one, RewardFilter) and one.part in (RewardPart.PARALLEL, RewardPart.FINISH)
+    ]
+    if problems:
+        raise InvalidFieldError(problems, hint="Add `auxiliary` to the run, or leave `part` out.")
 
 
 def _from_plugin(plugin: EntryPoint) -> type[GroupFilter]:

@@ -10,6 +10,9 @@ The formulas, over the m rewards present, with mean mu and standard deviation si
   every advantage is 0.
 - leave-one-out, RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, equation 6):
   A_i = r_i - mean of the others = m / (m - 1) * (r_i - mu).
+- the parts of a reward, GDPO (arXiv 2601.05242): A_i = sum over parts k of w_k * A_ik, with A_ik group-normalized over
+  part k alone. Normalizing the weighted sum instead would divide the weights out again: if only one part differs within
+  a group, its weight cancels. GDPO's further normalization over the batch is left to the trainer.
 - soft overlong punishment (DAPO, arXiv 2503.14476, equation 13).
 """
 
@@ -75,6 +78,20 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     mean, _ = _moments(present)
     scale = len(present) / (len(present) - 1)
     return [None if reward is None else scale * (reward - mean) for reward in rewards]
+
+
+def parts_normalized(parts: Sequence[tuple[float, Sequence[float | None]]]) -> list[float | None]:
+    """Return GDPO's advantages, one per entry, of weights and the rewards that they weigh; None as above."""
+    weighted = [
+        [None if advantage is None else weight * advantage for advantage in group_normalized(rewards)]
+        for weight, rewards in parts
+    ]
+    return [_sum(of_sample) for of_sample in zip(*weighted, strict=True)]
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return math.fsum(present) if len(present) == len(values) else None
 
 
 def soft_overlong_penalty(

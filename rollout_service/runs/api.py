@@ -22,6 +22,7 @@ from api_schemas.runs import (
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import InvalidFieldError, prefix_field_paths
+from rollout_service.groups.run_warnings import run_warnings
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.task_source import Rows, open_file
@@ -71,9 +72,12 @@ class RunService:
             rows = await self._open(source)
             tasks, digest = len(rows), rows.digest
         record, new = await self._runs.create(request, tasks=tasks, digest=digest, version=request.version)
+        view = self.view(record)
         if new:
             log.info("run created", run=record.run_id, pool=request.pool, tasks=tasks, source=source.kind)
-        return self.view(record), new
+            for warning in view.warnings:
+                log.warning("a run may not do what it is meant to do", run=record.run_id, warning=warning)
+        return view, new
 
     async def _open(self, source: FileTasks | DatasetTasks) -> Rows:
         with prefix_field_paths("body.source"):
@@ -164,6 +168,7 @@ class RunService:
                 batches_acknowledged=run.count("batches:acknowledged"),
             ),
             problem=run.problem,
+            warnings=run_warnings(run.request, run.total),
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,
         )

@@ -27,7 +27,9 @@ from rollout_service.groups import (
     FilterChain,
     FilterRegistry,
     StragglerRule,
+    require_outcome_filters,
 )
+from rollout_service.groups.auxiliary import reward_weights
 from rollout_service.ids import SampleId
 from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.runs.closing import close_group
@@ -118,13 +120,16 @@ class RunManager:
         """Return the filters of a run.
 
         Raises:
-            InvalidFieldError: There is no such filter, or an option is wrong.
+            InvalidFieldError: There is no such filter, an option is wrong, or a filter looks at a part of the reward
+                that the run does not have.
             ConfigurationError: The plug-in of a filter could not be loaded.
         """
         made = [
             self._filters.make(spec.name, spec.options, field=f"body.filters.{index}")
             for index, spec in enumerate(request.filters)
         ]
+        if request.auxiliary is None:
+            require_outcome_filters(made, field="body.filters")
         return FilterChain(made, request.min_usable)
 
     def resize(self, places: int) -> None:
@@ -158,7 +163,8 @@ class RunManager:
             return
         for group in await runs.stale_groups(run.run_id, bound):
             samples = await self._samples(group)
-            revised = close_group(run.request, chain, group.number, samples, bound=bound)
+            weights = group.reward_weights or reward_weights(run.request, run.version)
+            revised = close_group(run.request, chain, group.number, samples, weights=weights, bound=bound)
             await runs.reclose_group(run.run_id, revised)
 
     def _bound(self, run: RunRecord) -> int | None:
@@ -283,6 +289,7 @@ class RunManager:
             active.chain,
             group.number,
             samples,
+            weights=reward_weights(active.run.request, active.run.version),
             cancel_reason=cancel_reason if cancelled or not whole else None,
             bound=self._bound(active.run),
         )

@@ -27,6 +27,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import Group, RunRequest, RunState
+from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from api_schemas.tasks import Task
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.columns import Columns
@@ -102,6 +103,8 @@ class OpenGroup:
     """Why the group is being cancelled; None if it is not."""
     lost: Sequence[str] = ()
     """The ids of its rollouts that the store has lost."""
+    reward_weights: RewardWeights | None = None
+    """The weights with which it was closed; None if it was not, or if its run has no auxiliary reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,12 @@ class GroupClosure:
     oldest_version: int | None
     """The lowest version of a token in a usable sample."""
     newest_version: int | None
+    reward_weights: RewardWeights | None = None
+    """The weights of the parts of the rewards; None if the run has no auxiliary reward."""
+    measured_on: RewardPart | None = None
+    """The part of the rewards whose mean and deviation these are; None if it is their total."""
+    filtered_on: Sequence[RewardPart] = ()
+    """The parts of the rewards that the filters looked at, if there are parts."""
 
     @property
     def state(self) -> str:

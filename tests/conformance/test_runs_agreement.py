@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import FileTasks, RunState
+from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from rollout_service.cluster.identity import is_gone
 from rollout_service.errors import RequestError
 from rollout_service.store import Store
@@ -44,7 +45,9 @@ def closure(number: int, reason: str | None, usable: list[bool], version: int) -
         ClosedSample(n, f"a.{number}.{n}", one, None if one else "stale", float(n) if one else None, None)
         for n, one in enumerate(usable)
     ]
-    return GroupClosure(number, reason, samples, 0.5, None, version, version)
+    weights = RewardWeights(perf=1.0, parallel=0.3 / (1 + version), finish=0.0, at_version=version)
+    parts = (RewardPart.PERF, RewardPart.PARALLEL)
+    return GroupClosure(number, reason, samples, 0.5, None, version, version, weights, parts[0], parts)
 
 
 async def start(store: Store, count: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -12,9 +13,11 @@ import pytest
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import FileTasks, Group, InlineTasks, RunState
+from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from rollout_service.cluster.identity import is_gone
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.store import Store
+from rollout_service.store.codec.heads import group_json
 from rollout_service.store.codec.trajectories import encode
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import (
@@ -209,6 +212,51 @@ async def test_stale_groups_are_dropped_and_counted(store: Store) -> None:
     run = await store.runs.get("a")
     assert (run.count("masked"), run.count("masked:stale")) == (2, 2)
     assert (await store.runs.update("a", version=1)).version == 2, "a version never goes back"
+
+
+async def test_a_group_keeps_the_weights_of_its_rewards(store: Store) -> None:
+    await create_run(store, max_staleness=1)
+    await store.runs.start_groups("a", [new_group(0), new_group(1)])
+    await end_all(store)
+    assert [group.reward_weights for group in await store.runs.open_groups("a")] == [None, None]
+    weights = RewardWeights(perf=1.0, parallel=0.1 + 0.2, finish=1 / 3, at_version=7)
+    samples = [
+        ClosedSample(0, "a.0.0", True, None, 0.5, None),
+        ClosedSample(1, "a.0.1", False, "engine_gone", None, None),
+    ]
+    closure = GroupClosure(
+        0,
+        None,
+        samples,
+        0.5,
+        0.0,
+        0,
+        1,
+        reward_weights=weights,
+        measured_on=RewardPart.PERF,
+        filtered_on=[RewardPart.PERF, RewardPart.PARALLEL],
+    )
+    await store.runs.close_group("a", closure)
+    await store.runs.close_group("a", replace(closure, reward_weights=replace_version(weights, 8)))
+    await close_group(store, 1)
+    first, second = [await store.runs.group("a", number) for number in (0, 1)]
+    assert [sample.reward_weights for sample in first.samples] == [weights, None]
+    assert (first.measured_on, first.filtered_on) == ("perf", ["perf", "parallel"])
+    exported = await store.runs.exported_samples("a", 0)
+    assert [(one.sample.reward_weights, one.measured_on) for one in exported] == [
+        (weights, "perf"),
+        (None, "perf"),
+    ]
+    for head, group in zip(await store.runs.group_heads("a", [0, 1]), (first, second), strict=True):
+        assert head.json == without_tokens(group)
+    for new in ("reward_weights", "measured_on", "filtered_on"):
+        assert new.encode() not in group_json(second), "a run without parts is as it was"
+    stale = {group.number: group.reward_weights for group in await store.runs.stale_groups("a", 1)}
+    assert stale == {0: weights, 1: None}
+
+
+def replace_version(weights: RewardWeights, version: int) -> RewardWeights:
+    return weights.model_copy(update={"at_version": version})
 
 
 async def test_a_batch_that_grew_too_old_is_dissolved(store: Store, clock: ManualClock) -> None:

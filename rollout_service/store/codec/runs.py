@@ -12,6 +12,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
+from api_schemas.runs.auxiliary import RewardWeights
 from rollout_service.errors import RecordLostError
 from rollout_service.ids import BatchId, GroupId
 from rollout_service.store.codec import rollouts as codec
@@ -63,9 +64,22 @@ def decode_samples(text: str) -> list[ClosedSample]:
 
 
 def encode_summary(closure: GroupClosure) -> str:
-    """Return the statistics of a closed group as JSON."""
+    """Return the statistics of a closed group as JSON, and the weights of its rewards if there are any."""
     fields = ("reward_mean", "reward_std", "oldest_version", "newest_version")
-    return json.dumps({field: getattr(closure, field) for field in fields})
+    summary = {field: getattr(closure, field) for field in fields}
+    if closure.reward_weights is not None:
+        summary |= {
+            "reward_weights": closure.reward_weights.model_dump(),
+            "measured_on": closure.measured_on,
+            "filtered_on": list(closure.filtered_on),
+        }
+    return json.dumps(summary)
+
+
+def decode_weights(summary: str | None) -> RewardWeights | None:
+    """Return the weights in what `encode_summary` wrote; None if there are none, or for a group that is open."""
+    weights = json.loads(summary).get("reward_weights") if summary else None
+    return None if weights is None else RewardWeights.model_validate(weights)
 
 
 def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
@@ -77,6 +91,9 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
     closed = decode_samples(row["samples"])
     for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
         raise RecordLostError(f"the rollout {gone} of a group is missing from the store", hint=codec.RESTORE)
+    weights = decode_weights(row["summary"])
+    summary = json.loads(row["summary"])
+    summary.pop("reward_weights", None)
     samples = [
         GroupSample(
             sample=sample.sample,
@@ -84,6 +101,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
             usable=sample.usable,
             masked_because=sample.masked_because,
             reward=sample.reward,
+            reward_weights=weights if sample.usable else None,
             advantage=sample.advantage,
         )
         for sample in closed
@@ -95,7 +113,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
         task=samples[0].rollout.task,
         samples=samples,
         usable=sum(sample.usable for sample in samples),
-        **json.loads(row["summary"]),
+        **summary,
     )
 
 
@@ -115,6 +133,7 @@ def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[
                 batch_id=in_batch,
                 reward_mean=group.reward_mean,
                 reward_std=group.reward_std,
+                measured_on=group.measured_on,
                 request=RolloutRequest.model_validate_json(member["request"]),
                 sample=sample,
                 oldest_version=member["oldest_version"],

@@ -54,7 +54,7 @@ _MOVE_CURSOR = "UPDATE runs SET cursor = :cursor, changed_at = :now WHERE seq = 
 
 _START = "INSERT INTO groups (run, number, epoch, members, opened_at, changed_at) VALUES (?, ?, ?, ?, ?, ?)"
 _MEMBERS = """
-SELECT groups.number, groups.cut, groups.reason, member.key AS sample,
+SELECT groups.number, groups.cut, groups.reason, groups.summary, member.key AS sample,
     member.value AS rollout_id, rollouts.state, rollouts.reward, rollouts.changed_at,
     results.oldest_version, results.newest_version
 FROM groups, json_each(groups.members) AS member
@@ -264,13 +264,19 @@ def stale_groups(db: sqlite3.Connection, run: int, bound: int) -> list[OpenGroup
 
 
 def _groups(rows: Sequence[sqlite3.Row]) -> list[OpenGroup]:
-    by_number = groupby(rows, key=itemgetter("number", "reason"))
-    return [_group(number, reason, list(of)) for (number, reason), of in by_number]
+    return [_group(list(of)) for _, of in groupby(rows, key=itemgetter("number"))]
 
 
-def _group(number: int, reason: str | None, rows: Sequence[sqlite3.Row]) -> OpenGroup:
-    there = [_member(row) for row in rows if row["state"] is not None]
-    return OpenGroup(number, there, reason, [row["rollout_id"] for row in rows if row["state"] is None])
+def _group(rows: Sequence[sqlite3.Row]) -> OpenGroup:
+    """Return a group from its rows, one for each of its rollouts."""
+    first = rows[0]
+    return OpenGroup(
+        number=first["number"],
+        members=[_member(row) for row in rows if row["state"] is not None],
+        cancel_reason=first["reason"],
+        lost=[row["rollout_id"] for row in rows if row["state"] is None],
+        reward_weights=run_codec.decode_weights(first["summary"]),
+    )
 
 
 def _member(row: sqlite3.Row) -> GroupMember:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api_schemas.runs.auxiliary import RewardPart
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.groups import (
     STALE,
@@ -15,6 +16,7 @@ from rollout_service.groups import (
     GroupOutcome,
     SampleOutcome,
     Verdict,
+    require_outcome_filters,
 )
 from rollout_service.groups.filters import KEEP, AllFailed, ZeroVariance
 
@@ -69,6 +71,65 @@ def mixed(name, values):
 def test_each_filter_has_its_rule(name, options, outcome, reason):
     verdict = FilterRegistry().make(name, options).judge(outcome)
     assert verdict == (Verdict(keep=False, reason=reason) if reason else KEEP)
+
+
+OUTCOMES_ALIKE = GroupOutcome(
+    7,
+    tuple(
+        SampleOutcome(
+            number,
+            0.0,
+            parts={
+                RewardPart.PERF: 0.0,
+                RewardPart.PARALLEL: number / 4,
+                RewardPart.FINISH: 1.0,
+                RewardPart.REWARD: 0.2 + 0.3 * number / 4,
+            },
+        )
+        for number in range(4)
+    ),
+)
+"""All failed, while they handed on more or less work."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("zero_variance", {}, "zero_variance"),
+        ("zero_variance", {"part": "perf"}, "zero_variance"),
+        ("zero_variance", {"part": "parallel"}, ""),
+        ("zero_variance", {"part": "finish"}, "zero_variance"),
+        ("zero_variance", {"part": "reward"}, ""),
+        ("all_failed", {}, "all_failed"),
+        ("all_failed", {"part": "reward"}, ""),
+        ("accuracy_band", {"low": 0.5}, "too_hard"),
+        ("accuracy_band", {"low": 0.5, "part": "finish"}, ""),
+    ],
+)
+def test_a_filter_looks_at_the_outcome_s_reward_unless_told_otherwise(name, options, reason):
+    verdict = FilterRegistry().make(name, options).judge(OUTCOMES_ALIKE)
+    assert verdict == (Verdict(keep=False, reason=reason) if reason else KEEP)
+
+
+def test_a_part_that_nobody_knows_is_refused_by_its_path():
+    with pytest.raises(InvalidFieldError) as refused:
+        FilterRegistry().make("zero_variance", {"part": "speed"}, field="body.filters.1")
+    assert [error.path for error in refused.value.fields] == ["body.filters.1.options.part"]
+
+
+def test_parts_that_a_run_does_not_have_are_refused_by_their_paths():
+    filters = [ZeroVariance(), Never(), AllFailed(part="finish"), ZeroVariance(part="parallel")]
+    with pytest.raises(InvalidFieldError) as refused:
+        require_outcome_filters(filters, field="body.filters")
+    paths = [error.path for error in refused.value.fields]
+    assert paths == ["body.filters.2.options.part", "body.filters.3.options.part"]
+    require_outcome_filters([ZeroVariance(part="reward"), AllFailed(part="perf")], field="body.filters")
+
+
+def test_a_chain_names_the_parts_that_it_looks_at():
+    chain = FilterChain((Never(), AllFailed(), ZeroVariance(part="parallel"), ZeroVariance()))
+    assert chain.parts == ["perf", "parallel"]
+    assert FilterChain((Never(),)).parts == []
 
 
 def test_the_first_filter_that_drops_gives_the_reason():

@@ -12,6 +12,7 @@ from rollout_service.groups import (
     group_normalized,
     group_statistics,
     leave_one_out,
+    parts_normalized,
     soft_overlong_penalty,
 )
 
@@ -61,6 +62,29 @@ def test_rounding_is_not_blown_up_to_an_advantage():
 @given(given_rewards=entries)
 def test_advantages_sum_to_zero(advantages, given_rewards):
     assert sum(there(advantages(given_rewards))) == pytest.approx(0.0, abs=1e-6)
+
+
+@given(entries)
+def test_one_part_alone_is_group_norm(given_rewards):
+    assert parts_normalized([(1.0, given_rewards)]) == group_normalized(given_rewards)
+
+
+@given(st.data(), st.floats(0.01, 2), st.floats(0.01, 2))
+def test_each_part_is_normalized_before_it_is_weighted(data, first, second):
+    size = data.draw(st.integers(0, 8))
+    one, other = (data.draw(st.lists(rewards, min_size=size, max_size=size)) for _ in range(2))
+    both = parts_normalized([(first, one), (second, other)])
+    for advantage, a, b in zip(both, group_normalized(one), group_normalized(other), strict=True):
+        assert advantage is None if a is None else advantage == pytest.approx(first * a + second * b)
+
+
+@pytest.mark.parametrize("weight", [0.3, 0.03, 0.0003])
+def test_normalizing_a_sum_undoes_the_weights_and_normalizing_parts_does_not(weight):
+    outcome, parallel = [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]
+    total = [a + weight * b for a, b in zip(outcome, parallel, strict=True)]
+    assert group_normalized(total) == pytest.approx([-1, -1, 1, 1]), "whatever the weight"
+    by_part = parts_normalized([(1.0, outcome), (weight, parallel)])
+    assert by_part == pytest.approx([-weight, -weight, weight, weight])
 
 
 @pytest.mark.parametrize("advantages", ADVANTAGES)

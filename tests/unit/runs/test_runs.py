@@ -48,8 +48,8 @@ pytestmark = pytest.mark.anyio
 
 GONE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 BROKEN = ErrorInfo(code="environment_failed", boundary=Boundary.ENVIRONMENT, message="broken")
-Play = Callable[[Lease], float | ErrorInfo | None]
-"""The outcome of a rollout: its reward, an error, or None while it runs."""
+Play = Callable[[Lease], float | Score | ErrorInfo | None]
+"""The outcome of a rollout: its reward, alone or with its parts, an error, or None while it runs."""
 
 
 def place(lease: Lease) -> tuple[int, int, int]:
@@ -141,8 +141,9 @@ class Bench:
                 del self._held[lease.rollout_id]
 
 
-def result(lease: Lease, end: RolloutState | ErrorInfo | float, version: int) -> Rollout:
+def result(lease: Lease, end: RolloutState | ErrorInfo | Score | float, version: int) -> Rollout:
     state = RolloutState.COMPLETED
+    score = Score(end) if isinstance(end, float) else end
     if isinstance(end, RolloutState):
         state = end
     elif isinstance(end, ErrorInfo):
@@ -160,7 +161,8 @@ def result(lease: Lease, end: RolloutState | ErrorInfo | float, version: int) ->
         state=state,
         task=lease.request.task,
         pool="policy",
-        reward=end if isinstance(end, float) else None,
+        reward=score.reward if isinstance(score, Score) else None,
+        reward_parts=score.parts if isinstance(score, Score) else {},
         error=end if isinstance(end, ErrorInfo) else None,
         usage=Usage(sampled_tokens=100 * (1 + place(lease)[1])),
         created_at=lease.created_at,
@@ -289,6 +291,98 @@ async def test_only_the_stale_samples_of_a_group_are_masked() -> None:
             ]
         run = await it.store.runs.get("a")
         assert (run.count("masked:stale"), run.count("dropped:stale")) == (2, 0)
+
+
+AUXILIARY = {"lambda1": {"init": 0.4}, "lambda2": {"init": 0.2}, "length": 4}
+
+
+def hand_on(lease: Lease) -> Score:
+    """Return scores by which odd samples succeed, and later ones handed on more work."""
+    _, sample, _ = place(lease)
+    return Score(float(sample % 2), {"parallel": sample / 4, "width": 0.0, "finish": 1.0})
+
+
+async def until_ready(it: Bench, count: int) -> None:
+    while (await it.store.runs.get("a")).count("ready") < count:
+        await anyio.sleep(0.01)
+
+
+async def test_auxiliary_rewards_fade_with_the_trainer_s_version() -> None:
+    async with bench(hand_on) as it:
+        await it.create(tasks=8, max_staleness=0, auxiliary=AUXILIARY, advantages="parts_norm")
+        seen = []
+        for version in range(4):
+            it.version = version
+            batch = await it.next()
+            for group in batch.groups:
+                (weights,) = {sample.reward_weights for sample in group.samples}
+                assert weights is not None
+                assert (group.measured_on, group.filtered_on) == ("perf", ["perf"])
+                assert (group.reward_mean, group.reward_std) == (0.5, 0.5)
+                for sample in group.samples:
+                    parts = sample.rollout.reward_parts
+                    total = sample.rollout.reward + weights.parallel * parts["parallel"]
+                    assert sample.reward == total + weights.finish * parts["finish"]
+                seen.append((weights.at_version, weights.parallel))
+        assert seen == [
+            (version, pytest.approx(0.4 * (1 - version / 4))) for version in (0, 0, 1, 1, 2, 2, 3, 3)
+        ]
+
+
+async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path: Path) -> None:
+    """The batch is the same in every lease, and after a restart, whatever the trainer's version is by then."""
+    batches = []
+    for delivery, version in enumerate((1, 3)):
+        async with bench(hand_on, path=tmp_path / "store") as it:
+            if delivery == 0:
+                it.version = 1
+                await it.create(tasks=2, auxiliary=AUXILIARY)
+                await until_ready(it, 2)
+            it.version = version
+            for _ in range(2):
+                leased = await it.delivery.lease(
+                    BatchLeaseRequest("a", f"k{delivery}", 60), version=version + 1, timeout=10
+                )
+                assert leased is not None
+                content = b"".join([part async for part in it.delivery.as_json(leased)])
+                batches.append(content.partition(b',"batch_id"')[0])
+                heads = [head.json for head in await it.store.runs.group_heads("a", leased.groups)]
+                assert all(b'"at_version":1' in head for head in heads)
+                await it.delivery.give_back("a", leased.batch_id)
+    assert b'"reward_weights":{"perf":1.0,"parallel":0.3' in batches[0]
+    assert batches == [batches[0]] * 4
+
+
+async def test_a_group_that_loses_stale_samples_keeps_its_weights() -> None:
+    async with bench(hand_on) as it:
+        it.sampled_by = lambda lease: 0 if place(lease)[1] == 3 else 2
+        await it.create(tasks=2, max_staleness=1, auxiliary=AUXILIARY, advantages="leave_one_out")
+        await until_ready(it, 2)
+        it.version = 2
+        batch = await it.lease()
+        assert batch is not None
+        for group in batch.groups:
+            assert [sample.masked_because for sample in group.samples] == [None, None, None, "stale"]
+            assert [sample.reward for sample in group.samples] == pytest.approx([0.2, 1.3, 0.4, None])
+            weights = [sample.reward_weights and sample.reward_weights.at_version for sample in group.samples]
+            assert weights == [0, 0, 0, None]
+
+
+async def test_groups_of_equal_outcomes_are_dropped_however_much_work_they_handed_on() -> None:
+    def play(lease: Lease) -> Score:
+        number, sample, _ = place(lease)
+        return Score(float(number % 2 and sample % 2), {"parallel": sample / 4, "finish": 1.0})
+
+    async with bench(play) as it:
+        await it.create(tasks=4, auxiliary=AUXILIARY)
+        batches = await it.all()
+        assert sorted(group.number for batch in batches for group in batch.groups) == [1, 3]
+        told = FilterSpec(name="zero_variance", options={"part": "reward"})
+        await it.create("b", tasks=4, auxiliary=AUXILIARY, filters=[told])
+        batches = await it.all("b")
+        groups = [group for batch in batches for group in batch.groups]
+        assert sorted(group.number for group in groups) == [0, 1, 2, 3]
+        assert all(group.filtered_on == ["reward"] for group in groups)
 
 
 @pytest.mark.parametrize("fields", [{"min_usable": 4}, {"filters": [FilterSpec(name="zero_variance")]}])

@@ -62,8 +62,11 @@ class GroupReader:
                 if (record := found[rollout_id]) is not None
             ]
             lost = [rollout_id for rollout_id in group.members if found[rollout_id] is None]
-            reason = group.reason if isinstance(group, OpenRecord) else None
-            made.append(OpenGroup(number, members, reason, lost))
+            if isinstance(group, OpenRecord):
+                made.append(OpenGroup(number, members, group.reason, lost))
+            else:
+                weights = run_codec.decode_weights(group.summary)
+                made.append(OpenGroup(number, members, None, lost, weights))
         return made
 
     async def _members(self, rollout_ids: Sequence[str]) -> Sequence[MemberRecord | None]:

@@ -1,0 +1,181 @@
+"""A group is closed with the rewards, weights and advantages that its run asks for, and always in the same way."""
+
+from __future__ import annotations
+
+import struct
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api_schemas.rollouts import Rollout, RolloutState, Usage
+from api_schemas.runs import RunRequest
+from api_schemas.tasks import Task
+from rollout_service.groups import FilterChain, FilterRegistry
+from rollout_service.groups.auxiliary import NO_PARTS, reward_weights
+from rollout_service.runs.closing import close_group
+from rollout_service.store.runs_contract import GroupClosure, GroupMember
+
+AUXILIARY = {"lambda1": {"init": 0.3}, "lambda2": {"init": 0.2}, "length": 10}
+PARTS = {"perf": 1.0, "parallel": 0.5, "width": 0.25, "finish": 1.0}
+OVERLONG = {"max_tokens": 100, "buffer_tokens": 100, "penalty": 0.5}
+FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+SHARE = st.floats(0, 1)
+
+
+def sample(
+    number: int, perf: float | None, parts: dict[str, float] | None = None, tokens: int = 0, version: int = 0
+) -> tuple[GroupMember, Rollout]:
+    """Return a sample whose rollout completed, or was cancelled if it has no reward."""
+    state = RolloutState.CANCELLED if perf is None else RolloutState.COMPLETED
+    rollout_id = f"a.0.{number}"
+    rollout = Rollout(
+        rollout_id=rollout_id,
+        state=state,
+        task=Task(environment="pointers"),
+        pool="policy",
+        reward=perf,
+        reward_parts=parts or {},
+        usage=Usage(sampled_tokens=tokens),
+        created_at=datetime.now(UTC),
+    )
+    member = GroupMember(
+        sample=number,
+        rollout_id=rollout_id,
+        state=state,
+        reward=perf,
+        rolling_since=None,
+        oldest_version=version,
+        newest_version=version,
+        is_straggler=False,
+    )
+    return member, rollout
+
+
+def handed_on(number: int, perf: float, parallel: float, finish: float, width: float = 0.0, **fields: int):
+    parts = {"perf": perf, "parallel": parallel, "width": width, "finish": finish}
+    return sample(number, perf, parts, **fields)
+
+
+def close(samples, *, version: int = 0, chain: FilterChain | None = None, **fields: object) -> GroupClosure:
+    given = {"source": {"kind": "inline", "open": True}, "batch_size": 1, "filters": []} | fields
+    request = RunRequest.model_validate(given)
+    weights = reward_weights(request, version)
+    return close_group(request, chain or FilterChain(()), 0, samples, weights=weights)
+
+
+def rewards(closure: GroupClosure) -> list[float | None]:
+    return [one.reward for one in closure.samples]
+
+
+def test_the_reward_is_the_weighted_total_of_the_version_at_which_the_group_closes() -> None:
+    samples = [handed_on(0, 1.0, 0.5, 1.0), handed_on(1, 0.0, 1.0, 0.5), sample(2, None)]
+    closure = close(samples, auxiliary=AUXILIARY)
+    assert rewards(closure) == [pytest.approx(1.35), pytest.approx(0.4), None]
+    assert closure.reward_weights is not None
+    assert closure.reward_weights.model_dump() == {
+        "perf": 1.0,
+        "parallel": 0.3,
+        "finish": 0.2,
+        "at_version": 0,
+    }
+    assert rewards(close(samples, auxiliary=AUXILIARY, version=5)) == [
+        pytest.approx(1.175),
+        pytest.approx(0.2),
+        None,
+    ]
+    assert rewards(close(samples, auxiliary=AUXILIARY, version=10)) == [1.0, 0.0, None]
+
+
+def test_the_measure_is_the_run_s() -> None:
+    samples = [handed_on(0, 0.0, 0.5, 0.0, width=1.0), handed_on(1, 1.0, 0.5, 0.0, width=0.0)]
+    assert rewards(close(samples, auxiliary=AUXILIARY)) == [0.15, 1.15]
+    assert rewards(close(samples, auxiliary=AUXILIARY | {"parallel": "width"})) == [0.3, 1.0]
+
+
+def test_mean_and_deviation_are_those_of_the_outcome_and_say_so() -> None:
+    samples = [handed_on(0, 1.0, 0.5, 1.0), handed_on(1, 0.0, 1.0, 0.5)]
+    closure = close(samples, auxiliary=AUXILIARY, overlong=OVERLONG)
+    assert (closure.reward_mean, closure.reward_std, closure.measured_on) == (0.5, 0.5, "perf")
+    plain = close(samples, overlong=OVERLONG)
+    assert (plain.reward_mean, plain.reward_std, plain.measured_on) == (0.5, 0.5, None)
+    assert (plain.filtered_on, plain.reward_weights) == ([], None)
+
+
+def test_the_filters_look_at_the_outcome_and_a_run_can_tell_them_otherwise() -> None:
+    alike = [handed_on(0, 0.0, 0.0, 0.0), handed_on(1, 0.0, 1.0, 0.5)]
+    for options, reason, part in [
+        ({}, "zero_variance", "perf"),
+        ({"part": "parallel"}, None, "parallel"),
+        ({"part": "reward"}, None, "reward"),
+    ]:
+        chain = FilterChain((FilterRegistry().make("zero_variance", options),))
+        closure = close(alike, chain=chain, auxiliary=AUXILIARY)
+        assert (closure.reason, closure.filtered_on) == (reason, [part])
+
+
+def test_a_sample_without_the_parts_is_masked_and_not_taken_for_a_zero() -> None:
+    samples = [handed_on(0, 1.0, 0.5, 1.0), sample(1, 1.0), sample(2, 0.0, {"parallel": 0.5})]
+    closure = close(samples, auxiliary=AUXILIARY, advantages="leave_one_out")
+    assert [one.masked_because for one in closure.samples] == [None, NO_PARTS, NO_PARTS]
+    assert rewards(closure)[1:] == [None, None]
+    assert [one.advantage for one in closure.samples] == [None, None, None]
+    assert rewards(close(samples)) == [1.0, 1.0, 0.0], "without an auxiliary reward they count"
+
+
+def test_penalties_come_on_top() -> None:
+    samples = [handed_on(0, 1.0, 0.5, 1.0, tokens=100), handed_on(1, 0.0, 1.0, 0.5)]
+    assert rewards(close(samples, auxiliary=AUXILIARY, overlong=OVERLONG)) == [
+        pytest.approx(0.85),
+        pytest.approx(0.4),
+    ]
+
+
+@given(st.lists(st.tuples(FINITE, SHARE, SHARE), min_size=1, max_size=8), st.integers(10, 1_000))
+def test_at_weights_of_zero_all_is_bit_for_bit_as_without_them(
+    parts: list[tuple[float, float, float]], version: int
+) -> None:
+    samples = [handed_on(number, *one) for number, one in enumerate(parts)]
+    for advantages in ("none", "group_norm", "leave_one_out"):
+        ended = close(samples, version=version, auxiliary=AUXILIARY, advantages=advantages)
+        plain = close(samples, advantages=advantages)
+        assert list(map(bits, ended.samples)) == list(map(bits, plain.samples))
+    by_part = close(samples, version=version, auxiliary=AUXILIARY, advantages="parts_norm")
+    normed = close(samples, advantages="group_norm")
+    assert [one.advantage for one in by_part.samples] == [one.advantage for one in normed.samples]
+
+
+def bits(one) -> list[bytes | None]:
+    values = (one.reward, one.advantage)
+    return [None if value is None else struct.pack("<d", value) for value in values]
+
+
+def test_advantages_by_part_weigh_each_part_alone() -> None:
+    samples = [handed_on(0, 1.0, 0.0, 0.5), handed_on(1, 0.0, 1.0, 0.5), sample(2, None)]
+    closure = close(samples, auxiliary=AUXILIARY, advantages="parts_norm")
+    assert [one.advantage for one in closure.samples] == [pytest.approx(0.7), pytest.approx(-0.7), None]
+    overlong = close(
+        [handed_on(0, 1.0, 0.0, 0.5, tokens=100), handed_on(1, 0.5, 1.0, 0.5)],
+        auxiliary=AUXILIARY,
+        advantages="parts_norm",
+        overlong=OVERLONG,
+    )
+    assert [one.advantage for one in overlong.samples] == [pytest.approx(-0.3), pytest.approx(0.3)]
+
+
+def test_a_group_closed_again_keeps_its_weights() -> None:
+    samples = [handed_on(0, 1.0, 0.5, 1.0, version=3), handed_on(1, 0.0, 1.0, 0.5, version=0)]
+    request = RunRequest.model_validate(
+        {"source": {"kind": "inline", "open": True}, "batch_size": 1, "auxiliary": AUXILIARY}
+    )
+    first = close_group(request, FilterChain(()), 0, samples, weights=reward_weights(request, 2))
+    again = close_group(request, FilterChain(()), 0, samples, weights=first.reward_weights, bound=2)
+    assert [one.masked_because for one in again.samples] == [None, "stale"]
+    assert again.samples[0].reward == first.samples[0].reward
+    assert again.reward_weights == first.reward_weights
+
+
+def test_advantages_by_part_need_parts() -> None:
+    with pytest.raises(ValueError, match="parts_norm need an auxiliary reward"):
+        close([handed_on(0, 1.0, 0.5, 1.0)], advantages="parts_norm")
