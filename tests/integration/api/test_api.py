@@ -137,6 +137,13 @@ def test_json_that_cannot_be_stored_is_refused(api: httpx.Client) -> None:
         assert [field.path for field in refused.errors] == ["body"]
 
 
+AUXILIARY = {"lambda1": {"init": 0.3}, "lambda2": {"init": 0.2}, "length": 5}
+
+
+def looking_at(part: str) -> dict[str, Any]:
+    return {"name": "zero_variance", "options": {"part": part}}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -150,6 +157,16 @@ def test_json_that_cannot_be_stored_is_refused(api: httpx.Client) -> None:
         ("/v1/runs", {"max_staleness": 2**64}, "body.max_staleness"),
         ("/v1/runs", {"source": {"kind": "inline", "epochs": 2**64}}, "body.source.epochs"),
         ("/v1/runs", {"source": {"kind": "inline", "tasks": [{}]}}, "body.source.tasks.0.environment"),
+        ("/v1/runs", {"auxiliary": AUXILIARY | {"lambda1": {"init": -1}}}, "body.auxiliary.lambda1.init"),
+        ("/v1/runs", {"auxiliary": AUXILIARY | {"lambda2": {"init": 1e300}}}, "body.auxiliary.lambda2.init"),
+        ("/v1/runs", {"auxiliary": AUXILIARY | {"lambda2": None}}, "body.auxiliary"),
+        ("/v1/runs", {"auxiliary": AUXILIARY | {"length": 0}}, "body.auxiliary.length"),
+        ("/v1/runs", {"auxiliary": AUXILIARY | {"start": -1}}, "body.auxiliary.start"),
+        ("/v1/runs", {"auxiliary": AUXILIARY | {"parallel": "depth"}}, "body.auxiliary.parallel"),
+        ("/v1/runs", {"auxiliary": AUXILIARY | {"form": "openparl"}}, "body.auxiliary.form"),
+        ("/v1/runs", {"advantages": "parts_norm"}, "body"),
+        ("/v1/runs", {"filters": [looking_at("speed")]}, "body.filters.0.options.part"),
+        ("/v1/runs", {"filters": [looking_at("perf"), looking_at("finish")]}, "body.filters.1.options.part"),
         ("/v1/runs/any/tasks", {"tasks": [], "offset": 2**64}, "body.offset"),
         ("/v1/weights", {"path": "x", "version": 2**64}, "body.version"),
         ("/process", {"instance": {"data_source": "calc"}, "sampling_params": {"top_p": 7}}, "top_p"),
