@@ -24,6 +24,7 @@ from rollout_service.agents.tool_calling.agent import final_answer
 from rollout_service.environments.contract import Environment, Replayable
 from rollout_service.episodes import Episode, GatewayAccess, Policy, Score
 from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
+from rollout_service.groups.auxiliary import rescored_parts
 from rollout_service.judging.contract import Judge
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
@@ -260,7 +261,7 @@ def _rescored(
         environment=environment,
         recorded_reward=rollout.reward,
         reward=score.reward if score else None,
-        reward_parts=score.parts if score else {},
+        reward_parts=score.parts | rescored_parts(rollout.reward_parts, score.reward) if score else {},
         error=error,
         stop_reason=rollout.stop_reason,
         replayed=replay is not None and replay.with_tools,

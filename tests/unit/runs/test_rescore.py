@@ -172,6 +172,16 @@ async def test_another_version_is_scored_next_to_the_old_reward(bench: Bench) ->
         await bench.rescore(recorded, environment="code-v3")
 
 
+async def test_rewards_for_handing_on_work_stay_as_they_were(bench: Bench) -> None:
+    recorded = await bench.roll_out("code", SQUARE, RIGHT)
+    parts = {"perf": 1.0, "parallel": 0.5, "width": 1.0, "finish": 0.75}
+    rollout = recorded.rollout.model_copy(
+        update={"reward_parts": recorded.rollout.reward_parts | parts, "reward": 1.0}
+    )
+    result = await bench.rescore(recorded.model_copy(update={"rollout": rollout}), environment="code-v2")
+    assert result.reward_parts == rollout.reward_parts | {"perf": 0.5}
+
+
 async def test_a_different_tool_output_is_reported(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "counter"
     path.write_text("1")
