@@ -12,11 +12,13 @@ from datetime import UTC, datetime
 from api_schemas.errors import ErrorInfo
 from api_schemas.external import AgentKind
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
+from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Episode, EpisodeLimits, GatewayAccess, Policy, Score
 from rollout_service.errors import UnavailableError
 from rollout_service.gateway.external import ExternallyDriven
 from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.groups.auxiliary import PERF, raw_parts
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.resumption import open_turn_log
 from rollout_service.pipeline.stage import Slot
@@ -46,12 +48,14 @@ class Attempt:
         self._policy = AttemptPolicy(context, lease.request)
         self._runner: StageRunner | None = None
         self._state = RolloutState.QUEUED
+        self._parallel: ParallelSettings | None = None
         self.turns: TurnLog | None = None
         """The turns of the attempt, once it has begun."""
 
     async def run(self) -> Score:
         """Pass all stages; raise whatever ends the attempt early."""
         environment = self._environment()
+        self._parallel = environment.spec.parallel
         if environment.uses_gateway:
             self._policy.limits = limits_of(environment, self.lease.request)
         self.turns = self._policy.turns = await open_turn_log(self._context, self.lease, environment)
@@ -127,7 +131,7 @@ class Attempt:
             pool=self.lease.request.pool,
             attempt=self.lease.attempt,
             reward=score.reward if score else None,
-            reward_parts=score.parts if score else {},
+            reward_parts=score.parts | self._parts(score) if score else {},
             notes=list(episode.notes) if episode else [],
             program=episode.program if episode else None,
             stop_reason=self._stop_reason(state, error),
@@ -142,6 +146,16 @@ class Attempt:
             nodes=list(episode.nodes) if episode else [],
             work=episode.work if episode else None,
         )
+
+    def _parts(self, score: Score) -> dict[str, float]:
+        """Return the parts of a reward that say how the work was divided; none in an environment without sub-agents."""
+        episode = self._episode
+        limits = self._parallel
+        if episode is None or episode.work is None or limits is None:
+            return {}
+        width = limits.max_width or limits.max_assigns_per_turn
+        parts = raw_parts(episode.work, max_assigns=limits.max_assigns, max_width=width)
+        return {PERF: score.reward, **parts}
 
     def _stop_reason(self, state: RolloutState, error: ErrorInfo | None) -> StopReason | None:
         if state is RolloutState.CANCELLED:

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, StopReason
+from api_schemas.rollouts.trees import Assigns, Work
 from api_schemas.tasks import Limits, Task
+from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
@@ -317,6 +319,33 @@ async def test_a_rollout_completes_with_a_span_per_stage() -> None:
         assert rollout.usage.turns == 1
         assert await b.store.trajectory("r") is not None
         await b.idle()
+
+
+async def delegate(episode: Episode) -> None:
+    episode.work = Work(width_max=3, assigns=Assigns(executed=4, valid=3, duplicate=1))
+
+
+async def test_the_parts_of_a_reward_say_how_the_work_was_divided() -> None:
+    async def score(_: Episode) -> Score:
+        return Score(0.5, {"tests": 2.0})
+
+    async def fail(_: Episode) -> None:
+        raise EnvironmentFailedError("the grader is gone")
+
+    parallel = ParallelSettings(max_assigns=12, max_width=5)
+    async with bench(Played(run=delegate, evaluate=score, parallel=parallel)) as b:
+        rollout = await b.run()
+        assert rollout.reward == 0.5
+        parts = {"perf": 0.5, "parallel": 0.25, "width": 0.5, "finish": 0.75}
+        assert rollout.reward_parts == parts | {"tests": 2.0}
+    async with bench(Played(run=delegate, evaluate=score, parallel=ParallelSettings())) as b:
+        assert (await b.run()).reward_parts["width"] == 2 / 7, (
+            "without max_width, a turn's limit is the width"
+        )
+    async with bench(Played(run=delegate, evaluate=fail, parallel=parallel)) as b:
+        assert ((failed := await b.run()).reward, failed.reward_parts) == (None, {})
+    async with bench(Played(run=answer, evaluate=score)) as b:
+        assert (await b.run()).reward_parts == {"tests": 2.0}
 
 
 async def test_the_agents_sandbox_is_closed_before_the_evaluation() -> None:
