@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio.to_thread
 import structlog
@@ -18,6 +18,7 @@ from api_schemas.runs import (
     RunPatch,
     RunRequest,
     RunState,
+    TaskSource,
 )
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
@@ -71,6 +72,8 @@ class RunService:
         else:
             rows = await self._open(source)
             tasks, digest = len(rows), rows.digest
+        if request.auxiliary is not None:
+            await self._require_subagents(_environments(source))
         record, new = await self._runs.create(request, tasks=tasks, digest=digest, version=request.version)
         view = self.view(record)
         if new:
@@ -100,6 +103,18 @@ class RunService:
                     environments[task.environment] = await self._check_environment(task.environment)
                 environments[task.environment].check(task.instance)
 
+    async def _require_subagents(self, environments: Mapping[str, str]) -> None:
+        """Refuse environments that have no sub-agents to reward; take paths in the request by name."""
+        problems = [
+            FieldError(path=path, message=f"the environment {name!r} has no sub-agents to reward")
+            for name, path in environments.items()
+            if (await self._check_environment(name)).spec.parallel is None
+        ]
+        if problems:
+            raise InvalidFieldError(
+                problems, hint="Leave `auxiliary` out, or give the environment a section `[parallel]`."
+            )
+
     async def append(self, run_id: str, order: AppendTasks) -> Run:
         """Append tasks to an open run.
 
@@ -109,6 +124,8 @@ class RunService:
             ConflictError: The run takes no more tasks, or has another number of them.
         """
         await self._check_tasks(order.tasks, "body.tasks")
+        if (await self._runs.get(run_id)).request.auxiliary is not None:
+            await self._require_subagents(_environments_of(order.tasks, "body.tasks"))
         record = await self._runs.append(run_id, order.tasks, offset=order.offset, close=order.close)
         return self.view(record)
 
@@ -172,3 +189,17 @@ class RunService:
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,
         )
+
+
+def _environments(source: TaskSource) -> dict[str, str]:
+    """Return the path of each environment's first mention, by its name."""
+    if isinstance(source, InlineTasks):
+        return _environments_of(source.tasks, "body.source.tasks")
+    return {source.environment: "body.source.environment"}
+
+
+def _environments_of(tasks: Sequence[Task], field: str) -> dict[str, str]:
+    first: dict[str, str] = {}
+    for number, task in enumerate(tasks):
+        first.setdefault(task.environment, f"{field}.{number}.environment")
+    return first

@@ -17,6 +17,7 @@ from api_schemas.errors import Problem
 from api_schemas.events import Event
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.runs import Run
 from api_schemas.sandboxes import SandboxView
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.contract import EnvironmentSpec
@@ -253,6 +254,33 @@ def test_a_wrong_task_of_a_run_is_named_where_it_is(api: httpx.Client, body: Any
     refused = problem(api.post("/v1/runs/open/tasks", json={"tasks": [right, body]}), 422)
     assert refused.errors[0].path == f"body.tasks.1.{path}"
     assert problem(api.post("/v1/rollouts", json={"task": body}), 422).errors[0].path == f"body.task.{path}"
+
+
+def test_auxiliary_rewards_are_refused_where_there_are_no_sub_agents(api: httpx.Client) -> None:
+    task = {"environment": "calc", "instance": {"question": "1 + 1", "answer": "2"}}
+    order = {"source": {"kind": "inline", "tasks": [task]}, "batch_size": 1, "auxiliary": AUXILIARY}
+    refused = problem(api.post("/v1/runs", json=order), 422)
+    assert refused.errors[0].path == "body.source.tasks.0.environment"
+    assert refused.errors[0].message == "the environment 'calc' has no sub-agents to reward"
+    order["source"] = {"kind": "dataset", "environment": "calc", "split": "train"}
+    assert problem(api.post("/v1/runs", json=order), 422).errors[0].path == "body.source.environment"
+    order |= {"run_id": "aux", "source": {"kind": "inline", "open": True}}
+    assert api.post("/v1/runs", json=order).status_code == 201
+    refused = problem(api.post("/v1/runs/aux/tasks", json={"tasks": [task]}), 422)
+    assert refused.errors[0].path == "body.tasks.0.environment"
+    api.delete("/v1/runs/aux")
+
+
+def test_a_run_shows_what_it_is_warned_of(api: httpx.Client) -> None:
+    order = {"run_id": "warned", "source": {"kind": "inline", "open": True}, "batch_size": 1}
+    order |= {"auxiliary": AUXILIARY, "advantages": "group_norm"}
+    created = Run.model_validate(api.post("/v1/runs", json=order).json())
+    assert [warning.partition(":")[0] for warning in created.warnings] == ["advantages"]
+    assert Run.model_validate(api.get("/v1/runs/warned").json()).warnings == created.warnings
+    assert api.post("/v1/runs", json=order | {"run_id": "calm", "advantages": "none"}).status_code == 201
+    assert "warnings" not in api.get("/v1/runs/calm").json()
+    for run_id in ("warned", "calm"):
+        api.delete(f"/v1/runs/{run_id}")
 
 
 def test_an_unknown_field_comes_with_the_nearest(api: httpx.Client) -> None:
