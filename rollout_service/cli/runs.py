@@ -339,7 +339,7 @@ def _show(runs: list[Run], as_json: bool) -> None:
         if run.problem is not None:
             said = sentences(run.problem.message, run.problem.hint)
             common.err().print(f"{run.run_id}: {said}", soft_wrap=True)
-        for warning in run.warnings:
+        for warning in run.warnings if run.ended_at is None else []:
             common.err().print(f"{run.run_id}: warning: {warning}", soft_wrap=True)
 
 

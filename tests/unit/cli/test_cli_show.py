@@ -12,9 +12,11 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.inference import BackendView
 from api_schemas.nodes import HoldView, NodeView
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
+from api_schemas.runs import InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.cli.demo.summary import Summary, percentile
+from rollout_service.cli.runs import _show as show_runs
 from rollout_service.cli.show import render_rollout, split_by_turn
 from rollout_service.cli.watch.view import ServerView
 from rollout_service.tokens.tokenizer import FastTokenizer
@@ -164,3 +166,25 @@ def test_log_probabilities_of_a_scripted_model_are_marked_as_made_up(tokenizer):
     marked = printed(render_rollout(rollout(), tokenizer, scripted=True))
     assert "logprobs (made up, the model is scripted): " in marked
     assert "made up" not in printed(render_rollout(rollout(), tokenizer))
+
+
+@pytest.mark.parametrize("ended_at", [None, NOW])
+def test_a_run_that_goes_on_is_shown_with_its_warnings(
+    ended_at: datetime | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(
+        run_id="a",
+        state=RunState.RUNNING if ended_at is None else RunState.ENDED,
+        request=RunRequest(source=InlineTasks(open=True), batch_size=1),
+        version=0,
+        tasks=0,
+        cursor=0,
+        acceptance_rate=0.5,
+        counts=RunCounts(),
+        warnings=["advantages: they undo the schedule."],
+        created_at=NOW,
+        ended_at=ended_at,
+    )
+    show_runs([run], False)
+    said = capsys.readouterr().err
+    assert said == ("a: warning: advantages: they undo the schedule.\n" if ended_at is None else "")
