@@ -31,6 +31,7 @@ from api_schemas.runs import (
 )
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
+from rollout_client.arrays import BatchArrays
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.episodes import Episode, Score
@@ -40,7 +41,7 @@ from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening
 from rollout_service.runs.task_source import JsonLines, open_file
 from rollout_service.store import Lease
-from rollout_service.store.runs_contract import BatchLeaseRequest
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
 
@@ -302,6 +303,16 @@ def hand_on(lease: Lease) -> Score:
     return Score(float(sample % 2), {"parallel": sample / 4, "width": 0.0, "finish": 1.0})
 
 
+async def arrays_of(delivery: Delivery, leased: BatchLease) -> bytes:
+    sent: list[bytes] = []
+
+    async def send(piece: memoryview) -> None:
+        sent.append(bytes(piece))
+
+    await (await delivery.as_arrays(leased)).write(send)
+    return b"".join(sent)
+
+
 async def until_ready(it: Bench, count: int) -> None:
     while (await it.store.runs.get("a")).count("ready") < count:
         await anyio.sleep(0.01)
@@ -346,8 +357,10 @@ async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path: Path) -
                 assert leased is not None
                 content = b"".join([part async for part in it.delivery.as_json(leased)])
                 batches.append(content.partition(b',"batch_id"')[0])
-                heads = [head.json for head in await it.store.runs.group_heads("a", leased.groups)]
-                assert all(b'"at_version":1' in head for head in heads)
+                arrays = BatchArrays.from_bytes(await arrays_of(it.delivery, leased))
+                samples = [sample for group in arrays.batch.groups for sample in group.samples]
+                assert {one.reward_weights and one.reward_weights.at_version for one in samples} == {1}
+                assert arrays.tensors["rewards"].tolist() == pytest.approx([0.15, 1.225, 0.3, 1.375] * 2)
                 await it.delivery.give_back("a", leased.batch_id)
     assert b'"reward_weights":{"perf":1.0,"parallel":0.3' in batches[0]
     assert batches == [batches[0]] * 4
