@@ -42,8 +42,8 @@ _ADVANTAGES = {Advantages.GROUP_NORM: group_normalized, Advantages.LEAVE_ONE_OUT
 def sample_outcome(
     member: GroupMember,
     rollout: Rollout,
-    auxiliary: Auxiliary | None = None,
-    weights: RewardWeights | None = None,
+    auxiliary: Auxiliary | None,
+    weights: RewardWeights | None,
 ) -> SampleOutcome:
     """Return the outcome of a sample whose rollout has ended, with the environment's own reward.
 
@@ -98,7 +98,7 @@ def close_group(
     number: int,
     samples: Sequence[tuple[GroupMember, Rollout]],
     *,
-    weights: RewardWeights | None = None,
+    weights: RewardWeights | None,
     cancel_reason: str | None = None,
     bound: int | None = None,
 ) -> GroupClosure:
