@@ -39,7 +39,7 @@ NO_PARTS = "no_reward_parts"
 def raw_parts(work: Work, *, max_assigns: int, max_width: int) -> dict[str, float]:
     """Return the rewards for handing on work, each from 0 to 1, by their names among the parts of a rollout's reward.
 
-    `max_assigns` is the most tasks that the tree may assign, and `max_width` the most that may run at once.
+    `max_assigns` is the number of tasks that earns all of the first, and `max_width` that of the second.
     """
     if max_assigns < 1 or max_width < 1:
         raise ValueError("max_assigns and max_width must be at least 1")

@@ -154,7 +154,7 @@ class Attempt:
         if episode is None or episode.work is None or limits is None:
             return {}
         width = limits.max_width or limits.max_assigns_per_turn
-        parts = raw_parts(episode.work, max_assigns=limits.max_assigns, max_width=width)
+        parts = raw_parts(episode.work, max_assigns=limits.max_assigns_per_turn, max_width=width)
         return {PERF: score.reward, **parts}
 
     def _stop_reason(self, state: RolloutState, error: ErrorInfo | None) -> StopReason | None:

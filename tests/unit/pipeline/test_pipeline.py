@@ -332,7 +332,7 @@ async def test_the_parts_of_a_reward_say_how_the_work_was_divided() -> None:
     async def fail(_: Episode) -> None:
         raise EnvironmentFailedError("the grader is gone")
 
-    parallel = ParallelSettings(max_assigns=12, max_width=5)
+    parallel = ParallelSettings(max_assigns_per_turn=12, max_width=5)
     async with bench(Played(run=delegate, evaluate=score, parallel=parallel)) as b:
         rollout = await b.run()
         assert rollout.reward == 0.5
