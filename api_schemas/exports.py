@@ -1,7 +1,8 @@
 """Exports of runs, and requests to evaluate rollouts again.
 
 An export is JSON Lines: an `ExportedRun`, an `ExportedSample` for each rollout of a closed group, and an `ExportEnd`. A
-file without an `ExportEnd` was truncated.
+file without an `ExportEnd` was truncated. In the format 2, of runs that ask for sub-agents, an `ExportedNode` for each
+of a rollout's sub-agents follows its `ExportedSample`; whoever does not need them skips these lines.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import Field
 from api_schemas.base import CountOrZero, Name, RolloutId, WireModel
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
+from api_schemas.rollouts.trees import AgentNode
 from api_schemas.runs import BatchId, GroupSample, Run
 from api_schemas.runs.auxiliary import RewardPart
 
@@ -25,7 +27,8 @@ class ExportedRun(WireModel):
     """The first line of an export."""
 
     kind: Literal["run"] = "run"
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
+    """2 if, and only if, the run asks for sub-agents (`nodes`)."""
     run: Run
 
 
@@ -51,11 +54,20 @@ class ExportedSample(WireModel):
     request: RolloutRequest
     """The request that the rollout carried out."""
     sample: GroupSample
-    """The rollout, its reward and its advantage. The trajectory is null if it was pruned."""
+    """The rollout, its reward and its advantage. The trajectory is null if it was pruned. In a file, the rollout has no
+    `nodes`: they are lines of their own."""
     oldest_version: int | None
     """The oldest version that sampled a token of this rollout; null if nothing was sampled."""
     newest_version: int | None
     """The newest version that sampled a token of this rollout; null if nothing was sampled."""
+
+
+class ExportedNode(WireModel):
+    """A sub-agent of the rollout in the last sample before it."""
+
+    kind: Literal["node"] = "node"
+    rollout_id: RolloutId
+    node: AgentNode
 
 
 class ExportEnd(WireModel):
@@ -66,7 +78,7 @@ class ExportEnd(WireModel):
     """The number of samples in the export."""
 
 
-ExportLine = Annotated[ExportedRun | ExportedSample | ExportEnd, Field(discriminator="kind")]
+ExportLine = Annotated[ExportedRun | ExportedSample | ExportedNode | ExportEnd, Field(discriminator="kind")]
 
 
 class RescoreOptions(WireModel):
@@ -148,6 +160,9 @@ class RescoreEnd(WireModel):
 
 def without_tokens(request: RolloutRequest, rollout: Rollout) -> RecordedRollout:
     """Return the part of a rollout that an evaluation needs, without the tokens that are most of it."""
+    if rollout.nodes:
+        nodes = [node.model_copy(update={"trajectory": None}) for node in rollout.nodes]
+        rollout = rollout.model_copy(update={"nodes": nodes})
     trajectory = rollout.trajectory
     if trajectory is None:
         return RecordedRollout(request=request, rollout=rollout)

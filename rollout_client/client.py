@@ -232,6 +232,24 @@ class RolloutClient:
         """
         return await self._connection.call(wire.Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
 
+    async def rollout_nodes(self, rollout_id: str) -> wire.RolloutNodes:
+        """Return the sub-agents of a finished rollout without trajectories, and how the work was divided among them.
+
+        Raises:
+            NotFoundError: There is no such rollout, or it has not ended.
+        """
+        return await self._connection.call(wire.RolloutNodes, "GET", f"/v1/rollouts/{rollout_id}/nodes")
+
+    async def rollout_node(self, rollout_id: str, number: int) -> wire.AgentNode:
+        """Return a sub-agent of a finished rollout, with its trajectory if that was asked for.
+
+        `number` is the one at the end of its `node_id`.
+
+        Raises:
+            NotFoundError: There is no such rollout or sub-agent, or the rollout has not ended.
+        """
+        return await self._connection.call(wire.AgentNode, "GET", f"/v1/rollouts/{rollout_id}/nodes/{number}")
+
     async def page(
         self, *, state: wire.RolloutState | None = None, cursor: str | None = None, limit: int = 100
     ) -> wire.RolloutPage:
@@ -241,7 +259,7 @@ class RolloutClient:
         return await self._connection.call(wire.RolloutPage, "GET", "/v1/rollouts", params=params)
 
     async def rollouts(self, *, state: wire.RolloutState | None = None) -> AsyncGenerator[wire.Rollout]:
-        """Yield all rollouts, oldest first, without trajectories."""
+        """Yield all rollouts, oldest first, without trajectories and sub-agents."""
         cursor: str | None = None
         while True:
             page = await self.page(state=state, cursor=cursor)

@@ -14,7 +14,8 @@ from typing import IO, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from api_schemas.exports import ExportedRun, ExportedSample, ExportEnd, ExportLine
+from api_schemas.exports import ExportedNode, ExportedRun, ExportedSample, ExportEnd, ExportLine
+from api_schemas.rollouts.trees import AgentNode
 from api_schemas.runs import Run
 
 _LINE: TypeAdapter[ExportLine] = TypeAdapter(ExportLine)
@@ -40,15 +41,16 @@ class RunExport:
         if not isinstance(first, ExportedRun):
             raise BadExportError(f"{path} is not an export: it does not begin with a run")
         self.run: Run = first.run
+        self._format = first.format
 
     def samples(self) -> Iterator[ExportedSample]:
-        """Yield the rollouts in the order of their tasks.
+        """Yield the rollouts in the order of their tasks, with their sub-agents if the run asked for them.
 
         Raises:
             BadExportError: The iteration reached damage in the file, or its end is missing.
         """
         count, ended = 0, False
-        for line in self._lines():
+        for line in self._lines() if self._format == 1 else _with_nodes(self._lines(), self.path):
             if isinstance(line, ExportedSample):
                 count += 1
                 yield line
@@ -69,6 +71,34 @@ class RunExport:
                     done += 1
         except (ValidationError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise BadExportError(f"{self.path}, line {done + 1}: {error}") from error
+
+
+def _with_nodes(lines: Iterator[ExportLine], path: Path) -> Iterator[ExportLine]:
+    """Yield the other lines, each sample with the sub-agents that follow it; not one that may lack some.
+
+    Raises:
+        BadExportError: A sub-agent is not after its rollout.
+    """
+    held: ExportLine | None = None
+    nodes: list[AgentNode] = []
+    for line in lines:
+        if not isinstance(line, ExportedNode):
+            if held is not None:
+                yield _joined(held, nodes)
+            held, nodes = line, []
+        elif isinstance(held, ExportedSample) and held.sample.rollout.rollout_id == line.rollout_id:
+            nodes.append(line.node)
+        else:
+            raise BadExportError(f"{path}: a sub-agent of {line.rollout_id} is not after its rollout")
+    if isinstance(held, ExportEnd):
+        yield held
+
+
+def _joined(line: ExportLine, nodes: list[AgentNode]) -> ExportLine:
+    if not isinstance(line, ExportedSample) or not nodes:
+        return line
+    rollout = line.sample.rollout.model_copy(update={"nodes": nodes})
+    return line.model_copy(update={"sample": line.sample.model_copy(update={"rollout": rollout})})
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -265,6 +265,8 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     run_all = iterating(RolloutClient.run_all)
     cancel = blocking(RolloutClient.cancel)
     trajectory = blocking(RolloutClient.trajectory)
+    rollout_nodes = blocking(RolloutClient.rollout_nodes)
+    rollout_node = blocking(RolloutClient.rollout_node)
     page = blocking(RolloutClient.page)
     rollouts = iterating(RolloutClient.rollouts)
     runs = blocking(RolloutClient.runs)

@@ -9,7 +9,7 @@ arXiv 2602.02276, section 3): the sum over the root's turns of its own steps and
 
 from __future__ import annotations
 
-from api_schemas.base import Flag, Integer, Name, Real, StrEnum, WireModel
+from api_schemas.base import Flag, Integer, Name, Real, RolloutId, StrEnum, WireModel
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts.stages import StopReason, Usage
 from api_schemas.trajectories import Trajectory
@@ -194,3 +194,13 @@ class Work(WireModel):
     """The tokens that sub-agents sampled."""
     result_chars: Integer = 0
     """The length of all results that the root read."""
+
+
+class RolloutNodes(WireModel):
+    """The sub-agents of a rollout, whatever its request asks for."""
+
+    rollout_id: RolloutId
+    work: Work | None = None
+    """How the work was divided among them; null for agents without any."""
+    nodes: list[AgentNode]
+    """The sub-agents in the order of their calls, without their trajectories."""

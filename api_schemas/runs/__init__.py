@@ -29,6 +29,7 @@ from api_schemas.base import (
 )
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Sampling
+from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from api_schemas.tasks import Limits, Task
 
@@ -181,6 +182,8 @@ class RunRequest(WireModel):
     sampling: Sampling = Sampling()
     """How the policy is sampled. The number of each sample is added to the seed, if there is one."""
     limits: Limits = Limits()
+    nodes: Annotated[NodeDetail, Field(exclude_if=lambda detail: detail is NodeDetail.NONE)] = NodeDetail.NONE
+    """How much of the agents' sub-agents to return with the rollouts, as their `exports.nodes`."""
     filters: list[FilterSpec] = [FilterSpec(name="zero_variance")]
     """The filters, in order: the first that objects drops a group, and its reason is counted."""
     version: CountOrZero = 0
@@ -326,6 +329,9 @@ class GroupSample(WireModel):
     masked."""
     advantage: float | None = None
     """The advantage, if the run asks for advantages and the sample is usable."""
+    nodes_by_reference: Annotated[bool, Field(exclude_if=lambda referred: not referred)] = False
+    """Whether the rollout's `nodes` were left out because they are too large for a batch; read them with
+    `GET /v1/rollouts/{id}/nodes`. Left out of JSON if not."""
 
 
 class Group(WireModel):

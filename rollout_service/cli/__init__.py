@@ -19,6 +19,7 @@ from rollout_service.cli import (
     nodes,
     runs,
     serve,
+    show,
     slurm,
     submit,
     watch,
@@ -51,7 +52,7 @@ def _root(
     """Run agentic rollouts in sandboxes for any RL trainer, over HTTP."""
 
 
-for module in (serve, demo, submit, watch, doctor):
+for module in (serve, demo, submit, show, watch, doctor):
     app.command(name=module.__name__.rpartition(".")[2], epilog=module.EXAMPLE)(module.command)
 for group in (backends, nodes, runs, image, env, harness, config, slurm):
     app.add_typer(group.app)

@@ -2,7 +2,7 @@
 
 Guarantees: reading an export returns exactly what the service holds. One group is in memory at a time, and nothing is
 compressed on the event loop. The export of a run that is still running contains the groups that were closed when the
-export started.
+export started. A run that does not ask for sub-agents is exported in the format 1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import anyio.to_thread
 
-from api_schemas.exports import ExportedRun, ExportedSample, ExportEnd
+from api_schemas.exports import ExportedNode, ExportedRun, ExportedSample, ExportEnd, ExportLine
+from api_schemas.rollouts.trees import NodeDetail
 from rollout_service.runs.api import RunService
 from rollout_service.store.runs_contract import RunStore
 
@@ -33,7 +34,8 @@ class RunExporter:
         Raises:
             NotFoundError: There is no such run; raised before the first piece.
         """
-        head = ExportedRun(run=await self._run_service.get(run_id))
+        run = await self._run_service.get(run_id)
+        head = ExportedRun(format=1 if run.request.nodes is NodeDetail.NONE else 2, run=run)
         return self._pieces(run_id, head, await self._runs.closed_groups(run_id), compressed=compressed)
 
     async def _pieces(
@@ -51,12 +53,18 @@ class RunExporter:
             yield packer.flush()
 
 
-def _line(model: ExportedRun | ExportedSample | ExportEnd) -> bytes:
+def _line(model: ExportLine) -> bytes:
     return model.model_dump_json().encode() + b"\n"
 
 
 def _packed_sample(sample: ExportedSample, packer: zlib._Compress | None) -> bytes:
-    return _packed(_line(sample), packer)
+    """Return the line of a sample and those of its rollout's sub-agents."""
+    rollout = sample.sample.rollout
+    if rollout.nodes:
+        bare = sample.sample.model_copy(update={"rollout": rollout.model_copy(update={"nodes": []})})
+        sample = sample.model_copy(update={"sample": bare})
+    nodes = (ExportedNode(rollout_id=rollout.rollout_id, node=node) for node in rollout.nodes)
+    return _packed(b"".join([_line(sample), *map(_line, nodes)]), packer)
 
 
 def _packed(line: bytes, packer: zlib._Compress | None) -> bytes:

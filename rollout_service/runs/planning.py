@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from api_schemas.rollouts import RolloutRequest
+from api_schemas.rollouts import RolloutRequest, TokenExtras
 from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
 from rollout_service.groups import AdmissionState, Claim, FilterChain, groups_to_start
@@ -86,6 +86,7 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
         task=task,
         pool=request.pool,
         sampling=sampling,
+        exports=TokenExtras(nodes=request.nodes),
         limits=request.limits,
         metadata=request.metadata,
     )

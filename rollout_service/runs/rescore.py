@@ -1,8 +1,9 @@
 """Scores finished rollouts again, without inference of their policy.
 
 Guarantees: no engine is called, unless the environment asks a judge; if the evaluation looks at a sandbox, the
-recorded tool calls recreate it in the pipeline's own stages, within their limits and workers; a failure is reported
-with its rollout and stops no other. The store is not changed: the response has the new reward next to the recorded one.
+recorded tool calls recreate it in the pipeline's own stages, within their limits and workers; sub-agents are those that
+were recorded and never run again; a failure is reported with its rollout and stops no other. The store is not changed:
+the response has the new reward next to the recorded one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import anyio.to_thread
 from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.exports import RecordedRollout, Rescored, RescoreOptions, RescoreRollouts, RescoreRun
 from api_schemas.external import AgentKind
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
+from api_schemas.rollouts import Rollout, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
+from rollout_service.agents.parallel.tools import ASSIGN
 from rollout_service.agents.tool_calling.agent import final_answer
 from rollout_service.environments.contract import Environment, Replayable
 from rollout_service.episodes import Episode, GatewayAccess, Policy, Score
@@ -124,9 +126,15 @@ class Rescorer:
             with_tools = must_replay_tools(environment, options, request.agent)
             if with_tools:
                 policy.check()
+                check_no_subagents(rollout)
             await self._places.acquire()
             replay = Replay.begin(
-                self._context, environment, request, policy, slot=Slot(self._places), with_tools=with_tools
+                self._context,
+                environment,
+                recorded.model_copy(update={"request": request}),
+                policy,
+                slot=Slot(self._places),
+                with_tools=with_tools,
             )
             return _rescored(name, rollout, replay, await replay.run(), None)
         except Exception as failure:  # noqa: BLE001 - reported with its rollout; it must not stop the others
@@ -143,7 +151,7 @@ class Replay:
 
     runner: StageRunner
     policy: RecordedPolicy
-    request: RolloutRequest
+    recorded: RecordedRollout
     judge: Judge | None
     with_tools: bool
     """Whether the recorded tool calls run again; if not, the recorded answer alone is scored."""
@@ -153,7 +161,7 @@ class Replay:
         cls,
         context: AttemptContext,
         environment: Environment,
-        request: RolloutRequest,
+        recorded: RecordedRollout,
         policy: RecordedPolicy,
         *,
         slot: Slot,
@@ -161,8 +169,9 @@ class Replay:
     ) -> Replay:
         """Prepare a replay; `slot` holds a place, which the runner gives back."""
         source = _RecordedSource(policy)
-        runner = StageRunner(context, environment, request, source, slot=slot, queued_at=time.perf_counter())
-        return cls(runner, policy, request, context.judge, with_tools)
+        request, queued_at = recorded.request, time.perf_counter()
+        runner = StageRunner(context, environment, request, source, slot=slot, queued_at=queued_at)
+        return cls(runner, policy, recorded, context.judge, with_tools)
 
     async def run(self) -> Score:
         """Return the new score."""
@@ -171,12 +180,14 @@ class Replay:
         answer = final_answer(self.policy.trajectory().messages)
         return await self.runner.evaluate(
             Episode(
-                request=self.request,
+                request=self.recorded.request,
                 attempt=1,
                 limits=self.runner.limits,
                 policy=self.policy,
                 answer=answer,
                 judge=self.judge,
+                nodes=list(self.recorded.rollout.nodes),
+                work=self.recorded.rollout.work,
             )
         )
 
@@ -227,6 +238,25 @@ def must_replay_tools(
             hint="Name another environment in `environment`, or roll the task out again.",
         )
     return is_needed
+
+
+def check_no_subagents(rollout: Rollout) -> None:
+    """Check that no sub-agent worked on a rollout whose tool calls must run again.
+
+    Raises:
+        NotReplayableError: One did; to run it again would call an engine, and it would do something else.
+    """
+    messages = rollout.trajectory.messages if rollout.trajectory else []
+    calls = (call for message in messages for call in message.tool_calls)
+    # A rollout that did not ask for sub-agents tells only what it called, if it comes from an export.
+    may_have_worked = rollout.work is None and any(
+        call.name == ASSIGN and call.error is None for call in calls
+    )
+    if rollout.nodes or may_have_worked:
+        raise NotReplayableError(
+            "sub-agents worked on this rollout, and what they did cannot be replayed",
+            hint="Name an environment that scores the answer alone in `environment`, or roll the task out again.",
+        )
 
 
 def require_trajectory(rollout: Rollout) -> Trajectory:

@@ -12,6 +12,7 @@ from api_schemas.errors import FieldError, sentences
 from api_schemas.external import RolloutEnd
 from api_schemas.inference import BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.tasks import Task
 from rollout_service.cluster.concurrency import Concurrency
 from rollout_service.cluster.node import Node
@@ -103,8 +104,27 @@ class Service:
             )
         if trajectory and rollout.state.terminal:
             rollout = rollout.model_copy(update={"trajectory": await self.store.trajectory(rollout_id)})
+            if rollout.nodes and (tree := await self.store.tree(rollout_id, trajectories=True)):
+                rollout = rollout.model_copy(update={"nodes": tree.nodes})
         access = self.external.access(rollout_id)
         return rollout.model_copy(update={"access": access}) if access is not None else rollout
+
+    async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes:
+        """Return the sub-agents of a rollout that has ended.
+
+        Raises:
+            NotFoundError: There is no rollout with this id, or it has not ended.
+        """
+        tree = await self.store.tree(rollout_id, trajectories=trajectories)
+        if tree is None:
+            rollout = await self.get(rollout_id)
+            if rollout.state.terminal:  # cancelled before it began
+                return RolloutNodes(rollout_id=rollout_id, nodes=[])
+            raise NotFoundError(
+                f"rollout {rollout_id} has no record of sub-agents yet; its state is {rollout.state}",
+                hint="Wait until the rollout has ended.",
+            )
+        return tree
 
     async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
         """Return the whole result once the rollout has ended, or None if that takes longer.

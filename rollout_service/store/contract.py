@@ -30,6 +30,7 @@ from pydantic import JsonValue
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
+from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import StoreError
 from rollout_service.store.cluster_contract import ClusterStore
@@ -191,10 +192,12 @@ class Store(TurnStore, Protocol):
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         """Write the terminal state and the result; return False, and write nothing, if the lease is lost.
 
-        The request's fields, the attempt, the retries and the times come from the store, not from the result.
+        The request's fields, the attempt, the retries and the times come from the store, not from the result. The
+        trajectories of sub-agents are kept with the result's own, and not without it.
 
         Raises:
             ValueError: The result's state is not terminal, or its id is not the lease's.
+            FrozenTokensError: A frozen sub-agent has tokens to train on.
         """
         ...
 
@@ -212,11 +215,21 @@ class Store(TurnStore, Protocol):
         ...
 
     async def get(self, rollout_id: str) -> Rollout | None:
-        """Return a rollout in its current state, without its trajectory."""
+        """Return a rollout in its current state, without trajectories.
+
+        It has its sub-agents and its work only if its request asks for them.
+        """
         ...
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         """Return the trajectory of a finished rollout, or None."""
+        ...
+
+    async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
+        """Return the sub-agents of a finished rollout, whatever its request asks for, or None.
+
+        With `trajectories`, they have those that were recorded and are still stored.
+        """
         ...
 
     async def counts(self) -> dict[RolloutState, int]:
@@ -261,7 +274,7 @@ class Store(TurnStore, Protocol):
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
     ) -> RolloutPage:
-        """Return a page of rollouts, oldest first, without trajectories.
+        """Return a page of rollouts, oldest first, without trajectories and sub-agents.
 
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page returned.

@@ -7,10 +7,10 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Body, Query, Request
+from fastapi import APIRouter, Body, Path, Query, Request
 from fastapi.responses import Response
 
-from api_schemas.base import RolloutId
+from api_schemas.base import MAX_INT32, RolloutId
 from api_schemas.external import RolloutEnd
 from api_schemas.inference import AbortRequest
 from api_schemas.rollouts import (
@@ -21,6 +21,7 @@ from api_schemas.rollouts import (
     RolloutRequest,
     RolloutState,
 )
+from api_schemas.rollouts.trees import AgentNode, RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.api.elsewhere import pass_on, wait_for_access
 from rollout_service.api.openapi.responses import extra_response, raises
@@ -81,7 +82,7 @@ async def list_rollouts(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1_000, description="Rollouts per page.")] = 100,
 ) -> RolloutPage:
-    """List rollouts, oldest first, without their trajectories.
+    """List rollouts, oldest first, without their trajectories and sub-agents.
 
     To get the next page, pass `next_cursor` as `cursor`; it is null on the last page. `counts` has the number of
     rollouts in each state, whatever `state` selects.
@@ -165,6 +166,42 @@ async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response
             hint="Wait until the rollout has ended. One that failed before its first turn has no trajectory.",
         )
     return as_json(trajectory)
+
+
+@router.get("/rollouts/{rollout_id}/nodes", response_model=RolloutNodes, responses=raises(NotFoundError))
+async def get_rollout_nodes(service: ServiceDep, rollout_id: RolloutId) -> Response:
+    """Read the sub-agents of a rollout that has ended, and how the work was divided among them.
+
+    They are without their trajectories, and do not depend on what the rollout's request asks for. A rollout whose agent
+    assigned nothing has none. A 404 means that the rollout is unknown or has not ended.
+    """
+    return as_json(await service.tree(rollout_id))
+
+
+@router.get(
+    "/rollouts/{rollout_id}/nodes/{number}", response_model=AgentNode, responses=raises(NotFoundError)
+)
+async def get_rollout_node(
+    service: ServiceDep,
+    rollout_id: RolloutId,
+    number: Annotated[
+        int, Path(ge=1, le=MAX_INT32, description="The number at the end of the sub-agent's `node_id`.")
+    ],
+) -> Response:
+    """Read one sub-agent of a rollout that has ended.
+
+    Its trajectory is there if the request asked for it (`exports.nodes` is `tokens`) and the rollout's tokens are still
+    stored. A 404 means that the rollout is unknown, has not ended, or has no such sub-agent.
+    """
+    tree = await service.tree(rollout_id, trajectories=True)
+    node_id = f"{rollout_id}/{number}"
+    for node in tree.nodes:
+        if node.node_id == node_id:
+            return as_json(node)
+    raise NotFoundError(
+        f"rollout {rollout_id} has no sub-agent {number}; it has {len(tree.nodes)}",
+        hint=f"List them with GET /v1/rollouts/{rollout_id}/nodes.",
+    )
 
 
 @router.delete(

@@ -26,7 +26,7 @@ from rollout_service.cli.demo.options import DemoEngine, DemoPolicy, DemoSandbox
 from rollout_service.cli.demo.summary import Summary
 from rollout_service.cli.figures import figures_document, write_figures
 from rollout_service.cli.server_child import running_server
-from rollout_service.cli.show import render_rollout
+from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.cli.submit.files import ResultFile
 from rollout_service.cli.submit.progress import ProgressView, Tally
 from rollout_service.inference.engines.embedded.process import EmbeddedEngine

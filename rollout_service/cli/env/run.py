@@ -20,7 +20,7 @@ from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.check import environment_path, load_environment
 from rollout_service.cli.env.script import read_turns, scripted_engine
 from rollout_service.cli.server_child import running_server
-from rollout_service.cli.show import render_rollout
+from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.tokens.tokenizer import load_tokenizer
 
 

@@ -1,7 +1,8 @@
 """Closed groups as stored records: what a trainer, an export and a batch get from a group's row and its rollouts' rows.
 
-Guarantees: every store delivers the same from the same records. A stale sample is delivered without its tokens. A
-damaged record raises RecordLostError and names its rollout.
+Guarantees: every store delivers the same from the same records. A stale sample is delivered without its tokens. The
+sub-agents of a sample are delivered whole or by reference. A damaged record raises RecordLostError and names its
+rollout.
 
 The row of a group has `run_id`, `number`, `epoch`, `samples` and `summary`; the row of a rollout has what
 `codec.rollouts.decode_rollout` needs, and its encoded `trajectory` or None. Decoding tokens is slow, so call these in a
@@ -10,20 +11,23 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group
 from rollout_service.store import rules
-from rollout_service.store.codec import heads
+from rollout_service.store.codec import heads, trees
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.row import Row
 from rollout_service.store.columns import Columns
 from rollout_service.store.runs_contract import GroupHead
+
+MAX_NODES_BYTES = 1 << 20
+"""The sub-agents of a sample whose JSON is longer are delivered by reference."""
 
 
 def decode_group(row: Row, members: Sequence[Row]) -> Group:
@@ -37,7 +41,7 @@ def decode_group(row: Row, members: Sequence[Row]) -> Group:
         decode_whole(member) if member["rollout_id"] in kept else rollout_codec.decode_rollout(member)
         for member in members
     )
-    return run_codec.decode_group(row, {rollout.rollout_id: rollout for rollout in rollouts})
+    return _delivered_group(row, rollouts)
 
 
 def decode_exported(row: Row, members: Sequence[Row]) -> list[ExportedSample]:
@@ -61,23 +65,36 @@ def decode_recorded(rows: Sequence[Row]) -> dict[str, RecordedRollout]:
     """
     return {
         row["rollout_id"]: without_tokens(
-            RolloutRequest.model_validate_json(row["request"]), decode_whole(row)
+            RolloutRequest.model_validate_json(row["request"]),
+            _with_trajectory(rollout_codec.decode_rollout(row, rollout_codec.Shown.ALL), row),
         )
         for row in rows
     }
 
 
 def decode_whole(row: Row) -> Rollout:
-    """Return a rollout with its trajectory, if it still has one.
+    """Return a rollout with its trajectory, and those of its sub-agents if it asked for them, as far as they are left.
 
     Raises:
         RecordLostError: The record is damaged.
     """
-    rollout = rollout_codec.decode_rollout(row)
+    return _with_trajectory(_with_nodes(rollout_codec.decode_rollout(row), row), row)
+
+
+def _with_trajectory(rollout: Rollout, row: Row) -> Rollout:
     if row["trajectory"] is None:
         return rollout
     with rollout_codec.reading(rollout.rollout_id):
         return rollout.model_copy(update={"trajectory": trajectory_codec.decode(row["trajectory"])})
+
+
+def _with_nodes(rollout: Rollout, row: Row) -> Rollout:
+    """Return a rollout with the trajectories of the sub-agents that it asked for."""
+    if not rollout.nodes:
+        return rollout
+    with rollout_codec.reading(rollout.rollout_id):
+        nodes = trees.with_trajectories(rollout.nodes, row["trajectory"])
+        return rollout.model_copy(update={"nodes": nodes})
 
 
 def make_head(row: Row, members: Sequence[Row]) -> GroupHead:
@@ -87,7 +104,7 @@ def make_head(row: Row, members: Sequence[Row]) -> GroupHead:
         RecordLostError: A rollout of the group is missing or damaged.
         OverflowError: A trajectory does not fit the columns, such as one with token ids beyond 32 bits.
     """
-    rollouts: dict[str, Rollout] = {}
+    rollouts: list[Rollout] = []
     columns: dict[str, list[Columns]] = {}
     kept = _delivered(row)
     for member in members:
@@ -96,9 +113,9 @@ def make_head(row: Row, members: Sequence[Row]) -> GroupHead:
         if member["trajectory"] is not None and rollout.rollout_id in kept:
             with rollout_codec.reading(rollout.rollout_id):
                 trajectory, columns[rollout.rollout_id] = trajectory_codec.split(member["trajectory"])
-            rollout = rollout.model_copy(update={"trajectory": trajectory})
-        rollouts[rollout.rollout_id] = rollout
-    group = run_codec.decode_group(row, rollouts)
+            rollout = _with_nodes(rollout.model_copy(update={"trajectory": trajectory}), member)
+        rollouts.append(rollout)
+    group = _delivered_group(row, rollouts)
     return heads.make(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
 
 
@@ -116,6 +133,17 @@ def encode_head(row: Row, members: Sequence[Row]) -> Mapping[str, Any] | None:
 def locate_columns(packed: Sequence[bytes]) -> list[Columns]:
     """Return the columns of all segments of these encoded trajectories, in order."""
     return [segment for data in packed for segment in trajectory_codec.columns_of(data)]
+
+
+def _delivered_group(row: Row, rollouts: Iterable[Rollout]) -> Group:
+    """Return a group for a batch, in which sub-agents that are too large are left out."""
+    delivered, referred = {}, set()
+    for rollout in rollouts:
+        if sum(len(node.model_dump_json()) for node in rollout.nodes) > MAX_NODES_BYTES:
+            referred.add(rollout.rollout_id)
+            rollout = rollout.model_copy(update={"nodes": []})
+        delivered[rollout.rollout_id] = rollout
+    return run_codec.decode_group(row, delivered, referred=referred)
 
 
 def _delivered(row: Row) -> set[str]:

@@ -1,7 +1,7 @@
 """Rollouts, leases and events as stored records.
 
 A rollout's result is stored without what the store keeps elsewhere (the request's fields, the state, the attempt, the
-retries, the times), so each fact has one place. Trajectories have a codec of their own.
+retries, the times), so each fact has one place. Trajectories and sub-agents have codecs of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from enum import Enum, auto
 from itertools import compress
 from typing import Any
 
@@ -21,8 +22,10 @@ from pydantic import TypeAdapter
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, StopReason
+from api_schemas.rollouts.trees import NodeDetail, RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import RecordLostError
+from rollout_service.store.codec import trees
 from rollout_service.store.codec.row import Row
 from rollout_service.store.contract import Lease
 
@@ -31,7 +34,17 @@ _SPANS = TypeAdapter(list[Span])
 _UNREADABLE = (ValueError, KeyError, TypeError, zlib.error, zstandard.ZstdError, struct.error)
 """The errors that decoding a damaged record raises."""
 RESTORE = "Restore a backup of the store and resume the run, or end the run."
-_RESULT_FIELDS = {"reward", "reward_parts", "notes", "stop_reason", "program", "error", "usage", "spans"}
+_RESULT_FIELDS = {
+    "reward",
+    "reward_parts",
+    "notes",
+    "stop_reason",
+    "program",
+    "error",
+    "usage",
+    "spans",
+    "work",
+}
 
 
 def when(seconds: float) -> datetime:
@@ -54,8 +67,14 @@ def reading(rollout_id: str) -> Iterator[None]:
 
 
 def encode_result(result: Rollout) -> str:
-    """Return the part of a result that the store does not keep elsewhere, as JSON."""
-    return result.model_dump_json(include=_RESULT_FIELDS)
+    """Return the part of a result that the store does not keep elsewhere, as JSON.
+
+    Raises:
+        FrozenTokensError: A frozen sub-agent has tokens to train on.
+    """
+    trees.check_frozen(result.nodes)
+    text = result.model_dump_json(include=_RESULT_FIELDS)
+    return f'{text[:-1]},"nodes":"{trees.encode(result.nodes)}"}}' if result.nodes else text
 
 
 def encode_failure(error: ErrorInfo) -> str:
@@ -70,26 +89,55 @@ def version_range(trajectory: Trajectory | None) -> dict[str, int | None]:
     return {"oldest_version": min(sampled, default=None), "newest_version": max(sampled, default=None)}
 
 
-def trajectory_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens in a trajectory, to which the cost of encoding it is proportional."""
-    return sum(len(segment.token_ids) for segment in (*trajectory.segments, *trajectory.untrained))
+class Shown(Enum):
+    """How much of its sub-agents to return with a rollout."""
+
+    ALL = auto()
+    """Everything but their trajectories."""
+    REQUESTED = auto()
+    """What its request asks for, except for their trajectories."""
+    WORK = auto()
+    """If its request asks for them, how the work was divided among them."""
 
 
-def decode_rollout(row: Row) -> Rollout:
+def decode_rollout(row: Row, shown: Shown = Shown.REQUESTED) -> Rollout:
     """Return a rollout from its row, joined with its request and, if there is one, its result.
 
     Raises:
         RecordLostError: The record is damaged.
     """
     with reading(row["rollout_id"]):
-        return _decode_rollout(row)
+        return _decode_rollout(row, shown)
 
 
-def _decode_rollout(row: Row) -> Rollout:
+def decode_tree(row: Row) -> RolloutNodes | None:
+    """Return the sub-agents of a rollout, with their trajectories if the row has the record of its tokens.
+
+    Raises:
+        RecordLostError: The record is damaged.
+    """
+    if row["result"] is None:
+        return None
+    with reading(row["rollout_id"]):
+        result = json.loads(row["result"])
+        nodes = trees.decode(result["nodes"]) if "nodes" in result else []
+        return RolloutNodes(
+            rollout_id=row["rollout_id"],
+            nodes=trees.with_trajectories(nodes, row["trajectory"]),
+            work=result.get("work"),
+        )
+
+
+def _decode_rollout(row: Row, shown: Shown) -> Rollout:
     request = RolloutRequest.model_validate_json(row["request"])
     state = RolloutState(row["state"])
     result: dict[str, Any] = json.loads(row["result"] or "{}")
     result.setdefault("spans", json.loads(row["spans"]))
+    nodes = result.pop("nodes", None)
+    if request.exports.nodes is NodeDetail.NONE and shown is not Shown.ALL:
+        result.pop("work", None)
+    elif nodes is not None and shown is not Shown.WORK:
+        result["nodes"] = trees.decode(nodes)
     if state is RolloutState.CANCELLED:
         result.setdefault("stop_reason", StopReason.CANCELLED)
     return Rollout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
 from pydantic import TypeAdapter
@@ -82,8 +82,10 @@ def decode_weights(summary: str | None) -> RewardWeights | None:
     return None if weights is None else RewardWeights.model_validate(weights)
 
 
-def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
+def decode_group(row: Row, rollouts: Mapping[str, Rollout], *, referred: Collection[str] = ()) -> Group:
     """Return a closed group from its row and its rollouts by id.
+
+    `referred` are the ids of those whose sub-agents were left out.
 
     Raises:
         RecordLostError: A rollout of the group is missing.
@@ -103,6 +105,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
             reward=sample.reward,
             reward_weights=weights if sample.usable else None,
             advantage=sample.advantage,
+            nodes_by_reference=sample.rollout_id in referred,
         )
         for sample in closed
     ]

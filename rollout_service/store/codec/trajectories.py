@@ -7,7 +7,8 @@ batch can be sent without being in memory as a whole.
 
 Layout: the byte 2, the header's length (uint32, little-endian), the header (compressed JSON), then the compressed bytes
 of every column of every segment. The header contains their lengths and each segment's number of tokens. The byte 1
-marks the same layout compressed by zlib, without the numbers of tokens.
+marks the same layout compressed by zlib, without the numbers of tokens. The functions that read take the record of a
+rollout too, and return what is of the rollout's own trajectory (`codec.record`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from api_schemas.trajectories import Segment, Trajectory
+from rollout_service.store.codec.record import own_part
 from rollout_service.store.columns import COLUMNS, Columns, PackedColumn, cast_into
 
 _EXACT: np.dtype[Any] = np.dtype("<f8")
@@ -82,6 +84,7 @@ def encode(trajectory: Trajectory) -> bytes:
 
 def decode(data: bytes) -> Trajectory:
     """Return the trajectory that `encode` wrote."""
+    data = own_part(data)
     if not _is_columnar(data):
         return Trajectory.model_validate_json(zlib.decompress(data))
     rest, columns = _located(data)
@@ -100,6 +103,7 @@ def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
     Raises:
         OverflowError: The trajectory does not fit the columns; use `decode`.
     """
+    data = own_part(data)
     if not _is_columnar(data):
         whole = Trajectory.model_validate_json(zlib.decompress(data))
         columns = [Columns(len(s.token_ids), _arrays(s, strict=False)) for s in whole.segments]
@@ -114,6 +118,7 @@ def columns_of(data: bytes) -> list[Columns]:
     Raises:
         OverflowError: The trajectory does not fit the columns; use `decode`.
     """
+    data = own_part(data)
     if not _is_columnar(data):
         return split(data)[1]
     rest, columns = _located(data)

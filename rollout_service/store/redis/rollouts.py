@@ -22,10 +22,12 @@ from pydantic_core import to_json
 from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
+from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import ConflictError, InvalidFieldError, RecordLostError, StoreError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import trajectories as trajectory_codec
+from rollout_service.store.codec import trees
 from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.contract import Lease
 from rollout_service.store.redis.connection import RedisConnection
@@ -212,10 +214,10 @@ class RedisRollouts:
             result.error.code if result.error else "",
             *("" if version is None else version for version in versions.values()),
         )
-        written = codec.encode_result(result)
-        if result.trajectory is None:
+        written = await _written(result)
+        encoded = await _encoded(result, lease.request)
+        if encoded is None:
             return bool(await self._finish(lease, owner, result.state, written, b"", outcome))
-        encoded = await _encoded(result.trajectory)
         while True:
             async with self._place.keep(encoded) as stored:
                 done = await self._finish(lease, owner, result.state, written, stored, outcome)
@@ -249,6 +251,10 @@ class RedisRollouts:
             if len(data) <= _INLINE_BYTES:
                 return trajectory_codec.decode(data)
             return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
+
+    async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
+        rows = await (self.whole_rows([rollout_id]) if trajectories else self.rows([rollout_id]))
+        return await anyio.to_thread.run_sync(codec.decode_tree, rows[0]) if rows else None
 
     async def counts(self) -> dict[RolloutState, int]:
         return decode_counts(await self._connection.read("rollouts_counts"))
@@ -304,7 +310,7 @@ class RedisRollouts:
         found, counts = await self._connection.read("rollouts_page", state or "", cursor or "0", limit + 1)
         rows = [decode_row(row) for row in found]
         return RolloutPage(
-            rollouts=[codec.decode_rollout(row) for row in rows[:limit]],
+            rollouts=[codec.decode_rollout(row, codec.Shown.WORK) for row in rows[:limit]],
             next_cursor=str(rows[limit - 1]["seq"]) if len(rows) > limit else None,
             counts=decode_counts(counts),
         )
@@ -414,7 +420,13 @@ def _event_row(entry: Any) -> dict[str, Any]:
     }
 
 
-async def _encoded(trajectory: Trajectory) -> bytes:
-    if codec.trajectory_tokens(trajectory) <= _INLINE_TOKENS:
-        return trajectory_codec.encode(trajectory)
-    return await anyio.to_thread.run_sync(trajectory_codec.encode, trajectory)
+async def _encoded(result: Rollout, request: RolloutRequest) -> bytes | None:
+    if trees.count_tokens(result, request) <= _INLINE_TOKENS:
+        return trees.encode_tokens(result, request)
+    return await anyio.to_thread.run_sync(trees.encode_tokens, result, request)
+
+
+async def _written(result: Rollout) -> str:
+    if not result.nodes:
+        return codec.encode_result(result)
+    return await anyio.to_thread.run_sync(codec.encode_result, result)

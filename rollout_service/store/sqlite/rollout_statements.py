@@ -139,6 +139,10 @@ _GET = f"{_ROLLOUT} WHERE rollout_id = ?"
 _PAGE = f"{_ROLLOUT} WHERE seq > :after ORDER BY seq LIMIT :limit + 1"
 _PAGE_IN_STATE = f"{_ROLLOUT} WHERE state = :state AND seq > :after ORDER BY seq LIMIT :limit + 1"
 TRAJECTORY = "SELECT trajectory FROM results JOIN rollouts USING (seq) WHERE rollout_id = ?"
+_TREE = """
+SELECT rollout_id, result, iif(:with_trajectories, trajectory, NULL) AS trajectory
+FROM rollouts JOIN results USING (seq) WHERE rollout_id = :id
+"""
 _COUNTS = "SELECT state, count FROM counts WHERE count > 0"
 
 RECORD = "INSERT INTO events (time, kind, subject, data) VALUES (:now, :kind, :subject, :data)"
@@ -263,13 +267,20 @@ def get(db: sqlite3.Connection, rollout_id: str) -> Rollout | None:
     return codec.decode_rollout(row) if row else None
 
 
+def tree(db: sqlite3.Connection, rollout_id: str, *, with_trajectories: bool) -> sqlite3.Row | None:
+    """Return the row of a rollout that has ended, as `codec.decode_tree` reads it."""
+    values = {"id": rollout_id, "with_trajectories": with_trajectories}
+    row: sqlite3.Row | None = db.execute(_TREE, values).fetchone()
+    return row
+
+
 def page(db: sqlite3.Connection, values: dict[str, Any]) -> RolloutPage:
     """Return up to `limit` rollouts with numbers above `after`, only those in `state` if that is set."""
     rows = db.execute(_PAGE if values["state"] is None else _PAGE_IN_STATE, values).fetchall()
     more = len(rows) > values["limit"]
     rows = rows[: values["limit"]]
     return RolloutPage(
-        rollouts=[codec.decode_rollout(row) for row in rows],
+        rollouts=[codec.decode_rollout(row, codec.Shown.WORK) for row in rows],
         next_cursor=str(rows[-1]["seq"]) if more else None,
         counts=counts(db),
     )

@@ -22,11 +22,13 @@ from pydantic_core import to_json
 from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
+from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import InvalidFieldError, StoreError
 from rollout_service.signals import KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import trajectories as trajectory_codec
+from rollout_service.store.codec import trees
 from rollout_service.store.contract import Lease, Store
 from rollout_service.store.single_cluster import SingleCluster
 from rollout_service.store.sqlite import rollout_statements as statements
@@ -224,8 +226,8 @@ class SqliteStore(Store):
             "reward": result.reward,
             "stop_reason": result.stop_reason,
             "code": result.error.code if result.error else None,
-            "result": codec.encode_result(result),
-            "trajectory": await _encoded(result.trajectory),
+            "result": await _written(result),
+            "trajectory": await _encoded(result, lease.request),
         }
         values |= codec.version_range(result.trajectory)
         done = await self._write(lambda db: statements.finish(db, values))
@@ -258,6 +260,10 @@ class SqliteStore(Store):
             if len(data) <= _INLINE_BYTES:
                 return trajectory_codec.decode(data)
             return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
+
+    async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
+        row = await self._read(lambda db: statements.tree(db, rollout_id, with_trajectories=trajectories))
+        return None if row is None else await anyio.to_thread.run_sync(codec.decode_tree, row)
 
     async def counts(self) -> dict[RolloutState, int]:
         return await self._read(statements.counts)
@@ -325,9 +331,13 @@ class SqliteStore(Store):
         return await self._read(lambda db: statements.page(db, values))
 
 
-async def _encoded(trajectory: Trajectory | None) -> bytes | None:
-    if trajectory is None:
-        return None
-    if codec.trajectory_tokens(trajectory) <= _INLINE_TOKENS:
-        return trajectory_codec.encode(trajectory)
-    return await anyio.to_thread.run_sync(trajectory_codec.encode, trajectory)
+async def _encoded(result: Rollout, request: RolloutRequest) -> bytes | None:
+    if trees.count_tokens(result, request) <= _INLINE_TOKENS:
+        return trees.encode_tokens(result, request)
+    return await anyio.to_thread.run_sync(trees.encode_tokens, result, request)
+
+
+async def _written(result: Rollout) -> str:
+    if not result.nodes:
+        return codec.encode_result(result)
+    return await anyio.to_thread.run_sync(codec.encode_result, result)

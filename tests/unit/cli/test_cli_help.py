@@ -14,6 +14,7 @@ COMMANDS = {
     ("serve",),
     ("demo",),
     ("submit",),
+    ("show",),
     ("watch",),
     ("doctor",),
     *(("harness", name) for name in ("list", "check")),

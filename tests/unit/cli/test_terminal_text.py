@@ -26,7 +26,7 @@ from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.cli import app, common
 from rollout_service.cli.console import SafeConsole
-from rollout_service.cli.show import render_rollout
+from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.settings import LogFormat
 from rollout_service.telemetry.logging import configure_logging

@@ -55,6 +55,14 @@ def split_by_turn(segment: Segment) -> Iterator[TokenSpan]:
 
 def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
     """Render a rollout with its whole trajectory; log-probabilities of a scripted model are marked as made up."""
+    head = render_head(rollout)
+    if rollout.trajectory is None:
+        return head
+    return Group(head, render_trajectory(rollout.trajectory, tokenizer, scripted=scripted))
+
+
+def render_head(rollout: Rollout) -> RenderableType:
+    """Render what became of a rollout, without its trajectory."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
@@ -63,8 +71,6 @@ def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool
     parts += [Text(note, style="yellow") for note in rollout.notes]
     if rollout.error is not None:
         parts.append(Text(f"{rollout.error.code}: {rollout.error.message}", style="red"))
-    if rollout.trajectory is not None:
-        parts.append(render_trajectory(rollout.trajectory, tokenizer, scripted=scripted))
     return Group(*parts)
 
 

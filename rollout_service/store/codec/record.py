@@ -1,0 +1,52 @@
+"""The record of a rollout's tokens: its own trajectory's, followed by those of its sub-agents if they have any.
+
+Guarantees: the bytes of its own trajectory are the same whether others follow or not, and without others they are the
+whole record, as in earlier releases.
+
+Layout with others: the byte 3, then the length (uint64, little-endian) and the bytes of each trajectory, its own first.
+The length 0 stands for a sub-agent without a trajectory.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+_JOINED = b"\x03"
+_LENGTH = struct.Struct("<Q")
+
+
+def join(own: bytes, others: Sequence[bytes]) -> bytes:
+    """Return the record of these encoded trajectories; an empty one stands for none."""
+    if not any(others):
+        return own
+    parts = [_JOINED]
+    for data in (own, *others):
+        parts += (_LENGTH.pack(len(data)), data)
+    return b"".join(parts)
+
+
+def own_part(record: bytes) -> bytes:
+    """Return the rollout's own encoded trajectory."""
+    return next(_parts(record)) if record.startswith(_JOINED) else record
+
+
+def other_parts(record: bytes) -> list[bytes]:
+    """Return the encoded trajectories of the sub-agents, empty for those without; an empty list if none has any."""
+    return list(_parts(record))[1:] if record.startswith(_JOINED) else []
+
+
+def _parts(record: bytes) -> Iterator[bytes]:
+    """Yield the parts.
+
+    Raises:
+        ValueError: The record was cut off.
+    """
+    at = len(_JOINED)
+    while at < len(record):
+        (length,) = _LENGTH.unpack_from(record, at)
+        at += _LENGTH.size
+        if at + length > len(record):
+            raise ValueError("the record was cut off")
+        yield record[at : at + length]
+        at += length
