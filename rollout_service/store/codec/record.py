@@ -10,7 +10,7 @@ The length 0 stands for a sub-agent without a trajectory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 _JOINED = b"\x03"
 _LENGTH = struct.Struct("<Q")
@@ -27,26 +27,31 @@ def join(own: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def own_part(record: bytes) -> bytes:
-    """Return the rollout's own encoded trajectory."""
-    return next(_parts(record)) if record.startswith(_JOINED) else record
-
-
-def other_parts(record: bytes) -> list[bytes]:
-    """Return the encoded trajectories of the sub-agents, empty for those without; an empty list if none has any."""
-    return list(_parts(record))[1:] if record.startswith(_JOINED) else []
-
-
-def _parts(record: bytes) -> Iterator[bytes]:
-    """Yield the parts.
+    """Return the rollout's own encoded trajectory.
 
     Raises:
         ValueError: The record was cut off.
     """
+    return _parts(record)[0] if record.startswith(_JOINED) else record
+
+
+def other_parts(record: bytes) -> list[bytes] | None:
+    """Return the encoded trajectories of the sub-agents, empty for those without; None if the record has none.
+
+    Raises:
+        ValueError: The record was cut off.
+    """
+    return _parts(record)[1:] if record.startswith(_JOINED) else None
+
+
+def _parts(record: bytes) -> list[bytes]:
+    parts = []
     at = len(_JOINED)
     while at < len(record):
         (length,) = _LENGTH.unpack_from(record, at)
         at += _LENGTH.size
-        if at + length > len(record):
-            raise ValueError("the record was cut off")
-        yield record[at : at + length]
+        parts.append(record[at : at + length])
         at += length
+    if at > len(record) or not parts:
+        raise ValueError("the record was cut off")
+    return parts

@@ -85,8 +85,8 @@ def _recorded(rollout: Rollout, request: RolloutRequest) -> Sequence[AgentNode]:
 
 def with_trajectories(nodes: Sequence[AgentNode], tokens: bytes | None) -> list[AgentNode]:
     """Return sub-agents with their trajectories, if the record of the rollout's tokens has any."""
-    packed = record.other_parts(tokens) if tokens is not None else []
-    if not packed:
+    packed = None if tokens is None else record.other_parts(tokens)
+    if packed is None:
         return list(nodes)
     return [
         node.model_copy(update={"trajectory": trajectory_codec.decode(data)}) if data else node
