@@ -51,7 +51,8 @@ def _add(tree: Tree, nodes: Sequence[AgentNode], children: dict[str, list[AgentN
 def _label(node: AgentNode) -> Text:
     number = node.node_id.rpartition("/")[2]
     at = f"turn {node.parent.turn}, wave {node.parent.wave}"
-    text = Text(f"{number} {escape_controls(node.agent)}", style="bold")
+    agent = escape_controls(node.agent).replace("\n", "\\n")
+    text = Text(f"{number} {agent}", style="bold")
     text.append(f"  {at}  ", style="not bold dim")
     text.append(_validity(node), style="not bold green" if node.valid else "not bold yellow")
     text.append(

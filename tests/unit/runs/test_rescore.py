@@ -12,6 +12,7 @@ import pytest
 
 from api_schemas.exports import RecordedRollout, Rescored, RescoreRollouts, without_tokens
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
+from api_schemas.rollouts.trees import Assigns
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment
 from rollout_service.environments.builtin.calc import environment as calc
@@ -31,6 +32,8 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn
 from rollout_service.tokens import ToolSpec
 from sandboxes import LocalConfig, make_provider
 from tests.support.attempts import attempt_context
+from tests.support.store.trees import WORK, bare
+from tests.support.store.trees import rollout as tree_of
 
 pytestmark = pytest.mark.anyio
 
@@ -88,6 +91,14 @@ class Elsewhere(calc.Calc):
     replayable = "never"
 
 
+class Divided(calc.Calc):
+    """Scores how the work was divided."""
+
+    async def evaluate(self, episode: Episode) -> Score:
+        assert episode.work is not None
+        return Score(float(episode.work.critical_steps), {"nodes": float(len(episode.nodes))})
+
+
 def renamed(spec: EnvironmentSpec, name: str) -> EnvironmentSpec:
     return spec.model_copy(update={"name": name})
 
@@ -139,6 +150,7 @@ async def opened(folder: Path) -> AsyncIterator[Bench]:
             Broken(renamed(calc.SPEC, "broken")),
             Looking(renamed(calc.SPEC, "looking")),
             Elsewhere(renamed(calc.SPEC, "elsewhere")),
+            Divided(renamed(calc.SPEC, "divided")),
         ]
     )
     try:
@@ -279,3 +291,31 @@ async def test_tokens_count_as_they_once_did(bench: Bench) -> None:
         assert (first.truncated, policy.usage.sampled_tokens) == (False, 2)
         last = await policy.respond([], max_tokens=9)
         assert (last.truncated, last.context_full, policy.usage.sampled_tokens) == (True, True, 3)
+
+
+async def test_the_recorded_sub_agents_are_scored_and_none_runs_again(bench: Bench) -> None:
+    recorded = await bench.roll_out("calc", QUESTION, [r"\boxed{4}"])
+    tree = {"nodes": bare(tree_of("r").nodes), "work": WORK}
+    divided = recorded.model_copy(update={"rollout": recorded.rollout.model_copy(update=tree)})
+    result = await bench.rescore(divided, environment="divided")
+    assert (result.reward, result.reward_parts) == (WORK.critical_steps, {"nodes": 2.0})
+    refused = await bench.rescore(divided, environment="divided", replay="always")
+    assert refused.error is not None
+    assert (refused.reward, refused.error.code) == (None, "not_replayable")
+    assert "sub-agents" in refused.error.message
+    assert refused.error.hint
+
+
+async def test_a_record_without_its_sub_agents_tells_by_its_calls_that_there_were_some(bench: Bench) -> None:
+    script = [turn("", call("assign_task", agent="a", prompt="2 + 2")), r"\boxed{4}"]
+    recorded = await bench.roll_out("calc", QUESTION, script)
+    assert (recorded.rollout.nodes, recorded.rollout.work) == ([], None)
+    assert (await bench.rescore(recorded)).reward == 1.0
+    refused = await bench.rescore(recorded, replay="always")
+    assert refused.error is not None
+    assert refused.error.code == "not_replayable"
+    idle = recorded.rollout.model_copy(
+        update={"work": WORK.model_copy(update={"assigns": Assigns(refused=1)})}
+    )
+    replayed = await bench.rescore(recorded.model_copy(update={"rollout": idle}), replay="always")
+    assert (replayed.reward, replayed.replayed) == (1.0, True)

@@ -1,0 +1,222 @@
+"""A run delivers and exports sub-agents if it asks for them, and is what it was before if it does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import pytest
+from pydantic import BaseModel, ValidationError, create_model
+
+from api_schemas.exports import ExportedRun, ExportedSample
+from api_schemas.rollouts import Rollout, RolloutRequest, TokenExtras
+from api_schemas.rollouts.trees import NodeDetail
+from api_schemas.runs import Batch, Group, GroupSample, InlineTasks, Run, RunRequest
+from api_schemas.tasks import Task
+from rollout_client.arrays import BatchArrays
+from rollout_client.run_export import BadExportError, RunExport
+from rollout_service.environments.contract import Environment
+from rollout_service.groups import FilterRegistry
+from rollout_service.runs import Delivery, RunManager
+from rollout_service.runs.api import RunService
+from rollout_service.runs.dataset import reopening
+from rollout_service.runs.export import RunExporter
+from rollout_service.store.runs_contract import BatchLeaseRequest
+from rollout_service.store.sqlite import SqliteStore
+from rollout_service.telemetry.metrics import Metrics
+from tests.support.store.trees import WORK, bare, rollout
+
+pytestmark = pytest.mark.anyio
+
+
+class Bench:
+    """A store with a run of one group, whose rollouts each have two sub-agents."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self.store = store
+        environments: dict[str, Environment] = {}
+        self.manager = RunManager(
+            store,
+            FilterRegistry(),
+            places=8,
+            reopen=reopening(environments.__getitem__),
+            pool_version=lambda _: 3,
+            metrics=Metrics(),
+        )
+        self.delivery = Delivery(store.runs, self.manager)
+        self._service = RunService(
+            store.runs, self.manager, check_environment=_unused, check_pool=lambda _: None
+        )
+
+    async def roll_out(self, detail: NodeDetail) -> None:
+        """Create the run and complete its rollouts."""
+        source = InlineTasks(tasks=[Task(environment="calc")])
+        request = RunRequest(
+            run_id="a", source=source, batch_size=1, group_size=2, filters=[], nodes=detail, version=3
+        )
+        await self.store.runs.create(request, tasks=1, digest=None, version=3)
+        left = 2
+        while left:
+            await self.store.wait_for_work()
+            for lease in await self.store.claim("w", limit=2, lease_seconds=1e6):
+                assert lease.request.exports == TokenExtras(nodes=detail)
+                assert await self.store.finish(lease, "w", rollout(lease.rollout_id))
+                left -= 1
+        seen = 0
+        while not await self.store.runs.closed_groups("a"):
+            seen = await self.store.runs.wait_for_change(seen)
+
+    async def batch(self) -> tuple[bytes, bytes]:
+        """Lease the batch; return it as JSON and as arrays, and give it back."""
+        leased = await self.delivery.lease(BatchLeaseRequest("a", "k", 60), version=None, timeout=30)
+        assert leased is not None
+        told = b"".join([part async for part in self.delivery.as_json(leased)])
+        pieces: list[bytes] = []
+
+        async def send(piece: memoryview) -> None:
+            pieces.append(bytes(piece))
+
+        await (await self.delivery.as_arrays(leased)).write(send)
+        await self.delivery.give_back("a", leased.batch_id)
+        return told, b"".join(pieces)
+
+    async def export(self, path: Path) -> list[dict[str, Any]]:
+        """Export the run; return the lines."""
+        pieces = await RunExporter(self.store.runs, self._service).start("a", compressed=False)
+        data = b"".join([piece async for piece in pieces])
+        await anyio.Path(path).write_bytes(data)
+        return [json.loads(line) for line in data.splitlines()]
+
+
+async def _unused(name: str) -> Environment:
+    raise AssertionError(name)
+
+
+@asynccontextmanager
+async def bench(detail: NodeDetail) -> AsyncIterator[Bench]:
+    with anyio.fail_after(60):
+        async with await SqliteStore.open(":memory:") as store:
+            made = Bench(store)
+            async with made.manager.running():
+                await made.roll_out(detail)
+                yield made
+
+
+@pytest.mark.parametrize("detail", [NodeDetail.SUMMARY, NodeDetail.TOKENS])
+async def test_a_batch_has_the_sub_agents_that_its_run_asks_for(detail: NodeDetail) -> None:
+    async with bench(detail) as it:
+        told, arrays = await it.batch()
+        batch = Batch.model_validate_json(told)
+        for sample in batch.groups[0].samples:
+            nodes = rollout(sample.rollout.rollout_id).nodes
+            assert sample.rollout.nodes == (nodes if detail is NodeDetail.TOKENS else bare(nodes))
+            assert sample.rollout.work == WORK
+        read = BatchArrays.from_bytes(arrays)
+        assert [one.rollout.nodes for one in read.batch.groups[0].samples] == [
+            one.rollout.nodes for one in batch.groups[0].samples
+        ]
+        assert read.tensors["token_ids"].tolist() == [0, 1, 2] * 2, "only the root has columns"
+        again, arrays_again = await it.batch()
+        first, second = json.loads(told), json.loads(again)
+        assert first["groups"] == second["groups"]
+        assert told[: told.index(b'],"batch_id"')] == again[: again.index(b'],"batch_id"')]
+        assert len(arrays) == len(arrays_again)
+
+
+async def test_an_export_of_format_2_has_a_line_for_each_sub_agent(tmp_path: Path) -> None:
+    async with bench(NodeDetail.TOKENS) as it:
+        told, _ = await it.batch()
+        delivered = [one.rollout for one in Batch.model_validate_json(told).groups[0].samples]
+        lines = await it.export(tmp_path / "a.jsonl")
+        assert [line["kind"] for line in lines] == ["run", *(["sample", "node", "node"] * 2), "end"]
+        assert (lines[0]["format"], lines[0]["run"]["request"]["nodes"]) == (2, "tokens")
+        assert "nodes" not in lines[1]["sample"]["rollout"]
+        assert lines[1]["sample"]["rollout"]["work"]["critical_steps"] == WORK.critical_steps
+        assert lines[2]["rollout_id"] == lines[1]["request"]["rollout_id"]
+        assert [one.sample.rollout for one in RunExport(tmp_path / "a.jsonl").samples()] == delivered
+
+
+async def test_a_damaged_export_of_format_2_is_never_a_smaller_tree(tmp_path: Path) -> None:
+    async with bench(NodeDetail.SUMMARY) as it:
+        path = tmp_path / "a.jsonl"
+        await it.export(path)
+        lines = path.read_bytes().splitlines(keepends=True)
+        for end in range(1, len(lines)):
+            path.write_bytes(b"".join(lines[:end]))
+            read = []
+            with pytest.raises(BadExportError, match="truncated"):
+                read.extend(RunExport(path).samples())
+            assert all(len(one.sample.rollout.nodes) == 2 for one in read)
+        path.write_bytes(b"".join([lines[0], lines[2], *lines[1:]]))
+        with pytest.raises(BadExportError, match="is not after its rollout"):
+            list(RunExport(path).samples())
+
+
+async def test_a_reader_that_knows_only_the_first_lines_can_skip_sub_agents(tmp_path: Path) -> None:
+    async with bench(NodeDetail.SUMMARY) as it:
+        lines = await it.export(tmp_path / "a.jsonl")
+        samples = [ExportedSample.model_validate(line) for line in lines if line["kind"] == "sample"]
+        assert len(samples) == lines[-1]["samples"] == 2
+        assert all(one.sample.rollout.trajectory is not None for one in samples)
+
+
+async def test_the_root_has_the_same_bytes_whatever_is_asked_for() -> None:
+    trajectories, columns = set(), set()
+    for detail in NodeDetail:
+        async with bench(detail) as it:
+            told, arrays = await it.batch()
+            for sample in json.loads(told)["groups"][0]["samples"]:
+                trajectories.add(json.dumps(sample["rollout"]["trajectory"]))
+            tensors = BatchArrays.from_bytes(arrays).tensors
+            columns.add(tuple((name, tensors[name].tobytes()) for name in sorted(tensors)))
+    assert len(trajectories) == 1
+    assert len(columns) == 1
+
+
+# -- a client of the release before ----------------------------------------------
+
+
+def before(model: type[BaseModel], *dropped: str, **changed: Any) -> type[BaseModel]:
+    """Return a model as it was before there were sub-agents: without these fields, and strict about all others."""
+    fields: dict[str, Any] = {
+        name: (changed.get(name, field.annotation), field)
+        for name, field in model.model_fields.items()
+        if name not in dropped
+    }
+    return create_model(f"Old{model.__name__}", __config__=model.model_config, **fields)
+
+
+OldRollout = before(Rollout, "nodes", "work")
+OldSample = before(GroupSample, "nodes_by_reference", "reward_weights", rollout=OldRollout)
+OldGroup = before(Group, "measured_on", "filtered_on", samples=list[OldSample])
+OldBatch = before(Batch, groups=list[OldGroup])
+OldRun = before(Run, "warnings", request=before(RunRequest, "nodes", "auxiliary"))
+OldExportedRun = before(ExportedRun, "format", run=OldRun)
+OldRequest = before(RolloutRequest, exports=before(TokenExtras, "nodes"))
+OldExportedSample = before(ExportedSample, "measured_on", request=OldRequest, sample=OldSample)
+
+
+async def test_an_older_client_reads_a_run_that_did_not_ask(tmp_path: Path) -> None:
+    async with bench(NodeDetail.NONE) as it:
+        told, _ = await it.batch()
+        assert json.loads(OldBatch.model_validate_json(told).model_dump_json()) == json.loads(told)
+        first, *samples, end = await it.export(tmp_path / "a.jsonl")
+        assert first.pop("format") == 1
+        OldExportedRun.model_validate(first)
+        assert [OldExportedSample.model_validate(one) and one["kind"] for one in samples] == ["sample"] * 2
+        assert end == {"kind": "end", "samples": 2}
+        assert len(list(RunExport(tmp_path / "a.jsonl").samples())) == 2
+
+
+async def test_an_older_client_refuses_what_it_would_misread(tmp_path: Path) -> None:
+    async with bench(NodeDetail.SUMMARY) as it:
+        told, _ = await it.batch()
+        with pytest.raises(ValidationError, match="nodes"):
+            OldBatch.model_validate_json(told)
+        first, *_ = await it.export(tmp_path / "a.jsonl")
+        with pytest.raises(ValidationError, match="format"):
+            create_model("OldFormat", format=(Literal[1], 1)).model_validate(first)
