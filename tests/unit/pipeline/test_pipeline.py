@@ -36,6 +36,7 @@ from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepR
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
 from sandboxes.scheduling.admission import AdmissionController
 from tests.support.attempts import attempt_context, unlimited_admission
+from tests.support.store.trees import conversation, node
 
 pytestmark = pytest.mark.anyio
 
@@ -630,6 +631,21 @@ async def test_a_defect_of_an_environment_is_not_tried_again() -> None:
         assert (rollout.state, rollout.attempt, rollout.reward) == (RolloutState.FAILED, 1, None)
         assert rollout.error is not None
         assert (rollout.error.code, rollout.error.hint) == ("environment_failed", "Look at it.")
+
+
+async def test_frozen_tokens_to_train_on_fail_their_rollout_alone() -> None:
+    async def add_a_sub_agent(episode: Episode) -> None:
+        mask = int(episode.request.rollout_id == "r")
+        episode.nodes.append(node("r", 1, trajectory=conversation(2, mask=mask)))
+
+    async with bench(Played(run=add_a_sub_agent)) as it:
+        failed, other = await it.run("r"), await it.run("other")
+        assert (failed.state, failed.reward, failed.nodes) == (RolloutState.FAILED, None, [])
+        assert failed.error is not None
+        assert failed.error.code == "frozen_tokens"
+        assert failed.error.hint
+        assert other.state is RolloutState.COMPLETED
+        await it.idle()
 
 
 async def test_an_unknown_exception_says_that_it_is_a_defect() -> None:
