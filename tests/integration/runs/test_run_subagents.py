@@ -1,0 +1,126 @@
+"""A run whose agents hand on work, from its request to its export, with engines of both pools and a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from api_schemas.rollouts.trees import NodeDetail
+from api_schemas.runs import InlineTasks, RunRequest
+from api_schemas.tasks import Task
+from rollout_client.client import RolloutClient
+from rollout_client.run_export import RunExport
+from tests.support.api.server import api_server
+from tests.support.processes.children import killed
+
+pytestmark = [pytest.mark.anyio, pytest.mark.xdist_group("run_subagents")]
+
+ENVIRONMENT = """
+name = "survey"
+image = "base"
+tools = ["finish"]
+prompt = "Ask two readers."
+
+[parallel.subagent]
+needs_tool_call = false
+
+[evaluate]
+command = "python3 /environment/grade.py"
+"""
+GRADE = """
+import json, os, pathlib
+pathlib.Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({"reward": 1.0}))
+"""
+
+
+def called(*calls: tuple[str, dict[str, str]]) -> str:
+    """Return a turn of the policy that calls tools."""
+    told = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in told) + "<|im_end|>"
+
+
+HAND_ON = called(
+    ("create_subagent", {"name": "r", "system_prompt": "Read."}),
+    ("assign_task", {"agent": "r", "prompt": "A"}),
+    ("assign_task", {"agent": "r", "prompt": "B"}),
+)
+ANSWER = called(("finish", {"answer": "both"}))
+RESULT = "<result>4</result><|im_end|>"
+START_SECONDS = 60.0
+
+
+@contextmanager
+def engine(address: Path, *turns: str) -> Iterator[str]:
+    """Serve a script; yield the URL."""
+    flags = [part for turn in turns for part in ("--turn", turn)]
+    command = [sys.executable, "-m", "rollout_service.testing", *flags, "--address", str(address)]
+    with killed(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process:
+        deadline = time.monotonic() + START_SECONDS
+        while not address.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield address.read_text()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("subagents")
+    survey = folder / "survey"
+    survey.mkdir()
+    (survey / "environment.toml").write_text(ENVIRONMENT)
+    (survey / "grade.py").write_text(GRADE)
+    with (
+        engine(folder / "policy", HAND_ON, ANSWER) as policy,
+        engine(folder / "frozen", RESULT) as frozen,
+        api_server(folder, "--environment", str(survey), "--backend", policy) as server,
+    ):
+        command = [sys.executable, "-m", "rollout_service.cli", "backends", "add", frozen]
+        subprocess.run([*command, "--pool", "frozen-1", "--url", server.url], check=True)
+        yield server.url
+
+
+def order(run_id: str, detail: NodeDetail) -> RunRequest:
+    source = InlineTasks(tasks=[Task(environment="survey", instance={"n": 1})])
+    return RunRequest(run_id=run_id, source=source, batch_size=1, group_size=2, filters=[], nodes=detail)
+
+
+@pytest.mark.parametrize("detail", NodeDetail)
+async def test_a_run_from_its_request_to_its_export(url: str, detail: NodeDetail, tmp_path: Path) -> None:
+    async with RolloutClient(url) as client:
+        run = await client.create_run(order(f"run-{detail}", detail))
+        leased = await run.lease(timeout_seconds=60)
+        assert leased is not None
+        (group,) = leased.batch.groups
+        await run.export(tmp_path / "run.jsonl")
+        exported = {one.sample.rollout.rollout_id: one for one in RunExport(tmp_path / "run.jsonl").samples()}
+        for sample in group.samples:
+            rollout = sample.rollout
+            assert (rollout.reward, rollout.error) == (1.0, None)
+            assert exported[rollout.rollout_id].sample == sample
+            tree = await client.rollout_nodes(rollout.rollout_id)
+            assert [(node.prompt.user, node.result, node.valid) for node in tree.nodes] == [
+                ("A", "4", True),
+                ("B", "4", True),
+            ]
+            assert tree.work is not None
+            assert (tree.work.critical_steps, tree.work.total_steps, tree.work.width_max) == (3, 4, 2)
+            first = await client.rollout_node(rollout.rollout_id, 1)
+            if detail is NodeDetail.NONE:
+                assert (rollout.nodes, rollout.work, first) == ([], None, tree.nodes[0])
+                continue
+            assert rollout.work == tree.work
+            assert rollout.nodes[0] == first
+            assert (first.trajectory is not None) is (detail is NodeDetail.TOKENS)
+            if first.trajectory is not None:
+                assert first.trajectory.segments
+                assert not any(any(segment.loss_mask) for segment in first.trajectory.segments)
+        rescored = await run.rescore()
+        assert {one.error.code if one.error else None for one in rescored} == {"not_replayable"}
