@@ -131,13 +131,14 @@ class ClientRun:
         self._path = f"/v1/runs/{run_id}"
         self._version: int | None = None
 
-    async def view(self) -> wire.Run:
-        """Return the run in its present state.
+    async def view(self, *, parallel: bool = False) -> wire.Run:
+        """Return the run in its present state, with figures on its use of sub-agents if `parallel`.
 
         Raises:
             NotFoundError: There is no such run.
         """
-        return await self._connection.call(wire.Run, "GET", self._path)
+        params = {"parallel": "true"} if parallel else None
+        return await self._connection.call(wire.Run, "GET", self._path, params=params)
 
     async def append(
         self, tasks: Sequence[wire.Task], *, offset: int | None = None, close: bool = False

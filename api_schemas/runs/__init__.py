@@ -29,6 +29,7 @@ from api_schemas.base import (
 )
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Sampling
+from api_schemas.rollouts.figures import RunParallel
 from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from api_schemas.tasks import Limits, Task
@@ -301,6 +302,9 @@ class Run(WireModel):
     """Why the run cannot continue, and what to do about it; it continues when it is resumed."""
     warnings: Annotated[list[str], Field(exclude_if=lambda warnings: not warnings)] = []
     """What in the request may not do what it is meant to do; left out of JSON if there is nothing."""
+    parallel: Annotated[RunParallel | None, Field(exclude_if=lambda parallel: parallel is None)] = None
+    """How its rollouts use sub-agents. Left out of JSON unless requested, and until a scored rollout that may have any
+    is in a closed group."""
     created_at: Timestamp
     ended_at: Timestamp | None = None
 

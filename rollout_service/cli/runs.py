@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from api_schemas.exports import Rescored
+    from api_schemas.rollouts.figures import RunParallel
     from api_schemas.runs import Run, RunRequest
     from rollout_client.client import ClientRun, RolloutClient
 
@@ -77,8 +78,8 @@ def list_runs(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) 
 
 @app.command("show", epilog="Example: rollout-service runs show dapo-7b")
 def show(run_id: RunId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Show one run."""
-    _change(run_id, url, key, as_json, lambda run: run.view())
+    """Show one run, and how its rollouts use sub-agents if they may have any."""
+    _change(run_id, url, key, as_json, lambda run: run.view(parallel=True))
 
 
 @app.command("pause", epilog="Example: rollout-service runs pause dapo-7b")
@@ -336,11 +337,21 @@ def _show(runs: list[Run], as_json: bool) -> None:
         rows if runs else "There are no runs. Create one with `rollout-service runs create FILE`."
     )
     for run in runs:
+        if run.parallel is not None:
+            _show_parallel(run.parallel)
         if run.problem is not None:
             said = sentences(run.problem.message, run.problem.hint)
             common.err().print(f"{run.run_id}: {said}", soft_wrap=True)
         for warning in run.warnings if run.ended_at is None else []:
             common.err().print(f"{run.run_id}: warning: {warning}", soft_wrap=True)
+
+
+def _show_parallel(parallel: RunParallel) -> None:
+    from rollout_service.cli.console import Heading
+    from rollout_service.cli.watch.sub_agents import render_parallel
+
+    common.out().print(Heading("sub-agents"))
+    common.out().print(render_parallel(parallel))
 
 
 def _kept(run: Run) -> str:

@@ -17,6 +17,7 @@ from rollout_service.groups.outcome import (
     GroupOutcome,
     SampleOutcome,
 )
+from rollout_service.groups.parallel_figures import parallel_figures, work_sums
 from rollout_service.groups.registry import FilterRegistry, require_outcome_filters
 from rollout_service.groups.scheduler import Claim, FairScheduler
 from rollout_service.groups.statistics import (
@@ -57,7 +58,9 @@ __all__ = [
     "is_too_old",
     "leave_one_out",
     "oldest_allowed_version",
+    "parallel_figures",
     "parts_normalized",
     "require_outcome_filters",
     "soft_overlong_penalty",
+    "work_sums",
 ]

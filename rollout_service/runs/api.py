@@ -150,20 +150,20 @@ class RunService:
         log.info("run ended", run=run_id, state=ended.state)
         return self.view(ended)
 
-    async def get(self, run_id: str) -> Run:
-        """Return a run in its current state.
+    async def get(self, run_id: str, *, parallel: bool = False) -> Run:
+        """Return a run in its current state, with its use of sub-agents if `parallel`.
 
         Raises:
             NotFoundError: There is no such run.
         """
-        return self.view(await self._runs.get(run_id))
+        return self.view(await self._runs.get(run_id), parallel=parallel)
 
     async def list(self) -> list[Run]:
         """Return all runs, oldest first."""
         return [self.view(run) for run in await self._runs.list()]
 
-    def view(self, run: RunRecord) -> Run:
-        """Return a run as on the wire."""
+    def view(self, run: RunRecord, *, parallel: bool = False) -> Run:
+        """Return a run as on the wire, with its use of sub-agents if `parallel`."""
         over = run.state in (RunState.ENDED, RunState.FINISHED)
         return Run(
             run_id=run.run_id,
@@ -186,6 +186,7 @@ class RunService:
             ),
             problem=run.problem,
             warnings=run_warnings(run.request, run.total),
+            parallel=self._manager.parallel(run) if parallel else None,
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,
         )

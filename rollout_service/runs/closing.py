@@ -23,8 +23,10 @@ from rollout_service.groups import (
     leave_one_out,
     parts_normalized,
     soft_overlong_penalty,
+    work_sums,
 )
 from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, weighted_parts, weighted_total
+from rollout_service.store import rules
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember
 
 _TRUNCATIONS = frozenset(
@@ -139,6 +141,7 @@ def close_group(
         reward_weights=weights,
         measured_on=None if weights is None else RewardPart.PERF,
         filtered_on=[] if weights is None else chain.parts,
+        counts={rules.WORK + name: n for name, n in work_sums(rollout for _, rollout in samples).items()},
     )
 
 

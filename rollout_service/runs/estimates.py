@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from api_schemas.rollouts import Rollout, Stage
-from rollout_service.groups import AcceptanceRate, CompletionTimes, GroupProgress
+from api_schemas.rollouts.figures import ParallelFigures
+from rollout_service.groups import (
+    AcceptanceRate,
+    CompletionTimes,
+    GroupProgress,
+    parallel_figures,
+    work_sums,
+)
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import GroupClosure, OpenGroup, RunRecord
 
 NOT_FILTERED = frozenset({"stale", "surplus", "cancelled"})
 """Reasons for dropping a group that do not come from a filter, and so say nothing about the tasks."""
 _MAX_CASES = 256
+RECENT = 256
+"""The number of rollouts that the recent figures on sub-agents cover."""
 
 
 @dataclass(slots=True)
 class RunEstimates:
-    """The acceptance rate and the completion times of one run."""
+    """The acceptance rate, the completion times and the latest use of sub-agents of one run."""
 
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
     times: CompletionTimes = field(default_factory=CompletionTimes)
     _epoch: int | None = None
     _paths: dict[int, list[GroupProgress]] = field(default_factory=dict)
+    _work: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """What each of the last rollouts did with sub-agents."""
+
+    @property
+    def recent_figures(self) -> ParallelFigures | None:
+        """The figures on sub-agents over the last rollouts; None if there are none."""
+        sums: Counter[str] = Counter()
+        for one in self._work:
+            sums.update(one)
+        return parallel_figures(sums)
 
     @classmethod
     def from_record(cls, run: RunRecord) -> RunEstimates:
@@ -60,6 +79,7 @@ class RunEstimates:
         path = self._paths.pop(closure.number, [])
         if closure.reason not in NOT_FILTERED:
             self.acceptance.learn(kept=closure.reason is None, path=path)
+        self._work.extend(sums for rollout in rollouts if (sums := work_sums([rollout])))
         for rollout, is_straggler in zip(rollouts, stragglers, strict=True):
             if is_straggler and rollout.reward is None:
                 self.times.add_cut_off()

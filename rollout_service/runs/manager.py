@@ -17,6 +17,7 @@ import structlog
 
 from api_schemas.errors import Boundary
 from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.rollouts.figures import RunParallel
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import RecordLostError, StoreError, describe
@@ -27,6 +28,7 @@ from rollout_service.groups import (
     FilterChain,
     FilterRegistry,
     StragglerRule,
+    parallel_figures,
     require_outcome_filters,
 )
 from rollout_service.groups.auxiliary import reward_weights
@@ -42,10 +44,10 @@ from rollout_service.runs.planning import (
     rollout_request,
 )
 from rollout_service.runs.task_source import Reopen, RunTasks
+from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
-from rollout_service.store.rules import oldest_allowed
 from rollout_service.store.runs_contract import GroupMember, OpenGroup, RetentionPolicy, RunRecord, RunStore
 from rollout_service.telemetry.metrics import Metrics
 
@@ -116,6 +118,14 @@ class RunManager:
         """Return the expected share of a run's groups that pass its filters."""
         return (self._estimates.get(run.run_id) or RunEstimates.from_record(run)).acceptance.rate
 
+    def parallel(self, run: RunRecord) -> RunParallel | None:
+        """Return how a run's rollouts use sub-agents; None if none may have any."""
+        total = parallel_figures(rules.work_counts(run.counters))
+        if total is None:
+            return None
+        estimates = self._estimates.get(run.run_id)
+        return RunParallel(total=total, recent=estimates.recent_figures if estimates else None)
+
     def chain(self, request: RunRequest) -> FilterChain:
         """Return the filters of a run.
 
@@ -169,7 +179,7 @@ class RunManager:
 
     def _bound(self, run: RunRecord) -> int | None:
         """Return the oldest version that a sample may have; None while stale samples are accepted."""
-        return oldest_allowed(run) if run.run_id in self._strict else None
+        return rules.oldest_allowed(run) if run.run_id in self._strict else None
 
     async def _work(self) -> None:
         seen, active = 0, True
@@ -199,7 +209,7 @@ class RunManager:
             if found is not None:
                 active.append(found)
                 rate = found.estimates.acceptance.rate
-                self._metrics.set_run(run.run_id, found.run.counters, rate)
+                self._metrics.set_run(run.run_id, rules.group_counts(found.run.counters), rate)
         await self._share_places(active)
         if failure is not None:
             raise failure
@@ -294,9 +304,9 @@ class RunManager:
             bound=self._bound(active.run),
         )
         await self._runs.close_group(active.run.run_id, closure)
-        active.estimates.record_closure(
-            closure, [rollout for _, rollout in samples], [member.is_straggler for member, _ in samples]
-        )
+        rollouts = [rollout for _, rollout in samples]
+        active.estimates.record_closure(closure, rollouts, [member.is_straggler for member, _ in samples])
+        self._metrics.parallel.observe(active.run.run_id, rollouts)
 
     async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
         """Return the rollouts of a group that has ended; without `whole`, omit those that are lost.

@@ -14,10 +14,12 @@ from enum import StrEnum
 from api_schemas.runs import InlineTasks, RunState, Surplus, TaskSource
 from rollout_service.errors import ConflictError
 from rollout_service.groups import STALE, oldest_allowed_version
-from rollout_service.store.runs_contract import ClosedSample, NewGroup, NoBatch, RunRecord
+from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup, NoBatch, RunRecord
 
 DROPPED = "dropped:"
 """The prefix of the counters of dropped groups; the reason follows."""
+WORK = "work:"
+"""The prefix of the sums of how rollouts used sub-agents; the name in `groups.work_sums` follows."""
 OVER = frozenset({RunState.ENDED, RunState.FINISHED})
 
 
@@ -97,6 +99,16 @@ def dropped_counts(counters: Mapping[str, int]) -> dict[str, int]:
     return {name.removeprefix(DROPPED): n for name, n in counters.items() if name.startswith(DROPPED)}
 
 
+def group_counts(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return a run's counters of groups, samples and batches."""
+    return {name: n for name, n in counters.items() if not name.startswith(WORK)}
+
+
+def work_counts(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of how a run's rollouts used sub-agents."""
+    return {name.removeprefix(WORK): n for name, n in counters.items() if name.startswith(WORK)}
+
+
 def added_counts(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     """Return by how much counts have grown, without zeros."""
     return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
@@ -113,6 +125,11 @@ def masked_counts(
         "masked:stale": sum(sample.masked_because == STALE for sample in added),
     }
     return {name: count for name, count in counts.items() if count}
+
+
+def closing_counts(closure: GroupClosure) -> dict[str, int]:
+    """Return what to add to a run's counters when a group is closed for the first time."""
+    return masked_counts(closure.samples) | {name: count for name, count in closure.counts.items() if count}
 
 
 def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:

@@ -19,7 +19,7 @@ The decisions that a store makes are in `store.rules`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
@@ -52,7 +52,7 @@ class RunRecord:
     cursor: int
     counters: Mapping[str, int]
     """Groups by state, dropped ones as `dropped:<reason>`; `masked`, `masked:stale` and `retried` samples; acknowledged
-    batches as `batches:acknowledged`."""
+    batches as `batches:acknowledged`; sums of how rollouts used sub-agents as `work:<name>`."""
     problem: ErrorInfo | None
     created_at: datetime
     changed_at: datetime
@@ -138,6 +138,8 @@ class GroupClosure:
     """The part of the rewards whose mean and deviation these are; None if it is their total."""
     filtered_on: Sequence[RewardPart] = ()
     """The parts of the rewards that the filters looked at, if there are parts."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What to add to the run's counters when the group is closed, and not when it is closed again."""
 
     @property
     def state(self) -> str:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
 from rollout_service.telemetry.egress import EgressCollector
+from rollout_service.telemetry.parallel import ParallelMetrics
 from sandboxes.egress.counts import EgressCounts
 
 STAGE_SECONDS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
@@ -165,6 +166,8 @@ class Metrics:
             spec: Histogram(spec.name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry)
             for spec in HISTOGRAMS
         }
+        self.parallel = ParallelMetrics(self.registry)
+        """The metrics of runs whose rollouts may have sub-agents."""
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
@@ -252,6 +255,7 @@ class Metrics:
         """Stop showing a run."""
         self._gauges[RUN_GROUPS].remove_by_labels({"run": run})
         self._gauges[RUN_ACCEPTANCE].remove_by_labels({"run": run})
+        self.parallel.clear(run)
 
     def count_stopped_run(self, error: ErrorInfo) -> None:
         """Count a run that an error stopped."""

@@ -16,7 +16,7 @@ from api_schemas.runs import FileTasks, Group, InlineTasks, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from rollout_service.cluster.identity import is_gone
 from rollout_service.errors import ConflictError, NotFoundError
-from rollout_service.store import Store
+from rollout_service.store import Store, rules
 from rollout_service.store.codec.heads import group_json
 from rollout_service.store.codec.trajectories import encode
 from rollout_service.store.redis.store import RedisStore
@@ -257,6 +257,22 @@ async def test_a_group_keeps_the_weights_of_its_rewards(store: Store) -> None:
 
 def replace_version(weights: RewardWeights, version: int) -> RewardWeights:
     return weights.model_copy(update={"at_version": version})
+
+
+async def test_what_a_group_adds_to_the_counters_is_added_once(store: Store) -> None:
+    await create_run(store, max_staleness=1)
+    await store.runs.start_groups("a", [new_group(0), new_group(1)])
+    await end_all(store)
+    counts = {"work:rollouts": 2, "work:perf": -500_000, "work:refused": 0}
+    for number in (0, 1, 1):
+        samples = [ClosedSample(s, f"a.{number}.{s}", True, None, float(s), None) for s in range(2)]
+        closure = GroupClosure(number, None, samples, 0.5, 0.5, 0, 0, counts=counts)
+        await store.runs.close_group("a", closure)
+    await store.runs.reclose_group("a", closure)
+    run = await store.runs.get("a")
+    assert rules.work_counts(run.counters) == {"rollouts": 4, "perf": -1_000_000}
+    assert rules.group_counts(run.counters) == {"ready": 2}
+    assert rules.dropped_counts(run.counters) == {}
 
 
 async def test_a_batch_that_grew_too_old_is_dissolved(store: Store, clock: ManualClock) -> None:

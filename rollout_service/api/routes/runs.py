@@ -79,9 +79,13 @@ async def list_runs(service: ServiceDep) -> RunPage:
 
 
 @router.get("/runs/{run_id}", responses=raises(NotFoundError))
-async def get_run(service: ServiceDep, run_id: RunId) -> Run:
+async def get_run(
+    service: ServiceDep,
+    run_id: RunId,
+    parallel: Annotated[bool, Query(description="Whether to add figures on the use of sub-agents.")] = False,
+) -> Run:
     """Read a run: its state, its counts of groups, and why it has stopped, if it has."""
-    return await service.run_service.get(run_id)
+    return await service.run_service.get(run_id, parallel=parallel)
 
 
 @router.patch("/runs/{run_id}", responses=raises(NotFoundError, ConflictError))

@@ -39,7 +39,7 @@ SELECT * FROM runs WHERE state IN ('running', 'paused')
     OR EXISTS (SELECT 1 FROM groups WHERE groups.run = runs.seq AND groups.state = 'open')
 ORDER BY seq
 """
-_COUNTERS = "SELECT name, count FROM tallies WHERE run = ? AND count > 0"
+_COUNTERS = "SELECT name, count FROM tallies WHERE run = ? AND count <> 0"
 _ADD_TO_COUNTER = (
     "INSERT INTO tallies VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
 )
@@ -331,7 +331,7 @@ def close_group(
     }
     if db.execute(_CLOSE, values).rowcount:
         _keep_head(db, run, closure.number, head)
-        _count(db, run, rules.masked_counts(closure.samples))
+        _count(db, run, rules.closing_counts(closure))
         finish_if_done(db, run_id, now)
 
 

@@ -11,6 +11,7 @@ from api_schemas.rollouts import Rollout, RolloutState, Stage
 from api_schemas.tasks import Task
 from rollout_service.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
 from sandboxes.egress.counts import EgressCounts
+from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 
 ERROR = ErrorInfo(code="store_failed", message="m", boundary=Boundary.STORE, retryable=True)
 
@@ -54,6 +55,38 @@ def test_rollouts_and_runs_are_counted(metrics: Metrics) -> None:
         assert sample in text
     metrics.clear_run("math")
     assert 'run="math"' not in metrics.render().decode()
+
+
+def test_the_use_of_sub_agents_is_counted_while_a_run_is_in_progress(metrics: Metrics) -> None:
+    metrics.set_run("pointers", {"open": 1}, 0.5)
+    metrics.parallel.observe("pointers", [rollout(WIDE), rollout(DIRECT, 0.0), rollout(SERIAL, 0.5)])
+    metrics.parallel.observe("pointers", [rollout(WIDE, None), rollout(None)])
+    text = metrics.render().decode()
+    for sample in (
+        'rollouts_total{assigned="yes",run="pointers",solved="yes"} 1.0',
+        'rollouts_total{assigned="yes",run="pointers",solved="no"} 1.0',
+        'rollouts_total{assigned="no",run="pointers",solved="no"} 1.0',
+        'assigns_total{outcome="valid",run="pointers"} 4.0',
+        'assigns_total{outcome="max_turns",run="pointers"} 1.0',
+        'assigns_total{outcome="over_cap",run="pointers"} 1.0',
+        'assigns_total{outcome="refused",run="pointers"} 0.0',
+        'duplicates_total{run="pointers"} 1.0',
+        'amounts_total{kind="direct_calls",run="pointers"} 4.0',
+        'amounts_total{kind="subagent_tokens",run="pointers"} 150.0',
+        'steps_sum{kind="critical",run="pointers"} 19.0',
+        'steps_bucket{kind="total",le="8.0",run="pointers"} 1.0',
+        'width_count{run="pointers"} 2.0',
+        'balance_count{run="pointers"} 1.0',
+        'seconds_sum{kind="active",run="pointers"} 10.0',
+    ):
+        assert f"rollout_parallel_{sample}" in text
+    metrics.clear_run("pointers")
+    assert 'run="pointers"' not in metrics.render().decode()
+
+
+def test_a_run_without_sub_agents_has_no_series_of_them(metrics: Metrics) -> None:
+    metrics.parallel.observe("math", [rollout(None)])
+    assert "math" not in metrics.render().decode()
 
 
 def test_stages_sandboxes_and_connections_are_counted(metrics: Metrics) -> None:

@@ -141,7 +141,7 @@ def close_group(
     change.move_group(number, OPEN.counter, status)
     _place(change, closure, size=size, head=head)
     change.group_closed(number, status)
-    _count_masked(change, rules.masked_counts(closure.samples))
+    _count(change, rules.closing_counts(closure))
 
 
 def reclose_group(
@@ -158,7 +158,7 @@ def reclose_group(
     change.move_group(number, READY.counter, GroupStatus(closure.state, closure.reason))
     _place(change, closure, size=before.size, head=head)
     masked = rules.masked_counts(closure.samples, run_codec.decode_samples(before.samples))
-    _count_masked(change, masked)
+    _count(change, masked)
     change.announce()
 
 
@@ -172,7 +172,7 @@ def _place(change: RunTransaction, closure: GroupClosure, *, size: int, head: by
         change.do("HSET", change.keys.heads, closure.number, head)
 
 
-def _count_masked(change: RunTransaction, counts: Mapping[str, int]) -> None:
+def _count(change: RunTransaction, counts: Mapping[str, int]) -> None:
     for name, count in counts.items():
         change.run.count(name, count)
     change.finish_if_done()
