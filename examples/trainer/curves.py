@@ -7,12 +7,15 @@ after the checkpoint from which it resumes are removed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws to files and never opens a window
 from matplotlib.figure import Figure
 from tensorboardX import SummaryWriter
+
+from api_schemas.rollouts.figures import ParallelFigures
 
 Point = Mapping[str, float]
 
@@ -25,6 +28,17 @@ PLOTS: Mapping[str, Sequence[str]] = {
     "stages": ("busy_init", "busy_rollout", "busy_evaluate"),
 }
 """The curves in each plot, by the name of its file."""
+
+SUB_AGENTS: Mapping[str, str] = {
+    "perf": "perf",
+    "assigns_per_turn": "assigns_per_turn",
+    "width": "width_max",
+    "critical_steps": "critical_steps",
+    "valid_share": "finish_rate",
+    "duplicate_share": "duplicate_share",
+}
+"""The curves in `sub_agents.png`, each with its figure in `ParallelFigures`; it is drawn if the points have any."""
+COLUMNS = 3
 
 
 class Curves:
@@ -50,11 +64,20 @@ class Curves:
 
     def draw(self) -> list[Path]:
         """Draw all plots again, and return their files."""
-        return [draw(self.points, names, self.folder / f"{file}.png") for file, names in PLOTS.items()]
+        files = [draw(self.points, names, self.folder / f"{file}.png") for file, names in PLOTS.items()]
+        if any(name in point for name in SUB_AGENTS for point in self.points):
+            files.append(draw_multiples({"": self.points}, list(SUB_AGENTS), self.folder / "sub_agents.png"))
+        return files
 
     def close(self) -> None:
         """Close the files; nothing can be added afterwards."""
         self._board.close()
+
+
+def sub_agent_points(figures: ParallelFigures) -> dict[str, float]:
+    """Return the part of a point that says how rollouts used sub-agents, without what there is no data on."""
+    values = {name: getattr(figures, figure) for name, figure in SUB_AGENTS.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def read_points(file: Path) -> list[Point]:
@@ -80,6 +103,30 @@ def draw(points: Sequence[Point], names: Sequence[str], file: Path) -> Path:
     axes.grid(visible=True, alpha=0.3)
     if axes.lines:
         axes.legend()
+    figure.savefig(file, dpi=100)
+    return file
+
+
+def draw_multiples(trainings: Mapping[str, Sequence[Point]], names: Sequence[str], file: Path) -> Path:
+    """Draw a small plot of each figure over the steps, with a curve for each training, and return the file.
+
+    A training without a name stands alone and needs no legend.
+    """
+    rows = math.ceil(len(names) / COLUMNS)
+    figure = Figure(figsize=(4.2 * COLUMNS, 2.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes, name in zip(grid, names, strict=False):
+        for label, points in trainings.items():
+            there = [(point["step"], point[name]) for point in points if name in point]
+            axes.plot([step for step, _ in there], [value for _, value in there], marker=".", label=label)
+        axes.set_title(name.replace("_", " "))
+        axes.set_xlabel("step")
+        axes.grid(visible=True, alpha=0.3)
+    for axes in grid[len(names) :]:
+        axes.set_axis_off()
+    if any(trainings):
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(file, dpi=100)
     return file
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
-from trainer.curves import PLOTS, Curves, read_points
+from trainer.curves import PLOTS, SUB_AGENTS, Curves, draw_multiples, read_points, sub_agent_points
+
+from api_schemas.rollouts.figures import ParallelFigures
 
 POINT = {"reward": 0.5, "acceptance": 0.8, "staleness": 0.1, "entropy": 0.7, "logprob_gap": 1e-4}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -41,6 +43,19 @@ def test_every_plot_is_drawn(curves):
     for file in files:
         assert file.read_bytes().startswith(PNG)
         assert file.stat().st_size > 5_000
+
+
+def test_the_use_of_sub_agents_is_drawn_where_there_is_any(curves, tmp_path):
+    figures = ParallelFigures(rollouts=8, perf=0.4, assigns_per_turn=0.0, critical_steps=7.0)
+    assert sub_agent_points(figures) == {"perf": 0.4, "assigns_per_turn": 0.0, "critical_steps": 7.0}
+    full = dict.fromkeys(SUB_AGENTS, 0.5)
+    curves.add({"step": 1, **POINT, **sub_agent_points(figures)})
+    curves.add({"step": 2, **POINT, **full})
+    (file,) = [file for file in curves.draw() if file.stem == "sub_agents"]
+    arms = dict.fromkeys(("none", "annealed", "never"), curves.points)
+    for drawn in (file, draw_multiples(arms, ["perf", "width"], tmp_path / "arms.png")):
+        assert drawn.read_bytes().startswith(PNG)
+        assert drawn.stat().st_size > 10_000
 
 
 def test_the_figures_are_written_for_tensorboard(curves):
