@@ -1,6 +1,6 @@
 """Figures about how the rollouts of a run divide their work among sub-agents.
 
-Each one shows a failure that such runs are known for; docs/how-to/watch-sub-agents.md says which.
+Each of `ParallelFigures` shows a failure that such runs are known for; docs/how-to/watch-sub-agents.md says which.
 
 Guarantee: a figure without any data is null, never 0.
 """
@@ -69,6 +69,14 @@ class ParallelFigures(WireModel):
     straggler_seconds: Real | None = None
     eta: Real | None = None
     """The mean number of sub-agents at work in the critical time (AsyncThink, arXiv 2510.26658)."""
+
+
+class StepsSpread(WireModel):
+    """The critical steps of the usable samples of a group."""
+
+    min: Integer
+    mean: Real
+    max: Integer
 
 
 class RunParallel(WireModel):

@@ -29,7 +29,7 @@ from api_schemas.base import (
 )
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Sampling
-from api_schemas.rollouts.figures import RunParallel
+from api_schemas.rollouts.figures import RunParallel, StepsSpread
 from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from api_schemas.tasks import Limits, Task
@@ -363,6 +363,9 @@ class Group(WireModel):
     """The oldest version that sampled a token of a usable sample; null if nothing was sampled."""
     newest_version: int | None
     """The newest version that sampled a token of a usable sample; null if nothing was sampled."""
+    critical_steps: Annotated[StepsSpread | None, Field(exclude_if=lambda steps: steps is None)] = None
+    """The critical steps of the usable samples. Left out of JSON unless the run asks for sub-agents (`nodes`), and for
+    agents without any."""
 
 
 class Batch(WireModel):

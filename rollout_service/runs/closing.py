@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
+from api_schemas.rollouts.figures import StepsSpread
+from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs import Advantages, OverlongPenalty, RunRequest
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from rollout_service.groups import (
@@ -141,8 +143,20 @@ def close_group(
         reward_weights=weights,
         measured_on=None if weights is None else RewardPart.PERF,
         filtered_on=[] if weights is None else chain.parts,
+        critical_steps=_critical_steps(request, group, samples),
         counts={rules.WORK + name: n for name, n in work_sums(rollout for _, rollout in samples).items()},
     )
+
+
+def _critical_steps(
+    request: RunRequest, group: GroupOutcome, samples: Sequence[tuple[GroupMember, Rollout]]
+) -> StepsSpread | None:
+    """Return the critical steps of the usable samples, if the run asks for sub-agents and there may be any."""
+    pairs = zip(group.samples, samples, strict=True)
+    steps = [one.work.critical_steps for sample, (_, one) in pairs if sample.usable and one.work is not None]
+    if request.nodes is NodeDetail.NONE or not steps:
+        return None
+    return StepsSpread(min=min(steps), mean=sum(steps) / len(steps), max=max(steps))
 
 
 def _dropped_because(chain: FilterChain, group: GroupOutcome, before: GroupOutcome) -> str | None:

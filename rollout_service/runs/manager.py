@@ -323,7 +323,7 @@ class RunManager:
         return samples
 
     async def _rollout(self, member: GroupMember) -> Rollout:
-        rollout = await self._store.get(member.rollout_id)
+        rollout = await self._store.get(member.rollout_id, whole_tree=True)
         if rollout is None:
             raise RecordLostError(
                 f"the rollout {member.rollout_id} of a group is missing from the store", hint=RESTORE

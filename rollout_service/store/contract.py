@@ -214,10 +214,10 @@ class Store(TurnStore, Protocol):
         """Return the ids of this owner's leases whose cancellation was requested."""
         ...
 
-    async def get(self, rollout_id: str) -> Rollout | None:
+    async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
         """Return a rollout in its current state, without trajectories.
 
-        It has its sub-agents and its work only if its request asks for them.
+        It has its sub-agents and its work only if its request asks for them, or with `whole_tree`.
         """
         ...
 

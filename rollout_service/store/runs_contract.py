@@ -26,6 +26,7 @@ from typing import Protocol
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.rollouts.figures import StepsSpread
 from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from api_schemas.tasks import Task
@@ -138,6 +139,7 @@ class GroupClosure:
     """The part of the rewards whose mean and deviation these are; None if it is their total."""
     filtered_on: Sequence[RewardPart] = ()
     """The parts of the rewards that the filters looked at, if there are parts."""
+    critical_steps: StepsSpread | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     """What to add to the run's counters when the group is closed, and not when it is closed again."""
 

@@ -82,6 +82,9 @@ async def test_a_rollout_has_what_its_request_asks_for(store: Store, detail: Nod
         assert read is not None
         assert read.nodes == ([] if detail is NodeDetail.NONE else bare(result.nodes))
         assert read.work == (None if detail is NodeDetail.NONE else WORK)
+    everything = await store.get("r1", whole_tree=True)
+    assert everything is not None
+    assert (everything.nodes, everything.work) == (bare(result.nodes), WORK)
     (listed,) = (await store.list()).rollouts
     assert (listed.nodes, listed.work) == ([], None if detail is NodeDetail.NONE else WORK)
     assert await store.trajectory("r1") == result.trajectory

@@ -66,13 +66,15 @@ def decode_samples(text: str) -> list[ClosedSample]:
 def encode_summary(closure: GroupClosure) -> str:
     """Return the statistics of a closed group as JSON, and the weights of its rewards if there are any."""
     fields = ("reward_mean", "reward_std", "oldest_version", "newest_version")
-    summary = {field: getattr(closure, field) for field in fields}
+    summary: dict[str, object] = {field: getattr(closure, field) for field in fields}
     if closure.reward_weights is not None:
         summary |= {
             "reward_weights": closure.reward_weights.model_dump(),
             "measured_on": closure.measured_on,
             "filtered_on": list(closure.filtered_on),
         }
+    if closure.critical_steps is not None:
+        summary["critical_steps"] = closure.critical_steps.model_dump()
     return json.dumps(summary)
 
 

@@ -238,9 +238,10 @@ class RedisRollouts:
         self._signals.cancels.looked(newest)
         return sorted(rollout_id.decode() for rollout_id in ids)
 
-    async def get(self, rollout_id: str) -> Rollout | None:
+    async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
         rows = await self.rows([rollout_id])
-        return codec.decode_rollout(rows[0]) if rows else None
+        shown = codec.Shown.ALL if whole_tree else codec.Shown.REQUESTED
+        return codec.decode_rollout(rows[0], shown) if rows else None
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         stored = await self._connection.command("GET", self._connection.key(f"t:{rollout_id}"))

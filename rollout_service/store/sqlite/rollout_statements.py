@@ -261,10 +261,12 @@ def cancel(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[RolloutState
     return state, ends
 
 
-def get(db: sqlite3.Connection, rollout_id: str) -> Rollout | None:
+def get(
+    db: sqlite3.Connection, rollout_id: str, shown: codec.Shown = codec.Shown.REQUESTED
+) -> Rollout | None:
     """Return a rollout in its current state."""
     row = db.execute(_GET, (rollout_id,)).fetchone()
-    return codec.decode_rollout(row) if row else None
+    return codec.decode_rollout(row, shown) if row else None
 
 
 def tree(db: sqlite3.Connection, rollout_id: str, *, with_trajectories: bool) -> sqlite3.Row | None:

@@ -248,8 +248,9 @@ class SqliteStore(Store):
         rows = await self._read(lambda db: db.execute(statements.CANCEL_REQUESTED, (owner,)).fetchall())
         return [row["rollout_id"] for row in rows]
 
-    async def get(self, rollout_id: str) -> Rollout | None:
-        return await self._read(lambda db: statements.get(db, rollout_id))
+    async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
+        shown = codec.Shown.ALL if whole_tree else codec.Shown.REQUESTED
+        return await self._read(lambda db: statements.get(db, rollout_id, shown))
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         row = await self._read(lambda db: db.execute(statements.TRAJECTORY, (rollout_id,)).fetchone())
