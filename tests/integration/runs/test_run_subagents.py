@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from api_schemas.rollouts.trees import NodeDetail
@@ -17,6 +18,7 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_client.run_export import RunExport
+from rollout_client.sync import SyncRolloutClient
 from tests.support.api.server import api_server
 from tests.support.processes.children import killed
 
@@ -124,3 +126,31 @@ async def test_a_run_from_its_request_to_its_export(url: str, detail: NodeDetail
                 assert not any(any(segment.loss_mask) for segment in first.trajectory.segments)
         rescored = await run.rescore()
         assert {one.error.code if one.error else None for one in rescored} == {"not_replayable"}
+
+
+def test_a_run_that_asks_for_no_sub_agents_shows_how_it_uses_them(url: str) -> None:
+    with SyncRolloutClient(url) as client:
+        run = client.create_run(order("watched", NodeDetail.NONE))
+        assert run.lease(timeout_seconds=60) is not None
+        deadline = time.monotonic() + 10
+        while (parallel := run.view(parallel=True).parallel) is None or parallel.recent is None:
+            assert time.monotonic() < deadline, "the manager notes what it has closed a moment later"
+            time.sleep(0.01)
+        assert run.view().parallel is None
+    assert parallel.recent == parallel.total
+    figures = parallel.total
+    assert (figures.rollouts, figures.perf, figures.assign_rate) == (2, 1.0, 1.0)
+    assert (figures.width_max, figures.speedup, figures.delegate_ratio) == (2.0, 4 / 3, 1.0)
+    assert (figures.finish_rate, figures.invalid) == (1.0, {})
+    metrics = httpx.get(f"{url}/metrics").text
+    assert 'rollout_parallel_assigns_total{outcome="valid",run="watched"} 4.0' in metrics
+    rows = [line.split() for line in show(url).splitlines()]
+    assert ["serial", "critical/total", "0.75", "0.75"] in rows
+    (printed,) = json.loads(show(url, "--json"))
+    assert printed["parallel"]["recent"]["assign_rate"] == 1.0
+
+
+def show(url: str, *flags: str) -> str:
+    """Return what the command line says of the run."""
+    command = [sys.executable, "-m", "rollout_service.cli", "runs", "show", "watched", "--url", url, *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
