@@ -29,6 +29,12 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="The embedded engine's model: calc-base, calc-tuned, or a folder.")
     ] = None,
+    pool_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="POOL=MODEL: one more embedded engine, for another pool, as frozen-1=calc-tuned; may be repeated."
+        ),
+    ] = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="URL of an engine to register; may be repeated.")
     ] = None,

@@ -31,7 +31,13 @@ from rollout_service.inference.pool.pools import Pools
 from rollout_service.inference.pool.weights.outcomes import OUT_OF_SERVICE
 from rollout_service.inference.pool.weights.shared_state import PoolState
 from rollout_service.pipeline.pipeline import retry_until_stored
-from rollout_service.policies.commands import REQUESTS, LocalCommands, PoolCommands, PoolRequest
+from rollout_service.policies.commands import (
+    REQUESTS,
+    LocalCommands,
+    PoolCommands,
+    PoolRequest,
+    refuse_weights_of_frozen,
+)
 from rollout_service.signals import ChangeSignal
 from rollout_service.store.cluster_contract import DEAD_SECONDS, HEARTBEAT_SECONDS, ClusterStore
 from rollout_service.store.engines_contract import EnginesStore, PoolRecord
@@ -88,6 +94,7 @@ class SharedCommands(PoolCommands):
     # ---- asking
 
     async def run(self, request: PoolRequest) -> PoolOutcome:
+        refuse_weights_of_frozen(request)  # before any node holds its requests for it
         kind, pool = _KINDS[type(request)], request.pool
         if all(each.spec.pool != pool for each in await self._store.backends()):
             return await self._local.run(request)

@@ -12,6 +12,7 @@ InferenceError
 ├── GenerationTimeout       the request was served, but not in time
 │   └── PoolPaused          ... or was held by a pause for longer than allowed
 ├── WeightsConflict         the pool cannot take these weights next
+├── PoolFrozen              the pool takes no weights at all
 └── OrderFailed             backends failed a command to their pool; the context has every answer
     ├── WeightsRefused      ... and all refused the weights that they were given
     ├── WeightsNotLoaded    ... and none has the weights
@@ -125,6 +126,13 @@ class WeightsConflict(InferenceError):
     """A command about weights contradicts the pool's state: an older version, or an incomplete group."""
 
     code = "weights_conflict"
+    status = 409
+
+
+class PoolFrozen(InferenceError):
+    """The pool is frozen: its engines keep the weights that they were started with."""
+
+    code = "pool_frozen"
     status = 409
 
 

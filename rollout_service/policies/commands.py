@@ -1,6 +1,7 @@
 """Commands to all backends of a pool: what can be asked, and who carries it out.
 
-Guarantee: whoever carries a command out, the caller gets the answer of every backend, or the error that refused it.
+Guarantees: whoever carries a command out, the caller gets the answer of every backend, or the error that refused it. A
+frozen pool is paused and resumed like others, and takes no weights.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from typing import Protocol
 from pydantic import BaseModel
 
 from api_schemas.inference import (
+    FROZEN_NAMES,
     PauseRequest,
     PoolOutcome,
     ResumeRequest,
     WeightsGroupRequest,
     WeightsRequest,
+    is_frozen,
 )
+from rollout_service.inference.errors import PoolFrozen
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.store.engines_contract import CommandKind
 
@@ -57,6 +61,7 @@ class LocalCommands(PoolCommands):
 
     async def run(self, request: PoolRequest, *, is_repeated: bool = False) -> PoolOutcome:
         """Carry out a command; one that `is_repeated` may have reached some backends already."""
+        refuse_weights_of_frozen(request)
         pool = self._pools[request.pool]
         match request:
             case PauseRequest():
@@ -69,3 +74,17 @@ class LocalCommands(PoolCommands):
                 return await pool.join_group(request)
             case LeaveGroupRequest():
                 return await pool.leave_group(request.group_name)
+
+
+def refuse_weights_of_frozen(request: PoolRequest) -> None:
+    """Refuse what would give weights to a frozen pool.
+
+    Raises:
+        PoolFrozen: The request asks for that.
+    """
+    if isinstance(request, WeightsRequest | WeightsGroupRequest) and is_frozen(request.pool):
+        raise PoolFrozen(
+            f"pool {request.pool!r} is frozen, as its name says, and takes no weights",
+            hint="Send them to the pool that is trained. To replace a frozen policy, start an engine with it, register "
+            f"that, and remove the old one; or use a pool whose name is not {FROZEN_NAMES}.",
+        )

@@ -25,6 +25,7 @@ from api_schemas.inference import (
     ResumeRequest,
     WeightsGroupRequest,
     WeightsRequest,
+    is_frozen,
 )
 from api_schemas.rollouts import RolloutRequest
 from rollout_service.errors import StoreError, describe
@@ -229,6 +230,10 @@ class PolicyServing:
         """Return all backends of all pools."""
         return self._pools.views()
 
+    def frozen_version_changes(self) -> dict[str, int]:
+        """Return how often the version of each frozen pool has changed, which only an engine itself can do."""
+        return {name: count for name, count in self._pools.version_changes().items() if is_frozen(name)}
+
     def absences(self) -> list[str]:
         """Return a sentence with the reason for each backend that does not serve."""
         awaited = [f"Waiting for {one}: {why.rstrip('.')}." for one, why in self.waiting.items()]
@@ -265,6 +270,7 @@ class PolicyServing:
         """Load weights into a pool.
 
         Raises:
+            PoolFrozen: The pool is frozen.
             NoBackendError: There is no such pool, or it has no backend.
             WeightsConflict: The version is older than the pool's, or in use for other weights.
             OrderFailed: Backends failed; the error has every answer.
@@ -292,6 +298,7 @@ class PolicyServing:
         """Let a pool's backends join a process group, all or none.
 
         Raises:
+            PoolFrozen: The pool is frozen.
             NoBackendError: There is no such pool, or it has no backend.
             WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
             BackendRejected: A backend cannot take weights from a process group.
@@ -316,8 +323,12 @@ class PolicyServing:
         Raises:
             NoBackendError: The pool is neither; the hint says how to register a backend.
         """
-        if pool not in self._served and all(spec.pool != pool for spec in self._awaited.values()):
+        if not self.expects(pool):
             self._pools[pool]
+
+    def expects(self, pool: str) -> bool:
+        """Return whether a pool was served, or is about to be."""
+        return pool in self._served or any(spec.pool == pool for spec in self._awaited.values())
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
         """Return the pools with a backend in service, paused ones too, and the event of the next change."""

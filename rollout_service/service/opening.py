@@ -43,7 +43,7 @@ from rollout_service.service.parts import (
     make_run_manager,
     make_stages,
     pipeline_places,
-    run_embedded_engine,
+    run_embedded_engines,
     sweep,
 )
 from rollout_service.service.service import Service, check_environment_here
@@ -72,7 +72,9 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         sandboxes = SandboxSource(node.pool, settings.pipeline.artifacts_bytes)
         serving = await _open_serving(stack, settings, store, owner, state_dir, metrics)
         gateway = await _open_gateway(stack, settings, serving, metrics)
-        metrics.registry.register(HealthMetrics(serving.views, store, node.free_bytes))
+        metrics.registry.register(
+            HealthMetrics(serving.views, serving.frozen_version_changes, store, node.free_bytes)
+        )
         sampler = PoolTextSampler(serving)
         context = AttemptContext(
             owner=owner,
@@ -186,7 +188,7 @@ async def _open_serving(
         commands.attach(pools)
         await stack.enter_async_context(commands.running())
         serving = PolicyServing(pools, engines, commands)
-    await stack.enter_async_context(run_embedded_engine(settings, serving))
+    await stack.enter_async_context(run_embedded_engines(settings, serving))
     await stack.enter_async_context(serving.reconnecting(settings.backends))
     return serving
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from rollout_service.groups import FilterRegistry
 from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.local_servers.keep_running import kept_running
 from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.inference.pool.pools import DEFAULT_POOL, Pools
 from rollout_service.inference.pool.weights.controller import Exclusive
 from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.stage import StageLimiter
@@ -81,15 +81,25 @@ def make_pools(settings: Settings, metrics: Metrics, exclusive: Exclusive | None
 
 
 @asynccontextmanager
-async def run_embedded_engine(settings: Settings, serving: PolicyServing) -> AsyncIterator[None]:
-    """Run the embedded engine within the block, unless the settings name other engines."""
-    if settings.engine is not DefaultEngine.EMBEDDED or settings.backends:
+async def run_embedded_engines(settings: Settings, serving: PolicyServing) -> AsyncIterator[None]:
+    """Run the embedded engines within the block: one for each pool that the settings name a model for.
+
+    The pool `policy` has one too, unless the settings name other engines.
+    """
+    models = dict(settings.embedded.pools)
+    if settings.engine is DefaultEngine.EMBEDDED and not settings.backends:
+        models[DEFAULT_POOL] = settings.embedded.model
+    threads = settings.embedded.threads
+    async with AsyncExitStack() as stack:
+        for pool, model in models.items():
+            make = partial(_embedded_engine, _checkpoint(model), threads)
+            url = await stack.enter_async_context(kept_running(make))
+            await serving.register(BackendSpec(url=HttpUrl(url), pool=pool), remember=False)
         yield
-        return
-    model, threads = _checkpoint(settings.embedded.model), settings.embedded.threads
-    async with kept_running(lambda port: EmbeddedEngine(model, port=port, threads=threads)) as url:
-        await serving.register(BackendSpec(url=HttpUrl(url)), remember=False)
-        yield
+
+
+def _embedded_engine(model: Path, threads: int, port: int) -> EmbeddedEngine:
+    return EmbeddedEngine(model, port=port, threads=threads)
 
 
 def _checkpoint(model: str) -> Path:

@@ -83,9 +83,24 @@ def _addresses(value: object) -> object:
     )
 
 
+def _pairs(value: object) -> object:
+    """Turn a list of `NAME=VALUE`, as flags and variables give it, into a table."""
+    if not isinstance(value, list):
+        return value
+    pairs = [str(one).partition("=") for one in value]
+    wrong = [name for name, equals, inner in pairs if not (name and equals and inner)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not of the form NAME=VALUE")
+    table = {name: inner for name, _, inner in pairs}
+    if len(table) < len(pairs):
+        raise ValueError("a name is given twice")
+    return table
+
+
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Paths = Annotated[list[Path], NoDecode, BeforeValidator(_split)]
 Backends = Annotated[list[BackendSpec], NoDecode, BeforeValidator(_addresses), BeforeValidator(_split)]
+Models = Annotated[dict[Name, str], NoDecode, BeforeValidator(_pairs), BeforeValidator(_split)]
 Keys = Annotated[list[ApiKey], NoDecode, BeforeValidator(name_keys), BeforeValidator(_split)]
 
 
@@ -137,12 +152,22 @@ class SandboxesSettings(Section):
 
 
 class EmbeddedSettings(Section):
-    """The embedded engine."""
+    """The embedded engines, each a process of its own."""
 
     model: str = "calc-tuned"
     """The model: a shipped policy (`calc-base`, `calc-tuned`), or the folder of a Qwen3 checkpoint."""
+    pools: Models = {}
+    """The models of further pools, by the pool's name, such as `frozen-1 = "calc-tuned"` for frozen sub-agents. Each
+    gets an engine of its own, whatever serves the policy."""
     threads: int = Field(1, ge=1)
-    """The number of threads that the engine computes with."""
+    """The number of threads that each engine computes with."""
+
+    @field_validator("pools")
+    @classmethod
+    def _policy_has_its_own_key(cls, pools: dict[str, str]) -> dict[str, str]:
+        if "policy" in pools:
+            raise ValueError("the model of the pool 'policy' is the key `model`")
+        return pools
 
 
 class PoolSettings(Section):

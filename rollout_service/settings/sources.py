@@ -40,6 +40,7 @@ FLAGS = {
     "sandbox.provider": "--sandbox",
     "engine": "--engine",
     "embedded.model": "--model",
+    "embedded.pools": "--pool-model",
     "backends": "--backend",
     "environments": "--environment",
     "state_dir": "--state-dir",

@@ -22,6 +22,8 @@ class HealthMetrics(Collector):
     """The metrics of engines, store and disks."""
 
     backends: Callable[[], Iterable[BackendView]]
+    frozen_version_changes: Callable[[], Mapping[str, int]]
+    """Return how often the version of each frozen pool has changed."""
     store: Store
     disks: Callable[[], Mapping[str, int]]
     """Return the free bytes by folder."""
@@ -55,6 +57,14 @@ class HealthMetrics(Collector):
         for view in views:
             versions.add_metric([view.pool, view.backend_id], view.weight_version)
         yield versions
+        changes = CounterMetricFamily(
+            "rollout_frozen_version_changes",
+            "Times that an engine of a frozen pool had another version than before",
+            labels=["pool"],
+        )
+        for pool, count in self.frozen_version_changes().items():
+            changes.add_metric([pool], count)
+        yield changes
 
     def _store(self) -> Iterator[Metric]:
         failing = self.store.problem is not None

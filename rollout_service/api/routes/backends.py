@@ -26,6 +26,7 @@ from rollout_service.inference.errors import (
     BackendUnreachable,
     NoBackendError,
     OrderFailed,
+    PoolFrozen,
     UnknownBackend,
     WeightsConflict,
     WeightsNotLoaded,
@@ -78,20 +79,23 @@ async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
 
 @router.post(
     "/weights",
-    responses=raises(NoBackendError, WeightsConflict, WeightsRefused, WeightsNotLoaded, WeightsPartlyLoaded),
+    responses=raises(
+        NoBackendError, WeightsConflict, PoolFrozen, WeightsRefused, WeightsNotLoaded, WeightsPartlyLoaded
+    ),
 )
 async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOutcome:
     """Load new weights into every engine of a pool while rollouts run.
 
     No token is lost: interrupted requests continue from what they had sampled, and every token carries the version that
     sampled it. Once started, an update runs to its end, even if you hang up. A version older than the pool's is a 409,
-    unless `force` is set.
+    unless `force` is set. A frozen pool refuses all weights with a 409.
     """
     return await service.serving.update_weights(request)
 
 
 @router.post(
-    "/weights/group", responses=raises(NoBackendError, WeightsConflict, BackendRejected, OrderFailed)
+    "/weights/group",
+    responses=raises(NoBackendError, WeightsConflict, PoolFrozen, BackendRejected, OrderFailed),
 )
 async def join_weights_group(service: ServiceDep, request: WeightsGroupRequest) -> PoolOutcome:
     """Have the engines of a pool join the trainer's process group, so that it can broadcast weights to them."""

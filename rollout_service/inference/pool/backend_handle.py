@@ -18,6 +18,7 @@ from rollout_service.inference.contract import (
 from rollout_service.inference.errors import BackendUnreachable
 from rollout_service.inference.pool.locality import is_local
 from rollout_service.inference.pool.probe import refuse_missing_extras
+from rollout_service.inference.pool.weights.version_watch import VersionWatch
 from rollout_service.signals import ChangeSignal
 
 _SMALLEST_SHARE = 0.1
@@ -32,6 +33,7 @@ class BackendHandle:
     info: ModelInfo
     slow_start: float
     """Seconds over which a backend that has joined grows to its fair share."""
+    versions: VersionWatch
     clock: Callable[[], float] = time.monotonic
     max_in_flight: int | None = None
     """The most requests that it is given at once."""
@@ -89,6 +91,8 @@ class BackendHandle:
                 part = await self.backend.generate(request, on_tokens and self._counting(on_tokens))
                 self.served += 1
                 self.bad_in_a_row = 0
+                if part.versions:
+                    self.versions.saw(self.id, part.versions[-1])
                 return part
         finally:
             self.in_flight -= 1
@@ -147,6 +151,7 @@ class BackendHandle:
         self.state = BackendState.READY
         self.bad_in_a_row = 0
         self._since = self.clock()
+        self.versions.saw(self.id, info.weight_version)
 
     def view(self, pool: str, *, paused: bool) -> BackendView:
         """Return the backend as the API shows it."""

@@ -31,6 +31,7 @@ from rollout_service.inference.pool.stalls import StallDetector
 from rollout_service.inference.pool.wait_queue import WaitQueue
 from rollout_service.inference.pool.weights.controller import Exclusive, PoolController
 from rollout_service.inference.pool.weights.shared_state import PoolState
+from rollout_service.inference.pool.weights.version_watch import VersionWatch
 from rollout_service.inference.routing import CostRouter, Observer, Router
 
 
@@ -59,6 +60,7 @@ class BackendPool:
         self._clock = clock
         router = router or CostRouter()
         self._queue = WaitQueue()
+        self._versions = VersionWatch(name)
         self._on_change = on_change
         self._registry = BackendRegistry(name, router.forget, self._changed)
         self._controller = PoolController(self._registry, exclusive)
@@ -82,6 +84,11 @@ class BackendPool:
         self._queue.wake_all()
         if self._on_change is not None:
             self._on_change()
+
+    @property
+    def version_changes(self) -> int:
+        """How often a backend had another version of the weights than before."""
+        return self._versions.changes
 
     @property
     def waiting(self) -> int:
@@ -127,7 +134,9 @@ class BackendPool:
             is_known = exports is not None and known is None
             version = await self._controller.synchronize(backend, info.weight_version, is_known=is_known)
             info = replace(info, weight_version=version)
-            handle = known or BackendHandle(backend, info, self._options.slow_start, self._clock)
+            handle = known or BackendHandle(
+                backend, info, self._options.slow_start, self._versions, self._clock
+            )
             handle.bring_back(info)
             handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend
             self._registry.add(handle)

@@ -115,6 +115,10 @@ class Pools:
         """Return every backend of every pool as the API shows it."""
         return [view for name in self.names() for view in self._pools[name].views()]
 
+    def version_changes(self) -> dict[str, int]:
+        """Return how often each pool's backends had another version of the weights than before."""
+        return {name: pool.version_changes for name, pool in self._pools.items()}
+
     async def register(
         self,
         url: str,

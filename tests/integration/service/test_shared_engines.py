@@ -29,7 +29,12 @@ from api_schemas.inference import (
 from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.errors import NoBackendError, WeightsConflict, WeightsPartlyLoaded
+from rollout_service.inference.errors import (
+    NoBackendError,
+    PoolFrozen,
+    WeightsConflict,
+    WeightsPartlyLoaded,
+)
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.policies.serving import PolicyServing
@@ -293,6 +298,30 @@ async def test_another_node_completes_a_command_whose_coordinator_died(
             with anyio.fail_after(10):
                 while each.versions() != [1, 1]:
                     await anyio.sleep(0.01)
+
+
+async def test_weights_for_a_frozen_pool_are_refused_before_any_node_holds_its_requests(
+    members: list[Member], engines: list[CountingEngine]
+) -> None:
+    await members[0].serving.register(BackendSpec(url=HttpUrl(engines[0].url), pool="frozen-1"))
+    for each in members:
+        await each.serves(3, BackendState.READY)
+    commands = [engine.commands.copy() for engine in engines]
+    order = WeightsRequest(path="/weights", version=1, pool="frozen-1")
+    for each in members:
+        with pytest.raises(PoolFrozen, match="'frozen-1'"):
+            await each.serving.update_weights(order)
+        with pytest.raises(PoolFrozen, match="'frozen-1'"):
+            await each.serving.update_weights(order.model_copy(update={"force": True}))
+    assert [engine.commands for engine in engines] == commands
+    records = await members[0].commands._store.pools()
+    assert not any(record.number for record in records if record.pool == "frozen-1"), "nothing was asked"
+    await members[1].serving.pause(PauseRequest(pool="frozen-1"))
+    with anyio.fail_after(5):
+        while not all(each.pools["frozen-1"].paused for each in members):
+            await anyio.sleep(0.01)
+    assert not any(each.pools["policy"].paused for each in members)
+    await members[2].serving.resume(ResumeRequest(pool="frozen-1"))
 
 
 async def test_a_command_to_a_pool_without_backends_is_refused(members: list[Member]) -> None:

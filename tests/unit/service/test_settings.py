@@ -210,3 +210,36 @@ def test_variables_of_the_scripts_are_accepted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ROLLOUT_PYTHON", "python3.12")
     monkeypatch.setenv("ROLLOUT_SGLANG_ENV", "/opt/sglang")
     load_settings()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["frozen-1=calc-tuned,frozen-2=/models/old=er", '["frozen-1=calc-tuned", "frozen-2=/models/old=er"]'],
+)
+def test_models_of_further_pools_in_a_variable(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS", value)
+    assert load_settings().embedded.pools == {"frozen-1": "calc-tuned", "frozen-2": "/models/old=er"}
+
+
+def test_models_of_further_pools_in_the_file_and_by_flags(empty_folder: Path) -> None:
+    (empty_folder / "rollout.toml").write_text('[embedded.pools]\nfrozen-1 = "calc-base"\n')
+    assert load_settings().embedded.pools == {"frozen-1": "calc-base"}
+    flags = {"embedded": {"pools": ["frozen-2=calc-tuned"]}}
+    assert load_settings(**flags).embedded.pools == {"frozen-2": "calc-tuned"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("frozen-1", "not of the form NAME=VALUE"),
+        ("=calc-tuned", "not of the form NAME=VALUE"),
+        ("frozen-1=", "not of the form NAME=VALUE"),
+        ("policy=calc-base", "is the key `model`"),
+        ("a pool=calc-base", "embedded.pools"),
+    ],
+)
+def test_a_bad_model_of_a_pool_is_refused_by_its_flag(flag: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--pool-model.*{says}"):
+        load_settings(embedded={"pools": [flag]})
+    with pytest.raises(ConfigurationError, match="given twice"):
+        load_settings(embedded={"pools": ["frozen-1=a", "frozen-1=b"]})
