@@ -23,6 +23,7 @@ from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.resumption import open_turn_log
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner, limits_of
+from rollout_service.policies.subagent_pools import subagent_pool
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Lease
 from rollout_service.tokens import ToolSpec
@@ -33,7 +34,11 @@ class LeaseLostError(Exception):
 
 
 class NotServedError(Exception):
-    """The rollout's pool went out of service before the attempt began; the rollout waits in the store."""
+    """A pool of the rollout is not in service, and the attempt has not begun; the rollout waits in the store."""
+
+    def __init__(self, pool: str) -> None:
+        super().__init__(f"pool {pool!r} is not in service")
+        self.pool = pool
 
 
 class Attempt:
@@ -56,6 +61,7 @@ class Attempt:
         """Pass all stages; raise whatever ends the attempt early."""
         environment = self._environment()
         self._parallel = environment.spec.parallel
+        self._policy.subagent_pool = subagent_pool(environment.spec)
         if environment.uses_gateway:
             self._policy.limits = limits_of(environment, self.lease.request)
         self.turns = self._policy.turns = await open_turn_log(self._context, self.lease, environment)
@@ -86,7 +92,7 @@ class Attempt:
 
         Raises:
             LeaseLostError: The rollout is no longer this attempt's.
-            NotServedError: No engine of its pool is in service, and nothing has begun.
+            NotServedError: A pool that it needs is not in service, and nothing has begun.
         """
         if stage is Stage.INIT:
             self._policy.check_served()
@@ -176,16 +182,19 @@ class AttemptPolicy:
         """The turns to play, and where to save others, for the built-in agents."""
         self.limits: EpisodeLimits | None = None
         """The limits of a program that drives the policy by itself; None if none does."""
+        self.subagent_pool: str | None = None
+        """The pool of its sub-agents; None if it has none."""
 
     def check_served(self) -> None:
-        """Check that the pool is in service.
+        """Check that the pool is in service, and that of the sub-agents.
 
         Raises:
-            NotServedError: It is not.
+            NotServedError: One of them is not.
         """
         pools, _ = self._context.policies.in_service()
-        if self._request.pool not in pools:
-            raise NotServedError(self._request.pool)
+        for pool in (self._request.pool, self.subagent_pool):
+            if pool is not None and pool not in pools:
+                raise NotServedError(pool)
 
     async def open(self, tools: list[ToolSpec]) -> Policy:
         """Open the conversation.

@@ -1,11 +1,11 @@
-"""What this node claims from the store, as the cluster decides it.
+"""What this node claims from the store: as the cluster decides it, and as long as sub-agents are served.
 
 Guarantee: whoever changes what may be claimed wakes the pipeline, so that nothing polls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from rollout_service.signals import ChangeSignal
 
@@ -13,16 +13,30 @@ from rollout_service.signals import ChangeSignal
 class ClaimRules:
     """The environments that this node claims rollouts of, and whether it claims any."""
 
-    def __init__(self) -> None:
+    def __init__(self, environments: Iterable[str] = ()) -> None:
+        """Take the names of this node's environments."""
+        self._environments = list(environments)
+        self._left: dict[str, str] = {}
+        """The environments whose rollouts stay in the store, and the pools of sub-agents that they wait for."""
         self._waits: Mapping[str, float] | None = None
         self._open = True
         self.changed = ChangeSignal()
         """Given after each change."""
 
-    @property
-    def waits(self) -> Mapping[str, float] | None:
-        """How long a rollout of each environment is left to other nodes, in seconds; None: all are claimed at once."""
-        return self._waits
+    def waits(self, pools: Collection[str]) -> Mapping[str, float] | None:
+        """Return how long a rollout of each environment is left to other nodes, in seconds; None: all are claimed now.
+
+        `pools` are those in service. What was left in the store is left out, unless its pool is one of them.
+        """
+        self._left = {name: pool for name, pool in self._left.items() if pool not in pools}
+        if not self._left:
+            return self._waits
+        waits = dict.fromkeys(self._environments, 0.0) if self._waits is None else self._waits
+        return {name: seconds for name, seconds in waits.items() if name not in self._left}
+
+    def leave(self, environment: str, pool: str) -> None:
+        """Leave rollouts of an environment in the store until this pool, of their sub-agents, is in service."""
+        self._left[environment] = pool
 
     @property
     def is_open(self) -> bool:

@@ -5,8 +5,8 @@ Guarantees:
 - A rollout is never worked on twice at a time, even if the store cannot be written for longer than a lease.
 - If the store has lost its last writes, as in a failover, what it gave away is dropped, and what it says is held and is
   not worked on is queued again.
-- A rollout begins only while its pool has a backend in service. Waiting for one uses no attempt and counts against no
-  deadline.
+- A rollout begins only while its pool has a backend in service, and that of its sub-agents too. Waiting for one uses no
+  attempt and counts against no deadline.
 - Only failures that may pass are retried, within a budget.
 - A rollout that was interrupted continues from its last saved turn, or begins anew without using an attempt.
 - A cancellation takes effect at any moment, and frees everything the rollout held.
@@ -200,7 +200,7 @@ class Pipeline:
                 limit=limit,
                 lease_seconds=self._settings.lease_seconds,
                 pools=pools,
-                waits=self._claims.waits,
+                waits=self._claims.waits(pools),
             )
             leases = await take()
             while context.store.rewinds != self._rewinds:  # it may have leased what is still worked on
@@ -318,7 +318,10 @@ class Pipeline:
             result = attempt.result(RolloutState.COMPLETED, score=await attempt.run())
         except LeaseLostError:
             raise
-        except NotServedError:
+        except NotServedError as error:
+            request = attempt.lease.request
+            if error.pool != request.pool:  # whose pool is out of service is not claimed anyway
+                self._claims.leave(request.task.environment, error.pool)
             await self._hand_back(attempt)
         except CannotResumeError as error:
             await self._begin_anew(attempt, error)

@@ -24,6 +24,7 @@ from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import InvalidFieldError, prefix_field_paths
 from rollout_service.groups.run_warnings import run_warnings
+from rollout_service.policies.subagent_pools import check_subagent_pool, check_trained_pool
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.task_source import Rows, open_file
@@ -63,6 +64,7 @@ class RunService:
             StoreError: The store failed.
         """
         self._manager.chain(request)
+        check_trained_pool(request.pool)
         self._check_pool(request.pool)
         source = request.source
         digest = None
@@ -82,9 +84,19 @@ class RunService:
                 log.warning("a run may not do what it is meant to do", run=record.run_id, warning=warning)
         return view, new
 
+    async def _find(self, name: str) -> Environment:
+        """Return an environment whose image and whose sub-agents' pool can be used.
+
+        Raises:
+            InvalidFieldError: There is none; the error's field is `environment`.
+        """
+        environment = await self._check_environment(name)
+        check_subagent_pool(environment.spec, self._check_pool)
+        return environment
+
     async def _open(self, source: FileTasks | DatasetTasks) -> Rows:
         with prefix_field_paths("body.source"):
-            environment = await self._check_environment(source.environment)
+            environment = await self._find(source.environment)
         if isinstance(source, DatasetTasks):
             return await anyio.to_thread.run_sync(open_dataset, source, environment)
         return await anyio.to_thread.run_sync(open_file, source, environment.check)
@@ -100,7 +112,7 @@ class RunService:
         for number, task in enumerate(tasks):
             with prefix_field_paths(f"{field}.{number}"):
                 if task.environment not in environments:
-                    environments[task.environment] = await self._check_environment(task.environment)
+                    environments[task.environment] = await self._find(task.environment)
                 environments[task.environment].check(task.instance)
 
     async def _require_subagents(self, environments: Mapping[str, str]) -> None:

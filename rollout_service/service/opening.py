@@ -93,7 +93,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             subagent_slots=FairSlots(settings.pipeline.subagent_slots),
             is_stopping=lambda: shutdown.begun,
         )
-        claims = ClaimRules()
+        claims = ClaimRules(one.spec.name for one in environments.list())
         pipeline = Pipeline(context, settings.pipeline, claims)
         manager = await make_run_manager(settings, store, environments, serving, metrics)
         member = ClusterMember(

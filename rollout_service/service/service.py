@@ -25,6 +25,7 @@ from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.pipeline import Pipeline, first_of
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.policies.serving import PolicyServing
+from rollout_service.policies.subagent_pools import check_own_pool, check_subagent_pool, subagent_pools
 from rollout_service.runs import Delivery
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
@@ -70,19 +71,23 @@ class Service:
             StoreError: The store cannot be written.
         """
         with prefix_field_paths("body.task"):
-            await self._check_task(request.task)
+            environment = await self._check_task(request.task)
+        if environment is not None:
+            check_own_pool(environment.spec, request.pool)
         self.serving.check(request.pool)
         rollout, _ = await self.store.submit(request)
         return rollout
 
-    async def _check_task(self, task: Task) -> None:
-        """Check a task; one whose environment only other nodes have is checked by the node that takes it.
+    async def _check_task(self, task: Task) -> Environment | None:
+        """Check a task, and return its environment.
+
+        One that only other nodes have is checked by the node that takes it, and None is returned.
 
         Raises:
             InvalidFieldError: A field cannot be used.
         """
         if task.environment not in self.environments and self.suitability.runs_elsewhere(task.environment):
-            return
+            return None
         environment = await check_environment_here(
             self.environments, self.sandboxes, self.suitability, task.environment
         )
@@ -90,6 +95,8 @@ class Service:
         specific = environment.for_instance(task.instance)
         if specific is not environment and not self.suitability.runs_elsewhere(task.environment):
             await check_image(self.sandboxes, specific.spec)
+        check_subagent_pool(specific.spec, self.serving.check)
+        return specific
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
         """Return a rollout in its present state.
@@ -195,7 +202,21 @@ class Service:
     def warnings(self) -> list[str]:
         """Return the problems that do not keep the service from working."""
         problems = self.environments.problems.items()
-        return [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
+        unusable = [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
+        return unusable + self._waiting_for_subagents()
+
+    def _waiting_for_subagents(self) -> list[str]:
+        """Return a sentence for each pool of sub-agents that was served, or will be, and is out of service."""
+        in_service, _ = self.serving.in_service()
+        waiting: dict[str, list[str]] = {}
+        for name, pool in subagent_pools(self.environments.list()).items():
+            if pool is not None and pool not in in_service and self.serving.expects(pool):
+                waiting.setdefault(pool, []).append(name)
+        return [
+            f"rollouts of {', '.join(names)} wait: no backend of pool {pool!r}, which serves their sub-agents, is in "
+            "service; register one with POST /v1/backends"
+            for pool, names in waiting.items()
+        ]
 
     def unready(self) -> list[str]:
         """Return the reasons why the service cannot take work, each with a remedy; empty if it can."""

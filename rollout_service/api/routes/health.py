@@ -43,8 +43,8 @@ async def get_health(request: Request) -> Health:
 async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
     """Check that the service can take work; use it as a readiness probe.
 
-    `reasons` says what is missing and what to do about it; `warnings` names problems that do not keep rollouts from
-    running. Needs no key.
+    `reasons` says what is missing and what to do about it; `warnings` names problems that keep some rollouts
+    from running, or none. Needs no key.
     """
     reasons = service.unready()
     response.status_code = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK

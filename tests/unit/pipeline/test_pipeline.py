@@ -93,7 +93,7 @@ class Policies:
 
     def __init__(self) -> None:
         self.open_ids: set[str] = set()
-        self._pools = frozenset({"policy"})
+        self._pools = frozenset({"policy", "frozen-1"})
         self._changed = anyio.Event()
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
@@ -850,6 +850,60 @@ async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_plac
             RolloutState.CANCELLED: 1,
         }
         b.policies.serve("policy")
+        for i in (1, 2):
+            rollout = await b.result(f"r{i}")
+            assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
+
+
+async def test_rollouts_wait_for_the_pool_of_their_sub_agents_and_lose_nothing_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bench(Played(parallel=ParallelSettings()), claims=ClaimRules(["played"])) as b:
+        claim, asked = b.store.claim, 0
+
+        async def counted(*args: Any, **options: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return await claim(*args, **options)
+
+        monkeypatch.setattr(b.store, "claim", counted)
+        b.policies.serve("policy")
+        for i in range(8):
+            await b.submit(f"r{i}", init_seconds=1.0)
+        await anyio.sleep(1.2)
+        assert await b.store.counts() == {RolloutState.QUEUED: 8}
+        assert asked < 30, "they are not leased and handed back again and again"
+        b.policies.serve("frozen-1")
+        await anyio.sleep(0.1)
+        assert await b.store.counts() == {RolloutState.QUEUED: 8}, "their own pool is not in service"
+        b.policies.serve("policy", "frozen-1")
+        served = [await b.result(f"r{i}") for i in range(8)]
+        assert {(r.state, r.attempt) for r in served} == {(RolloutState.COMPLETED, 1)}
+        assert not any(r.retries for r in served)
+        await b.idle()
+
+
+async def test_a_pool_of_sub_agents_lost_before_an_attempt_begins_costs_no_attempt() -> None:
+    release = anyio.Event()
+
+    async def init(_: Episode) -> None:
+        await release.wait()
+
+    settings = SETTINGS.model_copy(update={"init_workers": 1})
+    claims = ClaimRules(["played"])
+    async with bench(Played(init=init, parallel=ParallelSettings()), settings=settings, claims=claims) as b:
+        b.policies.serve("policy", "frozen-1")
+        for i in range(3):
+            await b.submit(f"r{i}")
+        with anyio.fail_after(10):
+            while b.pipeline.live() < 3:
+                await anyio.sleep(0.005)
+        b.policies.serve("policy")
+        release.set()
+        assert (await b.result("r0")).state is RolloutState.COMPLETED
+        await b.idle()
+        assert await b.store.counts() == {RolloutState.COMPLETED: 1, RolloutState.QUEUED: 2}
+        b.policies.serve("policy", "frozen-1")
         for i in (1, 2):
             rollout = await b.result(f"r{i}")
             assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
