@@ -20,7 +20,7 @@ from rollout_service.groups import FilterRegistry
 from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.local_servers.keep_running import kept_running
 from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import DEFAULT_POOL, Pools
+from rollout_service.inference.pool.pools import Pools
 from rollout_service.inference.pool.weights.controller import Exclusive
 from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.stage import StageLimiter
@@ -28,7 +28,7 @@ from rollout_service.policies.serving import PolicyServing
 from rollout_service.policies.shipped import POLICIES, policy_folder
 from rollout_service.runs import RunManager
 from rollout_service.runs.dataset import reopening
-from rollout_service.settings import DefaultEngine, PipelineSettings, Settings
+from rollout_service.settings import PipelineSettings, Settings
 from rollout_service.store.contract import Store
 from rollout_service.store.runs_contract import RetentionPolicy
 from rollout_service.telemetry.metrics import Metrics
@@ -86,12 +86,9 @@ async def run_embedded_engines(settings: Settings, serving: PolicyServing) -> As
 
     The pool `policy` has one too, unless the settings name other engines.
     """
-    models = dict(settings.embedded.pools)
-    if settings.engine is DefaultEngine.EMBEDDED and not settings.backends:
-        models[DEFAULT_POOL] = settings.embedded.model
     threads = settings.embedded.threads
     async with AsyncExitStack() as stack:
-        for pool, model in models.items():
+        for pool, model in settings.embedded_models.items():
             make = partial(_embedded_engine, _checkpoint(model), threads)
             url = await stack.enter_async_context(kept_running(make))
             await serving.register(BackendSpec(url=HttpUrl(url), pool=pool), remember=False)

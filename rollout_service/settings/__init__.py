@@ -398,6 +398,12 @@ class Settings(BaseSettings):
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
+    def embedded_models(self) -> dict[str, str]:
+        """The models of the embedded engines by pool; `policy` has none if other engines are configured."""
+        has_own = self.engine is DefaultEngine.EMBEDDED and not self.backends
+        return {**self.embedded.pools, **({"policy": self.embedded.model} if has_own else {})}
+
+    @property
     def database(self) -> Path:
         """The store's database file."""
         return self.state_dir.expanduser() / "rollouts.sqlite3"

@@ -213,7 +213,11 @@ def check_image(settings: Settings) -> Check:
 
 
 def check_engine(settings: Settings) -> Check:
-    """Check that some engine serves the policy."""
+    """Check that some engine serves the policy, and that the embedded engines have their models."""
+    for pool, model in settings.embedded_models.items():
+        if not _is_model(model):
+            flag = "--model calc-tuned" if pool == "policy" else f"--pool-model {pool}=calc-tuned"
+            return Check("engine", "missing", f"there is no policy {model}", f"rollout-service serve {flag}")
     if settings.backends:
         return Check("engine", "ok", ", ".join(str(backend.url) for backend in settings.backends))
     if settings.engine is DefaultEngine.NONE:
@@ -223,13 +227,12 @@ def check_engine(settings: Settings) -> Check:
             "none is configured; register one once the server runs",
             "rollout-service backends add URL",
         )
-    model = settings.embedded.model
-    folder = policy_folder(model) if model in POLICIES else Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return Check("engine", "ok", f"embedded, with {model}")
-    return Check(
-        "engine", "missing", f"there is no policy {model}", "rollout-service serve --model calc-tuned"
-    )
+    return Check("engine", "ok", f"embedded, with {settings.embedded.model}")
+
+
+def _is_model(name: str) -> bool:
+    folder = policy_folder(name) if name in POLICIES else Path(name).expanduser()
+    return (folder / "config.json").is_file()
 
 
 def check_state_dir(folder: Path) -> Check:

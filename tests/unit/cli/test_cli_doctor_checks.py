@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.cli.doctor.checks import check_mounts, check_open_files
+from rollout_service.cli.doctor.checks import check_engine, check_mounts, check_open_files
 from rollout_service.settings import Settings
 from sandboxes import ApptainerConfig, LimitDefaults, LocalConfig
 from sandboxes.host.facts import HostFacts, read_host_facts
@@ -46,3 +46,22 @@ def test_open_files_are_judged_only_where_they_are_known_and_bounded(
     local = Settings(sandbox=LocalConfig(provider="local"), state_dir=tmp_path)
     assert list(check_open_files(replace(facts, max_open_files=None), apptainer)) == []
     assert list(check_open_files(replace(facts, max_open_files=1), local)) == []
+
+
+@pytest.mark.parametrize(
+    ("embedded", "fix"),
+    [
+        ({"model": "/nowhere"}, "rollout-service serve --model calc-tuned"),
+        ({"pools": {"frozen-1": "/nowhere"}}, "rollout-service serve --pool-model frozen-1=calc-tuned"),
+    ],
+)
+def test_a_model_of_an_embedded_engine_that_is_not_there_is_named(
+    embedded: dict[str, object], fix: str
+) -> None:
+    check = check_engine(Settings.model_validate({"embedded": embedded}))
+    assert (check.state, check.found, check.fix) == ("missing", "there is no policy /nowhere", fix)
+
+
+def test_the_embedded_engines_are_fine_with_shipped_models() -> None:
+    settings = Settings.model_validate({"embedded": {"pools": {"frozen-1": "calc-base"}}})
+    assert check_engine(settings).state == "ok"
