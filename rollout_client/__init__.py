@@ -28,7 +28,10 @@ def _load_lazily(namespace: dict[str, Any], homes: Mapping[str, str]) -> Callabl
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
-        namespace[name] = getattr(import_module(homes[name]), name)
+        home = homes[name]
+        # The package first: two threads, one with each, would wait for each other.
+        import_module(home.rpartition(".")[0] or home)
+        namespace[name] = getattr(import_module(home), name)
         return namespace[name]
 
     return load
