@@ -1,0 +1,164 @@
+"""What `pointers` and `split` share: named cells, a tool that reads one, and a sum as the answer.
+
+Guarantees:
+- The answer is written, not computed: `37+12` is as right as `49`. So a policy that can copy can be right, and what is
+  trained is how the work is divided.
+- The cells' own hash decides whether a task is held out, and the shipped policy never saw a held-out one.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Final, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.episodes import Episode, EpisodeLimits, Score
+
+HELD_OUT_SHARE: Final = 16  # one task in this many is held out
+HELD_OUT_PROBLEMS: Final = 128
+TRAINING_PROBLEMS: Final = 4_096
+MAX_CRITICAL_STEPS: Final = 6
+SUM: Final = re.compile(r"\s*\d{1,9}(\s*\+\s*\d{1,9}){0,63}\s*", re.ASCII)
+
+LIMITS: Final = EpisodeLimits(
+    max_turns=12,
+    max_tokens=512,
+    max_turn_tokens=96,
+    agent_seconds=600.0,
+    tool_output_chars=256,
+)
+PARALLEL: Final = ParallelSettings(
+    max_assigns_per_turn=8,
+    max_width=4,
+    max_critical_steps=MAX_CRITICAL_STEPS,
+    charge_direct_calls=True,
+    result_chars=256,
+    subagent=SubagentSettings(max_turns=10, max_tokens=256, max_turn_tokens=48),
+)
+"""What a task costs when it is done alone is over the budget for all but the smallest."""
+
+Name = Annotated[str, Field(min_length=1, max_length=32)]
+
+
+class LookupInstance(BaseModel):
+    """The fields of an instance."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    question: str
+    names: Annotated[list[Name], Field(min_length=1, max_length=64)]
+    """What is to be added."""
+    cells: Annotated[dict[Name, Name], Field(max_length=1_024)]
+    """What each name holds: a number of up to nine digits, or another name."""
+
+
+class LookupProblem(TypedDict):
+    """An instance as it is made."""
+
+    question: str
+    names: list[str]
+    cells: dict[str, str]
+
+
+class Key(Arguments):
+    """The arguments of `read`."""
+
+    key: str
+
+
+async def _read(arguments: Key, context: ToolContext) -> str:
+    cells = context.instance["cells"]
+    held = cells.get(arguments.key) if isinstance(cells, Mapping) else None
+    if held is None:
+        raise ToolInputError("there is nothing")
+    return str(held)
+
+
+READ: Final = FunctionTool("read", "Read what a key holds.", Key, _read, parallel=True)
+
+
+def score_sum(episode: Episode, expected: int) -> Score:
+    """Return 1 for the right sum within the budget of steps, else 0."""
+    given = written_sum(episode.answer)
+    steps = 0 if episode.work is None else episode.work.scheduled_steps
+    right, in_time = given == expected, steps <= MAX_CRITICAL_STEPS
+    return Score(
+        float(right and in_time),
+        {"sum": float(given is not None), "right": float(right), "in_time": float(in_time)},
+    )
+
+
+def written_sum(answer: str | None) -> int | None:
+    """Return the value of an answer such as `37+12`; None if it is no sum of natural numbers."""
+    if answer is None or SUM.fullmatch(answer) is None:
+        return None
+    return sum(map(int, answer.split("+")))
+
+
+def add_numbers(texts: list[str]) -> int | None:
+    """Return the sum of what cells hold; None if something is no number."""
+    values = [written_sum(text) for text in texts if "+" not in text]
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(texts) else None
+
+
+def letters(rng: random.Random, count: int) -> list[str]:
+    """Return different capital letters in any order."""
+    return rng.sample(string.ascii_uppercase, count)
+
+
+def coordinate(rng: random.Random, letter: str) -> str:
+    """Return a name of a letter and a digit."""
+    return f"{letter}{rng.randint(0, 9)}"
+
+
+def value(rng: random.Random) -> str:
+    """Return a number of two digits."""
+    return str(rng.randint(10, 99))
+
+
+def is_held_out(problem: LookupProblem) -> bool:
+    """Return whether a task is held out from training; the order of its cells does not matter."""
+    text = " ".join(f"{name}={held}" for name, held in sorted(problem["cells"].items()))
+    return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
+
+
+def sample_problems(
+    make: Callable[[random.Random], LookupProblem], seed: int, n: int, held_out: bool
+) -> list[LookupProblem]:
+    """Return `n` tasks, all held out or none; the same seed gives the same tasks."""
+    rng = random.Random(seed)  # noqa: S311 - tasks, not secrets
+    problems: list[LookupProblem] = []
+    while len(problems) < n:
+        problem = make(rng)
+        if is_held_out(problem) == held_out:
+            problems.append(problem)
+    return problems
+
+
+def as_instance(problem: LookupProblem) -> dict[str, JsonValue]:
+    """Return the data of a task."""
+    return {
+        "question": problem["question"],
+        "names": list(problem["names"]),
+        "cells": dict(problem["cells"]),
+    }
+
+
+def instances(make: Callable[[random.Random], LookupProblem], seed: int) -> list[dict[str, JsonValue]]:
+    """Return the data set that ships with an environment."""
+    splits = {
+        "held_out": sample_problems(make, seed, HELD_OUT_PROBLEMS, held_out=True),
+        "train": sample_problems(make, seed + 1, TRAINING_PROBLEMS, held_out=False),
+    }
+    return [
+        as_instance(problem) | {"split": split} for split, problems in splits.items() for problem in problems
+    ]

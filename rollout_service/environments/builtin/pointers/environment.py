@@ -1,0 +1,71 @@
+"""`pointers`: add values that are two look-ups away each, in fewer steps than one agent needs.
+
+An agent that reads everything itself is right within the budget only for two values. One that assigns each value to a
+sub-agent in one turn is done in five steps, however many there are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.builtin import lookups
+from rollout_service.environments.builtin.lookups import LookupInstance
+from rollout_service.environments.builtin.pointers.problems import make_problem
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
+from rollout_service.environments.instance_fields import read_instance
+from rollout_service.episodes import Episode, Score
+from rollout_service.errors import InvalidFieldError
+
+DATASET_SEED = 30_260
+
+SPEC = EnvironmentSpec(
+    name="pointers",
+    description="Add values that are two look-ups away each, alone or with sub-agents, within six steps.",
+    tools=["finish"],
+    limits=lookups.LIMITS,
+    parallel=lookups.PARALLEL,
+    evaluate_in=EvaluateIn.NONE,
+)
+
+
+class Pointers(AgentEnvironment):
+    """Instances: `question`, `names` of keys, and `cells` in which each key holds a name that holds a number."""
+
+    replayable: Replayable = "never"  # the score depends on the steps, which an answer does not tell
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        super().check(instance)
+        expected_sum(instance)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return lookups.score_sum(episode, expected_sum(episode.instance))
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return _dataset()
+
+
+def expected_sum(instance: dict[str, JsonValue]) -> int:
+    """Return the sum of the values behind the keys.
+
+    Raises:
+        InvalidFieldError: The instance cannot be used.
+    """
+    fields = read_instance(LookupInstance, instance)
+    pointers = [fields.cells.get(key, "") for key in fields.names]
+    total = lookups.add_numbers([fields.cells.get(pointer, "") for pointer in pointers])
+    if total is None:
+        message = "must hold, for each of `names`, a name that holds a number"
+        raise InvalidFieldError([FieldError(path="instance.cells", message=message)])
+    return total
+
+
+@cache
+def _dataset() -> list[dict[str, JsonValue]]:
+    return lookups.instances(make_problem, DATASET_SEED)
+
+
+environment = Pointers(SPEC, extra_tools=[lookups.READ], subagent_tools=[lookups.READ])

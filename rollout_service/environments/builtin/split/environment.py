@@ -1,0 +1,88 @@
+"""`split`: read an index, then add all that it names, in fewer steps than one agent needs.
+
+Only for the smallest index can one agent read all items within the budget. For the others, the work must be divided
+evenly among up to four sub-agents; a task that is assigned before the index was read is wasted.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.builtin import lookups
+from rollout_service.environments.builtin.lookups import LookupInstance
+from rollout_service.environments.builtin.split.problems import make_problem
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
+from rollout_service.environments.instance_fields import read_instance
+from rollout_service.episodes import Episode, Score
+from rollout_service.errors import InvalidFieldError
+
+DATASET_SEED = 40_260
+
+SPEC = EnvironmentSpec(
+    name="split",
+    description="Read an index and add all that it names, alone or with sub-agents, within six steps.",
+    tools=["finish"],
+    limits=lookups.LIMITS,
+    parallel=lookups.PARALLEL,
+    evaluate_in=EvaluateIn.NONE,
+)
+
+
+class Nothing(Arguments):
+    """The arguments of `index`."""
+
+
+async def _index(arguments: Nothing, context: ToolContext) -> str:  # noqa: ARG001 - it has none
+    names = context.instance["names"]
+    return index_text([str(name) for name in names] if isinstance(names, list) else [])
+
+
+def index_text(names: list[str]) -> str:
+    """Return what the tool `index` says."""
+    return " ".join(names)
+
+
+INDEX = FunctionTool("index", "List the keys.", Nothing, _index, parallel=True)
+
+
+class Split(AgentEnvironment):
+    """Instances: `question`, `names` of items in the order of the index, and `cells` in which each holds a number."""
+
+    replayable: Replayable = "never"  # the score depends on the steps, which an answer does not tell
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        super().check(instance)
+        expected_sum(instance)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return lookups.score_sum(episode, expected_sum(episode.instance))
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return _dataset()
+
+
+def expected_sum(instance: dict[str, JsonValue]) -> int:
+    """Return the sum of the items' values.
+
+    Raises:
+        InvalidFieldError: The instance cannot be used.
+    """
+    fields = read_instance(LookupInstance, instance)
+    total = lookups.add_numbers([fields.cells.get(name, "") for name in fields.names])
+    if total is None:
+        message = "must hold a number for each of `names`"
+        raise InvalidFieldError([FieldError(path="instance.cells", message=message)])
+    return total
+
+
+@cache
+def _dataset() -> list[dict[str, JsonValue]]:
+    return lookups.instances(make_problem, DATASET_SEED)
+
+
+environment = Split(SPEC, extra_tools=[INDEX, lookups.READ], subagent_tools=[lookups.READ])
