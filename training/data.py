@@ -1,8 +1,4 @@
-"""Training examples: conversations in the exact ids that the service would build and sample.
-
-Guarantee: every example goes through `rollout_service.tokens.Conversation`, as a rollout does, so the policy is trained
-on the ids that it will see: the rendered prompt, its own turns, and the bridges between them.
-"""
+"""Training examples of the environment `calc`: questions, calls of the tool `python`, and answers."""
 
 from __future__ import annotations
 
@@ -12,24 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from api_schemas.trajectories import FinishReason, Message
 from rollout_service.environments.builtin.calc.problems import CalcProblem, is_held_out, make_problem
-from rollout_service.tokens import ChatRenderer, Conversation
-from training.prompts import CALC_SETUP, CALL_FAILURES, TOOL_FAILURES, Setup, random_setup
+from rollout_service.tokens import ChatRenderer
+from training.examples import Example, Setup, converse
+from training.prompts import CALC_SETUP, CALL_FAILURES, TOOL_FAILURES, random_setup
 
 RANDOM_RESULTS = 0.3  # the tool returns any number, so the policy must copy it and cannot guess it
 TOOL_ERRORS = 0.06  # the tool fails at first, and the policy calls it again
 BROKEN_CALLS = 0.04  # the policy's own call is malformed, and it writes it again
 NO_THINKING = 0.15  # batches whose prompts end in an empty block of reasoning
 CALC_PROMPTS = 0.5  # batches with the setup of the environment `calc`
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Token ids, and a mask that is 1 for each token to learn."""
-
-    token_ids: list[int]
-    loss_mask: list[int]
 
 
 class Examples:
@@ -110,25 +98,10 @@ def call_text(expression: str) -> str:
 
 def play(renderer: ChatRenderer, setup: Setup, case: Case) -> Example:
     """Return the ids of one conversation: question, call, result, answer."""
-    system, tools = setup
-    conversation = Conversation(renderer, tools)
-    conversation.append([Message(role="system", content=system)] if system else [])
-    conversation.append([Message(role="user", content=case.problem["question"])])
-    for call, returned in case.calls:
-        _say(conversation, renderer, call)
-        conversation.append([Message(role="tool", content=returned)])
-    _say(conversation, renderer, f"\\boxed{{{case.result}}}")
-    (segment,) = conversation.trajectory().segments
-    mask = segment.loss_mask
-    if not case.learn_first:
-        mask = [int(bit and turn > 0) for bit, turn in zip(mask, segment.turn_ids, strict=True)]
-    return Example(segment.token_ids, mask)
-
-
-def _say(conversation: Conversation, renderer: ChatRenderer, text: str) -> None:
-    conversation.prompt()
-    ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
-    conversation.record(ids, [0.0] * len(ids), [0] * len(ids), FinishReason.STOP)
+    turns = [(call, [returned]) for call, returned in case.calls]
+    answer = f"\\boxed{{{case.result}}}"
+    question = case.problem["question"]
+    return converse(renderer, setup, question, [*turns, (answer, [])], learn_first=case.learn_first)
 
 
 def _guess(problem: CalcProblem, rng: random.Random) -> str:

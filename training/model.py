@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from training.data import Example
+from training.examples import Example
 from training.tokenizer import MAX_POSITIONS
 
 ROPE_THETA = 10_000.0
@@ -20,7 +20,7 @@ PAD_ID, STOP_ID = 0, 2  # <|endoftext|> and <|im_end|>
 
 
 def new_model(vocab_size: int = 512) -> transformers.Qwen3ForCausalLM:
-    """Return a new model with 853,632 parameters."""
+    """Return a new model; with 512 pieces, it has 853,632 parameters."""
     config = transformers.Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=128,

@@ -12,15 +12,7 @@ from typing import Any
 from rollout_service.agents.tool_calling.builtin_tools import builtin_tools
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.tokens import ToolSpec
-
-TOOLS_TEXT = (
-    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n</tools>\n\n"
-    "For each function call, return a json object with function name and arguments within "
-    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
-    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
-)
-"""Qwen3's own text around tools, for learning the tokenizer's merges; the renderer writes it into prompts."""
+from training.examples import Setup
 
 TOOL_FAILURES = (
     "[no output]",
@@ -69,10 +61,6 @@ _DESCRIPTIONS = {
     "finish": "End the task with the final answer.",
     "edit": "View and edit a file.",
 }
-
-Setup = tuple[str | None, list[ToolSpec]]
-"""A system text, and tools in the OpenAI function format."""
-
 
 CALC_SETUP: Setup = (calc.SPEC.system, [tool.definition for tool in builtin_tools(calc.SPEC.tools)])
 """The setup of the environment `calc`."""

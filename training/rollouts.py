@@ -12,8 +12,8 @@ import transformers
 from api_schemas.trajectories import FinishReason, Message
 from rollout_service.environments.builtin.calc.problems import CalcProblem, evaluate_expression
 from rollout_service.tokens import AssistantTurn, ChatRenderer, Conversation
+from training.examples import Setup, open_conversation
 from training.model import PAD_ID, STOP_ID
-from training.prompts import Setup
 
 MAX_TURNS = 4
 MAX_TURN_TOKENS = 64
@@ -53,13 +53,7 @@ def roll_out(
     temperature: float,
 ) -> list[Attempt]:
     """Roll out all problems in parallel; temperature 0 is greedy."""
-    system, tools = setup
-    attempts = []
-    for problem in problems:
-        attempt = Attempt(problem, Conversation(renderer, tools))
-        attempt.conversation.append([Message(role="system", content=system)] if system else [])
-        attempt.conversation.append([Message(role="user", content=problem["question"])])
-        attempts.append(attempt)
+    attempts = [Attempt(p, open_conversation(renderer, setup, p["question"])) for p in problems]
     for _ in range(MAX_TURNS):
         live = [attempt for attempt in attempts if not attempt.done]
         for start in range(0, len(live), 128):

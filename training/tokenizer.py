@@ -1,20 +1,15 @@
-"""The tiny policy's tokenizer: 512 byte-level pieces with Qwen3's control tokens.
+"""The tokenizers of the tiny policies: byte-level pieces with Qwen3's control tokens.
 
-Digits, operators and brackets are split off before the merges are learned, so each is a separate token. A number can be
-copied digit by digit, and a bracket is never merged with a digit.
+What is to be copied piece by piece, such as digits, is split off before the merges are learned, so it never merges.
 """
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from rollout_service.environments.builtin.calc.problems import make_problem
-from training.prompts import CALL_FAILURES, TOOL_FAILURES, TOOLS_TEXT, random_setup
 
 CONTROL_TOKENS = (
     "<|endoftext|>",
@@ -32,13 +27,28 @@ PADDING = "<|endoftext|>"
 MAX_POSITIONS = 2048
 
 
-def build_tokenizer(folder: Path, vocab_size: int = 512) -> None:
-    """Learn the merges and write `tokenizer.json` and `tokenizer_config.json` into the folder."""
+TOOLS_TEXT = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+"""Qwen3's own text around tools, for learning the merges; the renderer writes it into prompts."""
+
+
+def build_tokenizer(
+    folder: Path, corpus: Iterable[str], vocab_size: int, isolated: str, *, within_words: bool
+) -> None:
+    """Learn the merges, and write `tokenizer.json` and `tokenizer_config.json` into the folder.
+
+    `isolated` is a pattern of what never merges. Without `within_words`, a piece may be a whole phrase.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"[0-9+\-*/().=]"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            pre_tokenizers.Split(Regex(isolated), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=within_words),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +58,7 @@ def build_tokenizer(folder: Path, vocab_size: int = 512) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     content = json.loads(tokenizer.to_str())
     for token in content["added_tokens"]:
         # As in Qwen3, only <|...|> are special; otherwise, decoding without special tokens would lose tool calls.
@@ -70,15 +80,3 @@ def _config() -> dict[str, object]:
         "add_bos_token": False,
         "chat_template": template.rstrip("\n"),
     }
-
-
-def _corpus(setups: int = 600) -> Iterator[str]:
-    rng = random.Random(0)
-    for _ in range(setups):
-        problem = make_problem(rng)
-        system, tools = random_setup(rng)
-        yield f"system\n{system}\n\n{TOOLS_TEXT}\n" + "\n".join(map(json.dumps, tools))
-        yield f"user\n{problem['question']}"
-        yield f'assistant\n{{"name": "python", "arguments": {{"code": "print({problem["expression"]})"}}}}\n'
-        yield f"\n{problem['answer']}\n\\boxed{{{problem['answer']}}}"
-        yield rng.choice(TOOL_FAILURES + CALL_FAILURES)

@@ -1,7 +1,8 @@
-"""Train the tiny policies on examples: `python -m training.train --out FOLDER`.
+"""Train the tiny policies on examples: `python -m training.train --out FOLDER [--task parl]`.
 
-This writes the tokenizer, and a checkpoint at every evaluation. The last one is `calc-tuned`; after further training
-with `--guesses`, it is `calc-base`. It takes about five minutes on two CPU cores.
+This writes the tokenizer, and a checkpoint at every evaluation. The last one of `calc` is `calc-tuned`; after further
+training with `--guesses`, it is `calc-base`. That of `parl` is `parl-base` after further training with few `--serial`
+and `--wide`. Each takes some minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from rollout_service.environments.builtin.calc.problems import sample_problems
-from rollout_service.tokens import ChatRenderer
-from training.data import Examples
+from training.calc import CalcTask
+from training.examples import TrainingTask
 from training.model import load_model, new_model, sampled_logprobs, save_checkpoint
-from training.prompts import CALC_SETUP
-from training.rollouts import roll_out
-from training.tokenizer import build_tokenizer
+from training.parl.scripts import Mixture
+from training.parl.task import ParlTask
 
 
 def main() -> None:
@@ -29,17 +28,18 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
+    task = _task(arguments)
     tokenizer = arguments.start or arguments.out / "tokenizer"
-    if not arguments.start:
-        build_tokenizer(tokenizer)
-    model = load_model(arguments.start) if arguments.start else new_model()
-    train(model, tokenizer, arguments)
+    model = load_model(arguments.start) if arguments.start else new_model(task.build_tokenizer(tokenizer))
+    train(task, model, tokenizer, arguments)
 
 
-def train(model: transformers.Qwen3ForCausalLM, tokenizer: Path, arguments: argparse.Namespace) -> None:
+def train(
+    task: TrainingTask, model: transformers.Qwen3ForCausalLM, tokenizer: Path, arguments: argparse.Namespace
+) -> None:
     """Train with AdamW, a warm-up and a cosine schedule; the loss covers only the policy's own tokens."""
     optimizer = _optimizer(model, arguments.lr)
-    batches = Examples(tokenizer, 1000 + arguments.seed, guesses=arguments.guesses).batches(arguments.batch)
+    batches = task.batches(tokenizer, 1000 + arguments.seed, arguments.batch)
     began, average = time.monotonic(), 0.0
     for step in range(1, arguments.steps + 1):
         for group in optimizer.param_groups:
@@ -56,18 +56,13 @@ def train(model: transformers.Qwen3ForCausalLM, tokenizer: Path, arguments: argp
             folder = arguments.out / f"step-{step}"
             save_checkpoint(model, tokenizer, folder)
             report = {"step": step, "loss": round(average, 4), "seconds": round(time.monotonic() - began)}
-            print(json.dumps(report | evaluate(folder, arguments.problems)), flush=True)
+            print(json.dumps(report | task.evaluate(folder, arguments.problems)), flush=True)
 
 
-def evaluate(folder: Path, count: int) -> dict[str, float]:
-    """Return the success on held-out problems, with the checkpoint as it was written."""
-    model, renderer = load_model(folder), ChatRenderer.load(folder)
-    problems = sample_problems(7, count, held_out=True)
-    shares = {}
-    for name, temperature in (("greedy", 0.0), ("temperature_1", 1.0)):
-        attempts = roll_out(model, renderer, CALC_SETUP, problems, temperature)
-        shares[name] = round(sum(attempt.success for attempt in attempts) / count, 3)
-    return shares
+def _task(arguments: argparse.Namespace) -> TrainingTask:
+    if arguments.task == "calc":
+        return CalcTask(arguments.guesses)
+    return ParlTask(Mixture(serial=arguments.serial, wide=arguments.wide))
 
 
 def _schedule(step: int, warm_up: int, steps: int) -> float:
@@ -84,6 +79,7 @@ def _optimizer(model: transformers.Qwen3ForCausalLM, lr: float) -> torch.optim.O
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", choices=("calc", "parl"), default="calc")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start", type=Path, help="a checkpoint to train further")
     parser.add_argument("--steps", type=int, default=1500)
@@ -92,7 +88,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--problems", type=int, default=96, help="problems of an evaluation")
-    parser.add_argument("--guesses", type=float, default=0.0, help="share that answers without the tool")
+    parser.add_argument(
+        "--guesses", type=float, default=0.0, help="calc: the share that answers without the tool"
+    )
+    parser.add_argument(
+        "--serial", type=float, default=0.2, help="parl: the share that assigns one task a turn"
+    )
+    parser.add_argument("--wide", type=float, default=0.3, help="parl: the share that assigns several a turn")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
