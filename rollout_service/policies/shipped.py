@@ -1,7 +1,8 @@
 """Tiny policies that ship with the service, for demos and tests; they were made with `training/`.
 
 `calc-tuned` solves the environment `calc` almost always; `calc-base` solves it about every second time, which makes its
-groups worth training on. Both are Qwen3 models with fewer than a million parameters.
+groups worth training on. `parl-base` is for `pointers` and `split`: an orchestrator that mostly does everything itself, and
+its own sub-agent. All are Qwen3 models with fewer than a million parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 
 from rollout_service.errors import ConfigurationError
 
-POLICIES: Final = ("calc-base", "calc-tuned")
+POLICIES: Final = ("calc-base", "calc-tuned", "parl-base")
 
 
 def policy_folder(name: str) -> Path:

@@ -53,10 +53,10 @@ class ParlTask:
 
 def make_script(kind: str, mixture: Mixture, rng: random.Random) -> tuple[Setup, Script]:
     """Return a conversation of this kind about a problem that is not held out, and its setup."""
-    make = split.make_problem if kind in ("split", "sub_read") else pointers.make_problem
-    problem = make(rng)
+    module = split if kind in ("split", "sub_read") else pointers
+    problem = module.make_problem(rng, rng.choice(module.SIZES))
     while is_held_out(problem):
-        problem = make(rng)
+        problem = module.make_problem(rng, rng.choice(module.SIZES))
     match kind:
         case "pointers":
             return POINTERS, scripts.follow(problem, mixture.choose(rng), rng)

@@ -12,7 +12,7 @@ import random
 import re
 import string
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Final, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -68,13 +68,17 @@ class LookupProblem(TypedDict):
     cells: dict[str, str]
 
 
-class Key(Arguments):
+Make = Callable[[random.Random, int], LookupProblem]
+"""Makes a task of a size."""
+
+
+class CellKey(Arguments):
     """The arguments of `read`."""
 
     key: str
 
 
-async def _read(arguments: Key, context: ToolContext) -> str:
+async def _read(arguments: CellKey, context: ToolContext) -> str:
     cells = context.instance["cells"]
     held = cells.get(arguments.key) if isinstance(cells, Mapping) else None
     if held is None:
@@ -82,7 +86,7 @@ async def _read(arguments: Key, context: ToolContext) -> str:
     return str(held)
 
 
-READ: Final = FunctionTool("read", "Read what a key holds.", Key, _read, parallel=True)
+READ: Final = FunctionTool("read", "Read what a key holds.", CellKey, _read, parallel=True)
 
 
 def score_sum(episode: Episode, expected: int) -> Score:
@@ -132,13 +136,13 @@ def is_held_out(problem: LookupProblem) -> bool:
 
 
 def sample_problems(
-    make: Callable[[random.Random], LookupProblem], seed: int, n: int, held_out: bool
+    make: Make, sizes: Sequence[int], seed: int, n: int, held_out: bool
 ) -> list[LookupProblem]:
-    """Return `n` tasks, all held out or none; the same seed gives the same tasks."""
+    """Return `n` tasks, all held out or none, of each size in turn; the same seed gives the same tasks."""
     rng = random.Random(seed)  # noqa: S311 - tasks, not secrets
     problems: list[LookupProblem] = []
     while len(problems) < n:
-        problem = make(rng)
+        problem = make(rng, sizes[len(problems) % len(sizes)])
         if is_held_out(problem) == held_out:
             problems.append(problem)
     return problems
@@ -153,11 +157,11 @@ def as_instance(problem: LookupProblem) -> dict[str, JsonValue]:
     }
 
 
-def instances(make: Callable[[random.Random], LookupProblem], seed: int) -> list[dict[str, JsonValue]]:
+def instances(make: Make, sizes: Sequence[int], seed: int) -> list[dict[str, JsonValue]]:
     """Return the data set that ships with an environment."""
     splits = {
-        "held_out": sample_problems(make, seed, HELD_OUT_PROBLEMS, held_out=True),
-        "train": sample_problems(make, seed + 1, TRAINING_PROBLEMS, held_out=False),
+        "held_out": sample_problems(make, sizes, seed, HELD_OUT_PROBLEMS, held_out=True),
+        "train": sample_problems(make, sizes, seed + 1, TRAINING_PROBLEMS, held_out=False),
     }
     return [
         as_instance(problem) | {"split": split} for split, problems in splits.items() for problem in problems

@@ -13,7 +13,7 @@ from rollout_service.errors import ConfigurationError
 from rollout_service.policies.shipped import POLICIES, policy_folder
 from rollout_service.tokens import ChatRenderer
 
-MAX_BYTES = 4_000_000
+MAX_BYTES = 6_000_000
 TOOLS = [tool.definition for tool in builtin_tools(["python", "bash", "finish"])]
 CALL = ToolCall(id="call-0", name="python", arguments={"code": "print(12*34)"}, raw="")
 CONVERSATIONS = {
@@ -101,8 +101,8 @@ def test_the_weights_fit_the_settings(name):
     assert config["vocab_size"] == ChatRenderer.load(folder).vocab_size
 
 
-def test_both_policies_have_the_same_tokenizer():
-    base, tuned = (policy_folder(name) / "tokenizer.json" for name in POLICIES)
+def test_the_policies_of_calc_have_the_same_tokenizer():
+    base, tuned = (policy_folder(name) / "tokenizer.json" for name in ("calc-base", "calc-tuned"))
     assert base.read_bytes() == tuned.read_bytes()
 
 

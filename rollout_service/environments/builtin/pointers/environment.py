@@ -14,7 +14,7 @@ from api_schemas.errors import FieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin import lookups
 from rollout_service.environments.builtin.lookups import LookupInstance
-from rollout_service.environments.builtin.pointers.problems import make_problem
+from rollout_service.environments.builtin.pointers.problems import SIZES, make_problem
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import Episode, Score
@@ -65,7 +65,7 @@ def expected_sum(instance: dict[str, JsonValue]) -> int:
 
 @cache
 def _dataset() -> list[dict[str, JsonValue]]:
-    return lookups.instances(make_problem, DATASET_SEED)
+    return lookups.instances(make_problem, SIZES, DATASET_SEED)
 
 
 environment = Pointers(SPEC, extra_tools=[lookups.READ], subagent_tools=[lookups.READ])

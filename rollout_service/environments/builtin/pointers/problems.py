@@ -14,9 +14,8 @@ SIZES: Final = (2, 3, 4)
 """How many values a task asks for."""
 
 
-def make_problem(rng: random.Random, size: int | None = None) -> LookupProblem:
-    """Make a task that asks for `size` values, or for any of the sizes."""
-    size = size or rng.choice(SIZES)
+def make_problem(rng: random.Random, size: int) -> LookupProblem:
+    """Make a task that asks for `size` values."""
     names = letters(rng, 2 * size)
     keys, pointers = names[:size], [coordinate(rng, letter) for letter in names[size:]]
     held = dict(zip(keys, pointers, strict=True)) | {pointer: value(rng) for pointer in pointers}

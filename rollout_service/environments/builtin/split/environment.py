@@ -15,7 +15,7 @@ from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, T
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin import lookups
 from rollout_service.environments.builtin.lookups import LookupInstance
-from rollout_service.environments.builtin.split.problems import make_problem
+from rollout_service.environments.builtin.split.problems import SIZES, make_problem
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import Episode, Score
@@ -82,7 +82,7 @@ def expected_sum(instance: dict[str, JsonValue]) -> int:
 
 @cache
 def _dataset() -> list[dict[str, JsonValue]]:
-    return lookups.instances(make_problem, DATASET_SEED)
+    return lookups.instances(make_problem, SIZES, DATASET_SEED)
 
 
 environment = Split(SPEC, extra_tools=[INDEX, lookups.READ], subagent_tools=[lookups.READ])

@@ -15,7 +15,7 @@ SIZES: Final = (4, 6, 8)
 QUESTION: Final = "Add all."
 
 
-def make_problem(rng: random.Random, size: int | None = None) -> LookupProblem:
-    """Make a task of `size` items, or of any of the sizes."""
-    items = [coordinate(rng, letter) for letter in letters(rng, size or rng.choice(SIZES))]
+def make_problem(rng: random.Random, size: int) -> LookupProblem:
+    """Make a task of `size` items."""
+    items = [coordinate(rng, letter) for letter in letters(rng, size)]
     return LookupProblem(question=QUESTION, names=items, cells={item: value(rng) for item in items})
