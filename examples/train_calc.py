@@ -3,6 +3,7 @@
     python examples/train_calc.py --engine embedded              starts its own service and engine
     python examples/train_calc.py --engine sglang --weights group --max-staleness 2
     python examples/train_calc.py --url http://127.0.0.1:8080    uses yours, which must be on this machine
+    python examples/train_calc.py --environment pointers --auxiliary annealed    teaches to hand on work
 
 Guarantees: each batch is trained on exactly once, however often the trainer is killed. Started again with the same
 `--out`, training continues where it was. `scripts/train` installs the requirements first.
@@ -25,15 +26,17 @@ import torch
 from anyio.to_thread import run_sync
 from trainer.checkpoint import Checkpoints, load_state
 from trainer.control import shuffled
-from trainer.curves import Curves
-from trainer.launch import BASE, Plan, serving
+from trainer.curves import Curves, sub_agent_points
+from trainer.dividing import ENVIRONMENTS, Dividing, advantages_of, division_of
+from trainer.launch import BASE, ORCHESTRATOR, Plan, serving
 from trainer.learner import Learner, Recipe
 from trainer.policy import samples_of
 from trainer.publish import DiskPublisher, GroupPublisher
 from trainer.stages import StageClock
 
-from api_schemas.rollouts import RolloutRequest, Sampling
-from api_schemas.runs import Advantages, Batch, DatasetTasks, FilterSpec, RunRequest
+from api_schemas.rollouts import Rollout, RolloutRequest, Sampling, TokenExtras
+from api_schemas.rollouts.trees import NodeDetail
+from api_schemas.runs import Batch, DatasetTasks, FilterSpec, RunRequest
 from api_schemas.tasks import Task
 from rollout_client.client import ClientRun, ConflictError, NotFoundError, RolloutClient
 
@@ -62,6 +65,8 @@ class Order:
     seed: int
     shuffle_rewards: bool
     """Whether to train on rewards that went to other samples: a control, in which nothing can be learned."""
+    dividing: Dividing
+    """The rewards for handing on work."""
 
 
 async def train(
@@ -78,16 +83,18 @@ async def train(
         await publisher.publish(last.folder, learner.model, learner.steps)
     run = await client.create_run(run_request(order))
     await give_back(run, saved.held())
+    kind = advantages_of(order.environment)
     stages, trained = StageClock(client.base_url), load_state(last)["batch"] if last else None
     async for batch in run.batches(arrays=True):
         saved.hold(batch.batch_id)
         if batch.batch_id != trained:  # otherwise its acknowledgment was late or missing
             busy = await stages.busy()
-            arrays = shuffled(batch.arrays, order.seed) if order.shuffle_rewards else batch.arrays
+            arrays = shuffled(batch.arrays, order.seed, kind) if order.shuffle_rewards else batch.arrays
             watched = await run_sync(learner.step, samples_of(arrays))
             trained, minutes = batch.batch_id, (time.monotonic() - began) / 60
             point = {"step": learner.steps, "batch": batch.batch.number, "minutes": minutes}
-            curves.add({**point, **rewards_of(batch.batch), **watched, **busy})
+            division = await sub_agents_of(run)
+            curves.add({**point, **rewards_of(batch.batch), **watched, **busy, **division})
             last = saved.save(learner.model, learner.state() | {"batch": trained})
             await publisher.publish(last.folder, learner.model, learner.steps)
             show(curves)
@@ -108,7 +115,8 @@ def run_request(order: Order) -> RunRequest:
         batch_size=order.batch_size,
         max_staleness=order.max_staleness,
         prefetch_batches=min(order.max_staleness, 1),
-        advantages=Advantages.GROUP_NORM,
+        advantages=advantages_of(order.environment),
+        auxiliary=order.dividing.order(),
         # The first filter distinguishes groups that all failed from groups that all succeeded.
         filters=[FilterSpec(name="all_failed"), FilterSpec(name="zero_variance")],
     )
@@ -132,36 +140,49 @@ def rewards_of(batch: Batch) -> dict[str, float]:
     return {"reward": (sum(kept) + solved) / tried, "acceptance": len(kept) / tried}
 
 
+async def sub_agents_of(run: ClientRun) -> dict[str, float]:
+    """Return how the latest rollouts divided their work, those of dropped groups included; {} without sub-agents."""
+    figures = (await run.view(parallel=True)).parallel
+    return {} if figures is None or figures.recent is None else sub_agent_points(figures.recent)
+
+
 def is_done(order: Order, curves: Curves, seconds: float) -> bool:
     recent = [point["reward"] for point in curves.points[-2:]]
     good = len(recent) == 2 and mean(recent) >= order.target
     return good or curves.points[-1]["step"] >= order.steps or seconds >= order.minutes * 60
 
 
-async def evaluate(client: RolloutClient, order: Order, temperature: float = 1.0) -> float:
-    """Return the mean reward of held-out tasks; temperature 0 is greedy. A failure of the service is not a zero."""
+async def evaluate(client: RolloutClient, order: Order, temperature: float = 1.0) -> list[Rollout]:
+    """Return rollouts of held-out tasks; temperature 0 is greedy."""
     tasks = await client.dataset(order.environment, split="held_out", limit=DATASET_LIMIT)
     requests = [
         RolloutRequest(
             task=Task(environment=order.environment, instance=tasks[number % len(tasks)]),
             sampling=Sampling(temperature=temperature),
+            exports=TokenExtras(nodes=NodeDetail.SUMMARY),
         )
         for number in range(order.evaluations)
     ]
-    rewards = [rollout.reward async for rollout in client.run_all(requests)]
-    return mean(reward for reward in rewards if reward is not None)
+    return [rollout async for rollout in client.run_all(requests)]
+
+
+def reward_of(rollouts: list[Rollout]) -> float:
+    """Return the mean reward; a failure of the service is not a zero."""
+    return mean(rollout.reward for rollout in rollouts if rollout.reward is not None)
 
 
 def show(curves: Curves) -> None:
     point = curves.points[-1]
     bar = "#" * round(40 * point["reward"])
-    shown = ("entropy", "staleness", "logprob_gap", "acceptance", "minutes")
+    shown = ("entropy", "staleness", "logprob_gap", "acceptance", "critical_steps", "width", "minutes")
     rest = "  ".join(f"{name} {point[name]:.3g}" for name in shown if name in point)
     print(f"step {point['step']:3.0f}  reward {point['reward']:.3f} {bar:40}  {rest}", flush=True)
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    order = Order(**{name: getattr(arguments, name) for name in Order.__slots__})
+    dividing = Dividing(**{name: getattr(arguments, name) for name in Dividing.__slots__})
+    fields = {name: getattr(arguments, name) for name in Order.__slots__ if name != "dividing"}
+    order = Order(**fields, dividing=dividing)
     out = arguments.out or Path(tempfile.mkdtemp(prefix="train-"))
     torch.set_num_threads(arguments.threads)
     saved = Checkpoints(out / "checkpoints", arguments.start)
@@ -191,9 +212,11 @@ async def main(arguments: argparse.Namespace) -> None:
                 arguments.workers,
                 arguments.add_environment,
                 arguments.plug_in,
+                [f"frozen-1={arguments.frozen}"] if arguments.environment in ENVIRONMENTS else [],
             )
             client = await stack.enter_async_context(serving(plan, start, out / "service"))
-        before = await evaluate(client, order) if order.evaluations and last is None else None
+        evaluates = order.evaluations > 0
+        before = reward_of(await evaluate(client, order)) if evaluates and last is None else None
         if before is not None:
             print(f"held-out reward before: {before:.3f}", flush=True)
         training = time.monotonic()
@@ -202,8 +225,9 @@ async def main(arguments: argparse.Namespace) -> None:
         except* ConflictError as errors:
             raise SystemExit(f"the service refused: {errors.exceptions[0]}") from None
         minutes = (time.monotonic() - training) / 60
-        final = await evaluate(client, order) if order.evaluations else None
-        greedy = await evaluate(client, order, temperature=0.0) if order.evaluations else None
+        after = await evaluate(client, order) if evaluates else []
+        greedy = reward_of(await evaluate(client, order, temperature=0.0)) if evaluates else None
+    final = reward_of(after) if evaluates else None
     plots = await run_sync(curves.draw)
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     figures = {
@@ -215,6 +239,7 @@ async def main(arguments: argparse.Namespace) -> None:
         "whole_minutes": (time.monotonic() - began) / 60,
         "cpu_seconds": sum(each.ru_utime + each.ru_stime for each in spent),
         "rewards": [point["reward"] for point in curves.points],
+        **{f"final_{name}": value for name, value in division_of(after).items()},
     }
     print(
         f"held-out reward after {learner.steps} steps, {minutes:.1f} min: {final}, greedy {greedy}; "
@@ -257,7 +282,29 @@ def parse() -> argparse.Namespace:
         metavar="DIR",
         help="environments in Python to serve",
     )
-    add("--start", type=Path, default=BASE, metavar="DIR", help="the policy to begin with; default calc-base")
+    add(
+        "--start",
+        type=Path,
+        metavar="DIR",
+        help="the policy to begin with; default calc-base, or parl-base for pointers and split",
+    )
+    add(
+        "--frozen",
+        type=Path,
+        default=ORCHESTRATOR,
+        metavar="DIR",
+        help="the policy of the sub-agents; default parl-base",
+    )
+    add(
+        "--auxiliary",
+        choices=("none", "annealed", "constant"),
+        default="none",
+        help="rewards for handing on work",
+    )
+    add("--measure", choices=("count", "width"), default=Dividing().measure, help="what they measure")
+    add("--lambda1", type=float, default=Dividing().lambda1, help="weight of handing on work")
+    add("--lambda2", type=float, default=Dividing().lambda2, help="weight of work that is done")
+    add("--anneal", type=int, default=Dividing().anneal, help="steps over which the two weights fall to 0")
     add("--steps", type=int, default=60, help="at most")
     add("--minutes", type=float, default=15.0, help="at most")
     add("--target", type=float, default=0.93, help="end at this reward of two batches; above 1: never")
@@ -283,6 +330,8 @@ def parse() -> argparse.Namespace:
         parser.error(
             "the embedded engine takes weights from folders only; --weights group needs --engine sglang"
         )
+    if arguments.start is None:
+        arguments.start = ORCHESTRATOR if arguments.environment in ENVIRONMENTS else BASE
     return arguments
 
 

@@ -18,6 +18,8 @@ from rollout_service.policies.shipped import policy_folder
 
 BASE = policy_folder("calc-base")
 """The policy that training begins with; half of its answers are right."""
+ORCHESTRATOR = policy_folder("parl-base")
+"""The policy that begins to learn to hand on work, and that of its sub-agents."""
 SGLANG_START_SECONDS = 600.0
 """The limit for SGLang's start, which takes 20 s on an idle machine and minutes on a busy one."""
 
@@ -35,6 +37,8 @@ class Plan:
     """Folders with an `environment.toml`."""
     plug_ins: Sequence[Path] = ()
     """Folders of Python code with environments as entry points."""
+    pool_models: Sequence[str] = ()
+    """More pools, each with an engine of its own: `POOL=MODEL`."""
 
 
 @asynccontextmanager
@@ -43,6 +47,8 @@ async def serving(plan: Plan, model: Path, folder: Path) -> AsyncIterator[Rollou
     flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(plan.workers), "--log-level", "warning"]
     for path in plan.environments:
         flags += ["--environment", str(path)]
+    for model_of_pool in plan.pool_models:
+        flags += ["--pool-model", model_of_pool]
     if plan.plug_ins:  # the service is a child of this process
         os.environ["PYTHONPATH"] = os.pathsep.join(str(path.resolve()) for path in plan.plug_ins)
     async with AsyncExitStack() as stack:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from trainer.control import shuffled
 
+from api_schemas.runs import Advantages
 from rollout_client.arrays import BatchArrays
-from rollout_service.groups.statistics import group_normalized
+from rollout_service.groups.statistics import group_normalized, leave_one_out
 from rollout_service.testing import Shape, write_random_checkpoint
 from tests.support.adapters.trainer_batches import write_batch
 
@@ -52,6 +53,15 @@ def test_advantages_are_those_of_the_service(arrays):
         rewards = [None if np.isnan(each) else float(each) for each in found["rewards"][part]]
         expected = [np.nan if each is None else each for each in group_normalized(rewards)]
         np.testing.assert_allclose(found["advantages"][part], expected, rtol=1e-5)
+
+
+def test_advantages_without_the_deviation_are_those_of_the_service(arrays):
+    found = shuffled(arrays, 1, Advantages.LEAVE_ONE_OUT).tensors
+    for number in range(GROUPS):
+        part = slice(number * SAMPLES, (number + 1) * SAMPLES)
+        rewards = [None if np.isnan(each) else float(each) for each in found["rewards"][part]]
+        expected = [np.nan if each is None else each for each in leave_one_out(rewards)]
+        np.testing.assert_allclose(found["advantages"][part], expected, atol=1e-6)
 
 
 def test_a_group_without_differences_has_no_advantages(arrays):
