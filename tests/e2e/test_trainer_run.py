@@ -99,3 +99,24 @@ def test_the_trainer_learns_from_an_agent_that_is_a_program(tmp_path):
     assert point["gradient_norm"] > 0
     # The recorded tokens are those that the engine sampled: the trainer finds the same log-probabilities.
     assert point["logprob_gap_max"] < 1e-3
+
+
+@pytest.mark.timeout(PATIENCE_SECONDS + 30)
+def test_a_policy_learns_to_hand_on_work_to_a_second_engine(tmp_path):
+    figures = tmp_path / "figures.json"
+    flags = ["--environment", "pointers", "--auxiliary", "annealed", "--evaluations", "8", "--steps", "1"]
+    result = subprocess.run(
+        command(tmp_path, *flags, "--json", str(figures)),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(figures.read_text())
+    assert found["final_critical_steps"] > 1
+    assert found["settings"]["dividing"]["auxiliary"] == "annealed"
+    [point] = read_points(tmp_path / "curve.jsonl")
+    assert point["critical_steps"] > 1
+    assert point["gradient_norm"] > 0
+    assert (tmp_path / "sub_agents.png").exists()
