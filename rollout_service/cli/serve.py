@@ -27,7 +27,8 @@ def command(
         str | None, typer.Option(help="Engine if there is no --backend: embedded, or none.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The embedded engine's model: calc-base, calc-tuned, parl-base, or a folder.")
+        str | None,
+        typer.Option(help="The embedded engine's model: calc-base, calc-tuned, parl-base, or a folder."),
     ] = None,
     pool_model: Annotated[
         list[str] | None,

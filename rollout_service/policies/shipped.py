@@ -1,8 +1,8 @@
 """Tiny policies that ship with the service, for demos and tests; they were made with `training/`.
 
 `calc-tuned` solves the environment `calc` almost always; `calc-base` solves it about every second time, which makes its
-groups worth training on. `parl-base` is for `pointers` and `split`: an orchestrator that mostly does everything itself, and
-its own sub-agent. All are Qwen3 models with fewer than a million parameters.
+groups worth training on. `parl-base` is for `pointers` and `split`: an orchestrator that mostly does everything itself,
+and its own sub-agent. All are Qwen3 models with fewer than a million parameters.
 """
 
 from __future__ import annotations
