@@ -55,6 +55,7 @@ from rollout_service.store.file_backends import FileBackends
 from rollout_service.telemetry.health import HealthMetrics
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.telemetry.nodes import NodeMetrics
+from rollout_service.telemetry.parallel import SlotMetrics
 from sandboxes import make_provider
 
 
@@ -76,6 +77,8 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             HealthMetrics(serving.views, serving.frozen_version_changes, store, node.free_bytes)
         )
         sampler = PoolTextSampler(serving)
+        slots = FairSlots(settings.pipeline.subagent_slots)
+        metrics.registry.register(SlotMetrics(lambda: slots.held, lambda: slots.waiting, slots.total))
         context = AttemptContext(
             owner=owner,
             store=store,
@@ -90,7 +93,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             gateway=gateway,
             judge=PoolJudge(sampler, JudgeMetrics(metrics.registry)),
             sampler=sampler,
-            subagent_slots=FairSlots(settings.pipeline.subagent_slots),
+            subagent_slots=slots,
             is_stopping=lambda: shutdown.begun,
         )
         claims = ClaimRules(one.spec.name for one in environments.list())

@@ -5,9 +5,12 @@ Guarantee: only runs in progress whose rollouts may have sub-agents have series;
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.trees import Work
@@ -19,6 +22,26 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 SECONDS = (0.1, 1, 5, 15, 60, 300, 1_200)
 UNEXECUTED = ("over_cap", "refused", "abandoned")
 TOTALS = ("created", "turns", "direct_calls", "subagent_tokens", "result_chars")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMetrics(Collector):
+    """The slots of sub-agents, read when the metrics are."""
+
+    held: Callable[[], int]
+    """Returns how many sub-agents are at work."""
+    waiting: Callable[[], int]
+    """Returns how many wait for a slot."""
+    total: int
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as of now."""
+        slots = GaugeMetricFamily(
+            "rollout_subagents", "Sub-agents by state, and their limit", labels=["state"]
+        )
+        for state, number in (("active", self.held()), ("waiting", self.waiting()), ("limit", self.total)):
+            slots.add_metric([state], number)
+        yield slots
 
 
 class ParallelMetrics:

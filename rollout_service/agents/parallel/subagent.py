@@ -88,6 +88,7 @@ class Branch:
     """What it has cost, once it has ended."""
     result: str = ""
     _number: int = 0
+    _model: str = ""
     _invalid_because: InvalidBecause | None = InvalidBecause.CANCELLED
     _stop_reason: StopReason | None = None
     _error: ErrorInfo | None = None
@@ -101,6 +102,7 @@ class Branch:
 
         Errors of the engine, the renderer and the sandbox are raised as they are, once they were retried.
         """
+        self._model = self.tree.host.model(self.tree.settings.subagent.pool)
         self._number = len(self.tree.episode.nodes) + 1
         self.tree.put(self._number, self._node())
         try:
@@ -114,6 +116,7 @@ class Branch:
             self.times.ended = time.perf_counter()
             if self._episode is not None and self._calls is not None:
                 self.steps = self._calls.ledger.steps(self._episode.policy.usage.turns)
+                self._versions = versions_of(self._episode.policy.trajectory())
             self.tree.assigns["valid"] += self._invalid_because is None
             self.tree.put(self._number, self._node())
 
@@ -169,8 +172,7 @@ class Branch:
             state={} if settings.sandbox == "own" else parent.state,
         )
         self._stop_reason = await self._run_agent(ToolCallingAgent(calls=self._calls), self._episode)
-        self._versions = versions_of(policy.trajectory())
-        self.tree.check_versions(settings.pool, self._versions)
+        self.tree.check_versions(settings.pool, versions_of(policy.trajectory()))
         self._judge(self._episode, self._calls, self._stop_reason)
 
     async def _run_agent(self, agent: ToolCallingAgent, episode: Episode) -> StopReason:
@@ -239,7 +241,7 @@ class Branch:
             parent=self.parent,
             agent=self.agent,
             pool=self.tree.settings.subagent.pool,
-            model=self.tree.host.model(self.tree.settings.subagent.pool),
+            model=self._model,
             versions=[self._versions[0], self._versions[-1]] if self._versions else [],
             prompt=self._prompt(),
             result=self.result,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 from pydantic import HttpUrl
 
@@ -94,6 +95,13 @@ async def finished(service: GatewayService, **fields: object) -> Rollout:
     return await service.client.get("r", trajectory=True)
 
 
+async def metrics_of(service: GatewayService) -> str:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(service.app), base_url="http://localhost"
+    ) as http:
+        return (await http.get("/metrics")).text
+
+
 @pytest.mark.parametrize("sandbox", ["shared", "own"])
 async def test_a_rollout_with_sub_agents(tmp_path: Path, sandbox: str) -> None:
     policy, frozen = scripted(*lead(3)), worker()
@@ -151,6 +159,7 @@ async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path: Path) ->
         await service.client.submit(request)
         while frozen.in_flight < 4:
             await anyio.sleep(0.01)
+        assert 'rollout_subagents{state="active"} 4.0' in await metrics_of(service)
         await service.client.cancel("r")
         rollout = await service.client.wait("r")
         assert rollout.state is RolloutState.CANCELLED
