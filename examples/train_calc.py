@@ -65,6 +65,8 @@ class Order:
     seed: int
     shuffle_rewards: bool
     """Whether to train on rewards that went to other samples: a control, in which nothing can be learned."""
+    every_group: bool
+    """Whether groups count in which all outcomes are equal: rewards for handing on work may differ in them."""
     dividing: Dividing
     """The rewards for handing on work."""
 
@@ -105,7 +107,7 @@ async def train(
 
 
 def run_request(order: Order) -> RunRequest:
-    """Return a standing order for groups whose rewards differ (DAPO's dynamic sampling), with their advantages."""
+    """Return a standing order for groups whose outcomes differ (DAPO's dynamic sampling), with their advantages."""
     return RunRequest(
         run_id=RUN,
         source=DatasetTasks(
@@ -118,7 +120,9 @@ def run_request(order: Order) -> RunRequest:
         advantages=advantages_of(order.environment),
         auxiliary=order.dividing.order(),
         # The first filter distinguishes groups that all failed from groups that all succeeded.
-        filters=[FilterSpec(name="all_failed"), FilterSpec(name="zero_variance")],
+        filters=[]
+        if order.every_group
+        else [FilterSpec(name="all_failed"), FilterSpec(name="zero_variance")],
     )
 
 
@@ -300,6 +304,11 @@ def parse() -> argparse.Namespace:
         choices=("none", "annealed", "constant"),
         default="none",
         help="rewards for handing on work",
+    )
+    add(
+        "--every-group",
+        action="store_true",
+        help="train on groups of equal outcomes too: no dynamic sampling",
     )
     add("--measure", choices=("count", "width"), default=Dividing().measure, help="what they measure")
     add("--lambda1", type=float, default=Dividing().lambda1, help="weight of handing on work")
