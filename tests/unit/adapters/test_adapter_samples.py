@@ -11,7 +11,9 @@ import pytest
 from api_schemas.errors import Problem
 from api_schemas.inference import BackendOutcome, PoolOutcome
 from api_schemas.rollouts import RolloutState
+from api_schemas.rollouts.trees import AgentNode, NodeParent, NodePrompt, Work
 from api_schemas.tasks import Task
+from api_schemas.trajectories import Trajectory
 from rollout_client.adapters.samples import largest_sample, samples_of
 from rollout_client.adapters.submit import (
     NoRewardError,
@@ -59,6 +61,23 @@ def test_every_sampled_token_of_a_rollout_is_in_one_row():
     assert [(one.segment, one.sampled, one.last) for one in samples] == [(0, 2, False), (2, 1, True)]
     assert largest_sample(samples) is samples[0]
     assert samples[1].prompt_ids == [1, 2, 3, 4]
+
+
+def test_sub_agents_change_no_row():
+    alone = rollout(segment([5, 6, 7, 8, 9], [0, 0, 1, 0, 1]))
+    frozen = segment([1, 2, 3, 4], [0, 0, 0, 0]).model_copy(update={"logprobs": [0.0] * 4})
+    node = AgentNode(
+        node_id="r/1",
+        parent=NodeParent(turn=0, call_id="call", wave=0),
+        agent="a",
+        pool="frozen-1",
+        model="m",
+        prompt=NodePrompt(system="Look.", user="A"),
+        valid=True,
+        trajectory=Trajectory(segments=[frozen], messages=[], finish_reasons=[], fork_counts={}),
+    )
+    led = alone.model_copy(update={"nodes": [node], "work": Work(critical_steps=4)})
+    assert samples_of(led) == samples_of(alone)
 
 
 def test_a_rollout_that_sampled_nothing_has_no_rows():
