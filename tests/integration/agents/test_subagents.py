@@ -138,7 +138,7 @@ def assert_root_is_a_plain_sample(rollout: Rollout) -> None:
 
 
 async def test_an_update_of_the_policy_does_not_pause_its_sub_agents(tmp_path: Path) -> None:
-    policy, frozen = scripted(*lead(2), update_seconds=3.0), worker(latency=0.3)
+    policy, frozen = scripted(*lead(2), update_seconds=8.0), worker(latency=0.3)
     async with team(tmp_path, policy, frozen) as service, anyio.create_task_group() as tasks:
         tasks.start_soon(finished, service)
         while frozen.requests == PROBES:
@@ -163,7 +163,7 @@ async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path: Path) ->
         await service.client.cancel("r")
         rollout = await service.client.wait("r")
         assert rollout.state is RolloutState.CANCELLED
-        with anyio.fail_after(1):
+        with anyio.fail_after(10):
             while frozen.in_flight:
                 await anyio.sleep(0.01)
         assert all(each.state == "warm" for each in await service.client.sandboxes())
