@@ -39,7 +39,7 @@ GOOD = 0.75
 """The reward whose time to be reached is compared."""
 SMOOTHED = 3
 """The number of updates over which it is the mean."""
-DRAWN = ("reward", "critical_steps", "width", "assigns_per_turn", "valid_share", "entropy")
+DRAWN = ("reward", "critical_steps", "assigns_per_turn", "width", "valid_share", "duplicate_share")
 
 
 @dataclass(frozen=True, slots=True)
