@@ -21,6 +21,7 @@ from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
 from rollout_service.episodes import Episode, EpisodeLimits, Score
+from rollout_service.errors import EnvironmentFailedError
 
 HELD_OUT_SHARE: Final = 16  # one task in this many is held out
 HELD_OUT_PROBLEMS: Final = 128
@@ -90,10 +91,18 @@ READ: Final = FunctionTool("read", "Read what a key holds.", CellKey, _read, par
 
 
 def score_sum(episode: Episode, expected: int) -> Score:
-    """Return 1 for the right sum within the budget of steps, else 0."""
+    """Return 1 for the right sum within the budget of steps, else 0.
+
+    Raises:
+        EnvironmentFailedError: It is not known how many steps the agent took.
+    """
+    if episode.work is None:
+        raise EnvironmentFailedError(
+            "the steps of this rollout are not known",
+            hint="Roll the task out with the environment's own agent, which counts them.",
+        )
     given = written_sum(episode.answer)
-    steps = 0 if episode.work is None else episode.work.scheduled_steps
-    right, in_time = given == expected, steps <= MAX_CRITICAL_STEPS
+    right, in_time = given == expected, episode.work.scheduled_steps <= MAX_CRITICAL_STEPS
     return Score(
         float(right and in_time),
         {"sum": float(given is not None), "right": float(right), "in_time": float(in_time)},

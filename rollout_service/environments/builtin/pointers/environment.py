@@ -6,18 +6,15 @@ sub-agent in one turn is done in five steps, however many there are.
 
 from __future__ import annotations
 
-from functools import cache
-
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
-from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin import lookups
+from rollout_service.environments.builtin.lookup_environment import LookupEnvironment
 from rollout_service.environments.builtin.lookups import LookupInstance
 from rollout_service.environments.builtin.pointers.problems import SIZES, make_problem
-from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
 from rollout_service.environments.instance_fields import read_instance
-from rollout_service.episodes import Episode, Score
 from rollout_service.errors import InvalidFieldError
 
 DATASET_SEED = 30_260
@@ -32,20 +29,11 @@ SPEC = EnvironmentSpec(
 )
 
 
-class Pointers(AgentEnvironment):
+class Pointers(LookupEnvironment):
     """Instances: `question`, `names` of keys, and `cells` in which each key holds a name that holds a number."""
 
-    replayable: Replayable = "never"  # the score depends on the steps, which an answer does not tell
-
-    def check(self, instance: dict[str, JsonValue]) -> None:
-        super().check(instance)
-        expected_sum(instance)
-
-    async def evaluate(self, episode: Episode) -> Score:
-        return lookups.score_sum(episode, expected_sum(episode.instance))
-
-    def dataset(self) -> list[dict[str, JsonValue]]:
-        return _dataset()
+    def expected(self, instance: dict[str, JsonValue]) -> int:
+        return expected_sum(instance)
 
 
 def expected_sum(instance: dict[str, JsonValue]) -> int:
@@ -63,9 +51,4 @@ def expected_sum(instance: dict[str, JsonValue]) -> int:
     return total
 
 
-@cache
-def _dataset() -> list[dict[str, JsonValue]]:
-    return lookups.instances(make_problem, SIZES, DATASET_SEED)
-
-
-environment = Pointers(SPEC, extra_tools=[lookups.READ], subagent_tools=[lookups.READ])
+environment = Pointers(SPEC, make_problem, SIZES, DATASET_SEED)

@@ -6,19 +6,16 @@ evenly among up to four sub-agents; a task that is assigned before the index was
 
 from __future__ import annotations
 
-from functools import cache
-
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
-from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin import lookups
+from rollout_service.environments.builtin.lookup_environment import LookupEnvironment
 from rollout_service.environments.builtin.lookups import LookupInstance
 from rollout_service.environments.builtin.split.problems import SIZES, make_problem
-from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
 from rollout_service.environments.instance_fields import read_instance
-from rollout_service.episodes import Episode, Score
 from rollout_service.errors import InvalidFieldError
 
 DATASET_SEED = 40_260
@@ -50,20 +47,11 @@ def index_text(names: list[str]) -> str:
 INDEX = FunctionTool("index", "List the keys.", Nothing, _index, parallel=True)
 
 
-class Split(AgentEnvironment):
+class Split(LookupEnvironment):
     """Instances: `question`, `names` of items in the order of the index, and `cells` in which each holds a number."""
 
-    replayable: Replayable = "never"  # the score depends on the steps, which an answer does not tell
-
-    def check(self, instance: dict[str, JsonValue]) -> None:
-        super().check(instance)
-        expected_sum(instance)
-
-    async def evaluate(self, episode: Episode) -> Score:
-        return lookups.score_sum(episode, expected_sum(episode.instance))
-
-    def dataset(self) -> list[dict[str, JsonValue]]:
-        return _dataset()
+    def expected(self, instance: dict[str, JsonValue]) -> int:
+        return expected_sum(instance)
 
 
 def expected_sum(instance: dict[str, JsonValue]) -> int:
@@ -80,9 +68,4 @@ def expected_sum(instance: dict[str, JsonValue]) -> int:
     return total
 
 
-@cache
-def _dataset() -> list[dict[str, JsonValue]]:
-    return lookups.instances(make_problem, SIZES, DATASET_SEED)
-
-
-environment = Split(SPEC, extra_tools=[INDEX, lookups.READ], subagent_tools=[lookups.READ])
+environment = Split(SPEC, make_problem, SIZES, DATASET_SEED, tools=[INDEX])

@@ -18,7 +18,7 @@ from rollout_service.environments.builtin.pointers.problems import make_problem 
 from rollout_service.environments.builtin.split.environment import environment as split
 from rollout_service.environments.builtin.split.problems import make_problem as make_split
 from rollout_service.episodes import Episode
-from rollout_service.errors import InvalidFieldError
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,10 @@ def expected(environment, problem):
     return total
 
 
-async def score(environment, problem, answer, work=None):
+ENOUGH = Work(scheduled_steps=5)
+
+
+async def score(environment, problem, answer, work=ENOUGH):
     request = RolloutRequest(
         rollout_id="r", task=Task(environment=environment.spec.name, instance={**problem})
     )
@@ -146,3 +149,9 @@ async def test_read_says_what_a_key_holds():
     assert (await READ({"key": "A"}, context)).text == "Q7"
     with pytest.raises(Exception, match="there is nothing"):
         await READ({"key": "Q7"}, context)
+
+
+@BOTH
+async def test_without_the_steps_there_is_no_reward(environment, make):
+    with pytest.raises(EnvironmentFailedError, match="steps"):
+        await score(environment, make(random.Random(1), 3), "1", work=None)
