@@ -119,7 +119,7 @@ async def test_rollouts_wait_for_a_pool_of_sub_agents_that_was_lost(tmp_path: Pa
         with anyio.fail_after(30):
             while not (warnings := (await client.readiness()).warnings):
                 await anyio.sleep(0.05)
-        assert "rollouts of team wait: no backend of pool 'frozen-1'" in warnings[0]
+        assert "team wait: no backend of pool 'frozen-1'" in warnings[0]
         assert (await client.readiness()).ready, "other rollouts begin"
         waiting = [await client.submit(RolloutRequest(task=TASK)) for _ in range(4)]
         calc = Task(environment="calc", instance=(await client.dataset("calc", limit=1))[0])
