@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.figures import ParallelFigures
 from api_schemas.rollouts.trees import AgentNode, Assigns, InvalidBecause, Work
+from rollout_service.groups.auxiliary import PERF
 
 SOLVED = 1.0
 """The lowest score that counts as solved."""
@@ -29,7 +30,7 @@ def work_sums(rollouts: Iterable[Rollout]) -> Counter[str]:
     sums: Counter[str] = Counter()
     for rollout in rollouts:
         if rollout.work is not None and rollout.reward is not None:
-            sums.update(_of_score(rollout.reward_parts.get("perf", rollout.reward)))
+            sums.update(_of_score(rollout.reward_parts.get(PERF, rollout.reward)))
             sums.update(_of_work(rollout.work))
             sums.update(_of_nodes(rollout.nodes))
     return sums

@@ -10,7 +10,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,7 +30,7 @@ from api_schemas.trajectories import Message
 from rollout_service.agents.parallel.frozen_tokens import frozen, versions_of
 from rollout_service.agents.parallel.ledger import BranchTimes, Ledger
 from rollout_service.agents.parallel.steps import Steps
-from rollout_service.agents.parallel.tools import RESULT_RULE, result_text
+from rollout_service.agents.parallel.tools import RESULT_RULE, marked_result, result_text
 from rollout_service.agents.parallel.tree import AgentTree, FrozenPoolChangedError
 from rollout_service.agents.parallel.waiting import WaitingClock
 from rollout_service.agents.tool_calling.agent import CallRunner, ToolCallingAgent
@@ -44,7 +43,6 @@ from sandboxes.errors import LimitExceededError, SandboxClosedError
 MAX_TRIES = 3
 """How often a task is tried whose infrastructure fails, the first time included."""
 
-_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 _INVALID = {
     StopReason.MAX_TURNS: InvalidBecause.MAX_TURNS,
     StopReason.MAX_TOKENS: InvalidBecause.MAX_TOKENS,
@@ -116,7 +114,7 @@ class Branch:
             self.times.ended = time.perf_counter()
             if self._episode is not None and self._calls is not None:
                 self.steps = self._calls.ledger.steps(self._episode.policy.usage.turns)
-                self._versions = versions_of(self._episode.policy.trajectory())
+                self._versions = self._versions or versions_of(self._episode.policy.trajectory())
             self.tree.assigns["valid"] += self._invalid_because is None
             self.tree.put(self._number, self._node())
 
@@ -172,7 +170,8 @@ class Branch:
             state={} if settings.sandbox == "own" else parent.state,
         )
         self._stop_reason = await self._run_agent(ToolCallingAgent(calls=self._calls), self._episode)
-        self.tree.check_versions(settings.pool, versions_of(policy.trajectory()))
+        self._versions = versions_of(policy.trajectory())
+        self.tree.check_versions(settings.pool, self._versions)
         self._judge(self._episode, self._calls, self._stop_reason)
 
     async def _run_agent(self, agent: ToolCallingAgent, episode: Episode) -> StopReason:
@@ -205,9 +204,9 @@ class Branch:
     def _judge(self, episode: Episode, calls: SubagentCalls, stop_reason: StopReason) -> None:
         """Set the result, and why it is not valid, if so."""
         text = episode.answer or ""
-        marked = _RESULT.findall(text)
-        is_marked = bool(marked) or stop_reason is StopReason.FINISHED
-        self.result = cut_middle((marked[-1] if marked else text).strip(), self.tree.settings.result_chars)
+        marked = marked_result(text)
+        is_marked = marked is not None or stop_reason is StopReason.FINISHED
+        self.result = cut_middle(text.strip() if marked is None else marked, self.tree.settings.result_chars)
         called = calls.ledger.direct_calls > 0 or bool(calls.ledger.waves)
         if stop_reason in _INVALID:
             self._invalid_because = _INVALID[stop_reason]

@@ -5,6 +5,7 @@ Guarantee: their names, their arguments and their texts are fixed, since policie
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from api_schemas.rollouts.trees import InvalidBecause
@@ -16,6 +17,7 @@ MAX_CHARS = 8_192
 """The longest system prompt, and the longest assignment."""
 MAX_NAME_CHARS = 64
 
+_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 RESULT_RULE = "Put your result in <result></result>."
 """What is added to the system prompt of every sub-agent, after an empty line."""
 
@@ -38,6 +40,12 @@ ASSIGN_SPEC = _tool(
     "agent",
     "prompt",
 )
+
+
+def marked_result(text: str) -> str | None:
+    """Return what a sub-agent's last message marks as its result: the last block; None without any."""
+    blocks = _RESULT.findall(text)
+    return blocks[-1].strip() if blocks else None
 
 
 def created_text(name: str) -> str:
