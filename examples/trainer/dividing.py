@@ -6,18 +6,21 @@ fall to 0 over the first steps of the training, so that in the end the outcome a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import mean
 
 from api_schemas.rollouts import Rollout
 from api_schemas.runs import Advantages
 from api_schemas.runs.auxiliary import Annealed, Auxiliary, ParallelMeasure
+from rollout_service.groups import parallel_figures, work_sums
 
 ENVIRONMENTS = ("pointers", "split")
 """The built-in environments that are worth dividing; a policy for them ships with the service."""
 NEVER = 10**6
 """So many steps that weights which fall over them stay."""
+
+FIGURES = ("critical_steps", "scheduled_steps", "assigns_per_turn", "assigns_per_rollout", "width_max")
+"""What is kept of `api_schemas.rollouts.figures.ParallelFigures` after a training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +54,8 @@ def advantages_of(environment: str) -> Advantages:
     return Advantages.LEAVE_ONE_OUT if environment in ENVIRONMENTS else Advantages.GROUP_NORM
 
 
-def division_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return how scored rollouts divide their work; nothing if they have no sub-agents."""
-    work = [rollout.work for rollout in rollouts if rollout.work is not None and rollout.reward is not None]
-    if not work:
-        return {}
-    executed = sum(each.assigns.executed for each in work)
-    turns = sum(len(each.main_steps) for each in work)
-    return {
-        "critical_steps": mean(each.critical_steps for each in work),
-        "scheduled_steps": mean(each.scheduled_steps for each in work),
-        "assigns_per_turn": executed / max(turns, 1),
-        "assigns_per_rollout": executed / len(work),
-        "width_max": mean(each.width_max for each in work),
-    }
+def division_of(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Return how scored rollouts divide their work, by the service's own figures; nothing without sub-agents."""
+    figures = parallel_figures(work_sums(rollouts))
+    values = {} if figures is None else {name: getattr(figures, name) for name in FIGURES}
+    return {name: value for name, value in values.items() if value is not None}

@@ -6,7 +6,6 @@ least one, and the longest sub-agent of each wave; nothing begins beyond the bud
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +13,8 @@ import transformers
 
 from api_schemas.rollouts.trees import InvalidBecause
 from api_schemas.trajectories import FinishReason, Message, ToolCall
-from rollout_service.agents.parallel.tools import ASSIGN, CREATE, created_text, result_text
+from rollout_service.agents.parallel.tools import ASSIGN, CREATE, created_text, marked_result, result_text
+from rollout_service.environments.builtin import lookups
 from rollout_service.environments.builtin.lookups import written_sum
 from rollout_service.tokens import AssistantTurn, ChatRenderer, Conversation
 from training.examples import Setup, open_conversation
@@ -22,12 +22,11 @@ from training.model import STOP_ID
 from training.parl.setups import subagent
 from training.rollouts import generate
 
-BUDGET = 6
-SLOTS = 4
-MAX_ASSIGNS = 8
-MAX_TURNS = 12
+BUDGET = lookups.MAX_CRITICAL_STEPS
+SLOTS = lookups.PARALLEL.max_width or lookups.PARALLEL.max_assigns_per_turn
+MAX_ASSIGNS = lookups.PARALLEL.max_assigns_per_turn
+MAX_TURNS = lookups.LIMITS.max_turns
 SUB_TURNS = 9
-_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +221,8 @@ def _work(model: transformers.Qwen3ForCausalLM, subs: Sequence[SubAgent]) -> Non
 
 
 def _end(sub: SubAgent, text: str) -> None:
-    found = _RESULT.findall(text)
-    sub.done, sub.result = True, found[-1] if found else text
+    marked = marked_result(text)
+    sub.done, sub.result = True, text if marked is None else marked
     sub.invalid = (
-        InvalidBecause.NO_RESULT if not found else InvalidBecause.NO_TOOL_CALL if not sub.calls else None
+        InvalidBecause.NO_RESULT if marked is None else InvalidBecause.NO_TOOL_CALL if not sub.calls else None
     )

@@ -110,7 +110,7 @@ def score_sum(episode: Episode, expected: int) -> Score:
 
 
 def written_sum(answer: str | None) -> int | None:
-    """Return the value of an answer such as `37+12`; None if it is no sum of natural numbers."""
+    """Return the value of an answer such as `37+12`, or None if it is not a sum of whole numbers."""
     if answer is None or SUM.fullmatch(answer) is None:
         return None
     return sum(map(int, answer.split("+")))
