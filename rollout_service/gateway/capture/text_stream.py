@@ -65,19 +65,27 @@ class StopFilter:
         if not self.stops or self.found is not None:
             return "" if self.found is not None else text
         text = self._held + text
-        places = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if places:
-            at, self.found = min(places, key=lambda place: place[0])
-            self._held = ""
-            return text[:at]
         waits = unfinished(text, self.stops)
+        place = self._first(text)
+        if place is not None and place[0] <= len(text) - waits:  # nothing that waits may begin before it
+            return self._cut(text, place)
         self._held = text[len(text) - waits :]
         return text[: len(text) - waits]
 
     def end(self) -> str:
         """Return what has waited."""
         text, self._held = self._held, ""
-        return text
+        place = self._first(text)
+        return text if place is None else self._cut(text, place)
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        places = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        return min(places, key=lambda place: place[0], default=None)
+
+    def _cut(self, text: str, place: tuple[int, str]) -> str:
+        at, self.found = place
+        self._held = ""
+        return text[:at]
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ import json
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout_service.gateway.capture.splitter import Splitter
@@ -205,6 +205,8 @@ def test_a_call_that_breaks_after_its_name_ends_with_its_error(formats):
     sizes=st.lists(st.integers(0, 3), max_size=12),
     family=st.sampled_from(["qwen3", "qwen3.5", "glm-4.5", "kimi-k2", "llama-3"]),
 )
+@example(text="a a", stops=[" ", "a a"], sizes=[1, 3], family="qwen3")
+@example(text="a b", stops=[" ", "a a"], sizes=[1, 3], family="qwen3")
 def test_the_text_ends_before_the_first_stop_string(formats, text, stops, sizes, family):
     renderer = formats[family]
     text = f"x{text}x"
