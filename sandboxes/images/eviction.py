@@ -23,6 +23,9 @@ class EvictionCandidate:
     rank: int = 0
     """Items of a lower rank go first, whenever they were used."""
 
+    useless: bool = False
+    """Whether nothing can use it any more: it goes first, and whatever the budget."""
+
     kept: str = ""
     """Why it must stay; empty if it may be evicted."""
 
@@ -34,13 +37,14 @@ def choose_evictions(
 ) -> list[EvictionCandidate]:
     """Return all candidates in the order of eviction, with `evicted` set for as few as the budget requires.
 
-    Items that must stay count too, so the budget may be exceeded. Without a budget (None) nothing is evicted.
+    Items that must stay count too, so the budget may be exceeded. Without a budget (None) only what is useless is
+    evicted.
     """
-    ordered = sorted(candidates, key=lambda one: (one.rank, one.last_used, one.name))
+    ordered = sorted(candidates, key=lambda one: (not one.useless, one.rank, one.last_used, one.name))
     excess = 0 if budget_bytes is None else sum(one.size_bytes for one in ordered) - budget_bytes
     decided = []
     for one in ordered:
-        evicted = excess > 0 and not one.kept
+        evicted = (one.useless or excess > 0) and not one.kept
         if evicted:
             excess -= one.size_bytes
         decided.append(replace(one, evicted=evicted))

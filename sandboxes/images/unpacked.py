@@ -2,14 +2,19 @@
 
 A folder is complete or not there. It belongs to the user that sandboxes run as, and is only ever the lower layer of
 their overlays, so none of them can change it. Its contents are read once, when it is made. An image file that is
-replaced counts as another image. When all folders exceed the budget, the least recently used are removed, except those
-that a process of this machine has mounted or that were used a moment ago.
+replaced counts as another image.
+
+When an image is unpacked, folders of images that are no longer there are removed. If the others exceed the budget, or
+the disk is full, the least recently used are removed, too. Folders that a process of this machine has mounted, or that
+were used a moment ago, stay.
 
 It should be on a disk of this machine, while the image files may be on a shared one.
 """
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +26,8 @@ from sandboxes.images import squashfs, toolkit
 from sandboxes.images.eviction import EvictionCandidate, evict
 from sandboxes.images.facts import ImageFacts, read_facts
 from sandboxes.images.shared_folder import SharedFolder
+
+logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 600.0
 """Long enough for any start to have mounted its image."""
@@ -106,16 +113,18 @@ class UnpackedImages:
         return self._make(name, f"the toolkit of {base}", make)
 
     def prune(
-        self, budget_bytes: int | None, *, grace_seconds: float = GRACE_SECONDS, dry_run: bool = False
+        self, budget_bytes: int | None, *, grace_seconds: float | None = None, dry_run: bool = False
     ) -> Sequence[EvictionCandidate]:
-        """Remove folders until all fit the budget, least recently used first, and leftovers of dead services always.
+        """Remove folders until all fit the budget, least recently used first.
+
+        Leftovers of dead services, and folders of images that are no longer there, are always removed.
 
         Returns:
             Every folder, with the decision about it; with `dry_run` nothing has been removed.
         """
         if not self.root.is_dir():
             return ()
-        candidates = self._candidates(grace_seconds)
+        candidates = self._candidates(GRACE_SECONDS if grace_seconds is None else grace_seconds)
         return evict(self._shared, candidates, budget_bytes, self._remove, dry_run=dry_run)
 
     def _make(self, name: str, image: str, make: Callable[[Path], None]) -> Path:
@@ -129,14 +138,29 @@ class UnpackedImages:
         with self._shared.lock(name):
             if folder.exists():
                 return folder
-            with self._shared.draft(name) as draft:
-                made = draft / "root"
-                make(made)
-                self._facts(name, made, image)
-                made.rename(folder)
-        if self._budget_bytes is not None:
-            self.prune(self._budget_bytes)
+            try:
+                self._make_once(name, image, make)
+            except ImageError as error:
+                if os.strerror(errno.ENOSPC) not in str(error) or not self._make_room(image):
+                    raise
+                self._make_once(name, image, make)
+        self.prune(self._budget_bytes)
         return folder
+
+    def _make_once(self, name: str, image: str, make: Callable[[Path], None]) -> None:
+        with self._shared.draft(name) as draft:
+            made = draft / "root"
+            make(made)
+            self._facts(name, made, image)
+            made.rename(self.root / name)
+
+    def _make_room(self, image: str) -> bool:
+        """Remove every folder that may be removed, since the disk is full; return whether there was one."""
+        removed = [one for one in self.prune(0) if one.evicted]
+        logger.warning(
+            "the disk was full while %s was unpacked: removed %d unpacked images", image, len(removed)
+        )
+        return bool(removed)
 
     def _unpack(self, image: Path, target: Path) -> None:
         squashfs.unpack(self._apptainer, image, target)
@@ -154,8 +178,16 @@ class UnpackedImages:
                 self._seen[name] = ImageFacts.from_json(json.loads(file.read_text())["facts"])
             except (OSError, ValueError, TypeError, KeyError):
                 self._seen[name] = read_facts(folder, self._descriptor(image))
-                self._write(file, {"image": image, "facts": self._seen[name].as_json()})
+                known = {"image": image, "file": self._identity(image), "facts": self._seen[name].as_json()}
+                self._write(file, known)
         return self._seen[name]
+
+    def _identity(self, image: str) -> list[str | int]:
+        """Return what tells an image file from one that replaces it; nothing if it is not there."""
+        try:
+            return list(identity_of(Path(image)))
+        except OSError:
+            return []
 
     def _descriptor(self, image: str) -> Mapping[str, object]:
         """Return what an image file says besides its files; nothing for other things that are unpacked."""
@@ -187,15 +219,20 @@ class UnpackedImages:
             if not reason and now - used < grace_seconds:
                 reason = f"used {now - used:.0f} s ago"
             size = self._facts(folder.name, folder, "").size_bytes
-            yield EvictionCandidate(
-                "unpacked", folder.name, size, used, self._image_of(folder.name), kept=reason
-            )
+            image, gone = self._image_of(folder.name)
+            yield EvictionCandidate("unpacked", folder.name, size, used, image, useless=gone, kept=reason)
 
-    def _image_of(self, name: str) -> str:
+    def _image_of(self, name: str) -> tuple[str, bool]:
+        """Return what a folder was made from, and whether that is an image file that is gone or was replaced."""
         try:
-            return str(json.loads(self._facts_file(name).read_text())["image"])
-        except (OSError, ValueError, KeyError):
-            return ""
+            known = json.loads(self._facts_file(name).read_text())
+        except (OSError, ValueError):
+            return "", False
+        image = str(known.get("image", ""))
+        if not Path(image).is_absolute():
+            return image, False
+        found = self._identity(image)
+        return image, not found or ("file" in known and known["file"] != found)
 
     def _remove(self, name: str) -> None:
         """Move it away by one rename, so nobody finds half of it, then remove it."""
@@ -207,13 +244,22 @@ class UnpackedImages:
 
     def _name(self, kind: str, image: Path) -> str:
         """Return a name from the file's path, size and time, which identify it, and the user it is unpacked for."""
-        resolved = image.resolve()
         try:
-            found = resolved.stat()
+            found = identity_of(image)
         except OSError as error:
             raise ImageError(f"cannot read the image {image}: {error.strerror}") from error
-        identity = (FORMAT, kind, str(resolved), found.st_size, found.st_mtime_ns, self._owner)
-        return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
+        return hashlib.sha256(repr((FORMAT, kind, *found, self._owner)).encode()).hexdigest()[:24]
+
+
+def identity_of(image: Path) -> tuple[str, int, int]:
+    """Return the path, size and modification time of an image file, behind links.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    resolved = image.resolve()
+    found = resolved.stat()
+    return str(resolved), found.st_size, found.st_mtime_ns
 
 
 def mounted_folders() -> set[str]:

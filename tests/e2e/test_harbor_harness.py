@@ -139,7 +139,7 @@ def settings(place: Path) -> Settings:
     return Settings(
         state_dir=place / "state",
         engine="none",
-        sandbox=ApptainerConfig(),
+        sandbox=ApptainerConfig(unpacked_dir=place / "unpacked"),  # three times 2 GB, removed at the end
         environments=[place / "tasks"],
         harbor=HarborSettings(harness=HARNESS),
         sandboxes=SandboxesSettings(pressure=PressureConfig(enabled=False)),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.errors import ImageError
+from sandboxes.images import squashfs
 from sandboxes.images.facts import NEEDED_TOOLS, ImageFacts, read_facts
 from sandboxes.images.toolkit import INSIDE, assemble
 from sandboxes.images.tree import ELF_MACHINES, ImageTree
@@ -211,6 +212,42 @@ def test_unpacked_images_stay_within_the_budget(unpacked: UnpackedImages, root: 
     assert [folder.exists() for folder in folders].count(True) == 1
     assert {one.of for one in decided} == {str(old), str(new)}
     assert unpacked.provide(old).folder.exists()
+
+
+def test_images_that_are_gone_or_replaced_are_evicted_within_the_budget(
+    unpacked: UnpackedImages, root: Path, tmp_path: Path
+) -> None:
+    gone, replaced, kept = (image_of(root, tmp_path / f"{name}.sif") for name in ("gone", "replaced", "kept"))
+    folders = [unpacked.provide(image).folder for image in (gone, replaced, kept)]
+    gone.unlink()
+    image_of(root / "usr", replaced)
+    assert not any(one.evicted for one in unpacked.prune(None)), "they may be about to be mounted"
+    decided = unpacked.prune(None, grace_seconds=0)
+    assert [folder.exists() for folder in folders] == [False, False, True]
+    assert [(one.useless, one.evicted) for one in decided] == [(True, True), (True, True), (False, False)]
+
+
+def test_a_full_disk_is_freed_of_what_nobody_uses(
+    unpacked: UnpackedImages, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (image_of(root, tmp_path / f"{name}.sif") for name in ("old", "new"))
+    folder = unpacked.provide(old).folder
+    unpack = squashfs.unpack
+
+    def fill(apptainer: Path, image: Path, target: Path) -> None:
+        if folder.exists():
+            raise ImageError(
+                "the image could not be unpacked: Write on output file failed: No space left on device"
+            )
+        unpack(apptainer, image, target)
+
+    monkeypatch.setattr("sandboxes.images.squashfs.unpack", fill)
+    with pytest.raises(ImageError, match="No space left"):
+        unpacked.provide(new)
+    assert folder.exists(), "it may be about to be mounted"
+    monkeypatch.setattr("sandboxes.images.unpacked.GRACE_SECONDS", 0)
+    assert unpacked.provide(new).folder.exists()
+    assert not folder.exists()
 
 
 def test_mounted_images_are_not_evicted(
