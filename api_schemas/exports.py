@@ -1,8 +1,9 @@
 """Exports of runs, and requests to evaluate rollouts again.
 
 An export is JSON Lines: an `ExportedRun`, an `ExportedSample` for each rollout of a closed group, and an `ExportEnd`. A
-file without an `ExportEnd` was truncated. In the format 2, of runs that ask for sub-agents, an `ExportedNode` for each
-of a rollout's sub-agents follows its `ExportedSample`; whoever does not need them skips these lines.
+file without an `ExportEnd` was truncated. Runs that ask for sub-agents or live sessions are exported in the format 2:
+an `ExportedNode` for each of a rollout's sub-agents follows its `ExportedSample`, and rollouts have their turns' marks.
+Whoever does not need nodes skips their lines.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ExportedRun(WireModel):
 
     kind: Literal["run"] = "run"
     format: Literal[1, 2] = 1
-    """2 if, and only if, the run asks for sub-agents (`nodes`)."""
+    """2 if, and only if, the run asks for sub-agents (`nodes`), or for live sessions (`live`)."""
     run: Run
 
 

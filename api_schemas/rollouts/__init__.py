@@ -21,6 +21,7 @@ from api_schemas.base import (
 )
 from api_schemas.errors import ErrorInfo
 from api_schemas.external import AgentKind, RolloutAccess
+from api_schemas.rollouts.sessions import RolloutKind, SessionInfo, TurnMark
 from api_schemas.rollouts.stages import Span as Span
 from api_schemas.rollouts.stages import Stage as Stage
 from api_schemas.rollouts.stages import StopReason as StopReason
@@ -60,6 +61,8 @@ class TokenExtras(WireModel):
     """Whether to record which experts of a mixture of experts read each token, as `routed_experts` of the segments."""
     nodes: Annotated[NodeDetail, Field(exclude_if=lambda detail: detail is NodeDetail.NONE)] = NodeDetail.NONE
     """How much of the agent's sub-agents to return with the rollout, as its `nodes` and `work`."""
+    turn_marks: Annotated[Flag, Field(exclude_if=lambda marks: not marks)] = False
+    """Whether to return what became of each turn with a part of a live session, as its `session` and `turn_marks`."""
 
 
 class RolloutState(StrEnum):
@@ -144,6 +147,12 @@ class Rollout(WireModel):
     """The agent's sub-agents, in the order of their calls. Left out unless requested by `exports.nodes`."""
     work: Annotated[Work | None, Field(exclude_if=lambda work: work is None)] = None
     """How the work was divided among them. Left out unless requested by `exports.nodes`, and for agents without any."""
+    kind: Annotated[RolloutKind, Field(exclude_if=lambda kind: kind is RolloutKind.TASK)] = RolloutKind.TASK
+    """Where it comes from. Left out of JSON for attempts at tasks."""
+    session: Annotated[SessionInfo | None, Field(exclude_if=lambda session: session is None)] = None
+    """The live session that it is a part of. Left out unless requested by `exports.turn_marks`."""
+    turn_marks: Annotated[list[TurnMark], Field(exclude_if=lambda marks: not marks)] = []
+    """What became of each turn of this part, by turn id. Left out unless requested by `exports.turn_marks`."""
 
 
 class RolloutPage(WireModel):

@@ -32,6 +32,7 @@ from api_schemas.rollouts import Rollout, Sampling
 from api_schemas.rollouts.figures import RunParallel, StepsSpread
 from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
+from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Limits, Task
 
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -185,6 +186,9 @@ class RunRequest(WireModel):
     limits: Limits = Limits()
     nodes: Annotated[NodeDetail, Field(exclude_if=lambda detail: detail is NodeDetail.NONE)] = NodeDetail.NONE
     """How much of the agents' sub-agents to return with the rollouts, as their `exports.nodes`."""
+    live: Annotated[LiveDelivery | None, Field(exclude_if=lambda live: live is None)] = None
+    """Which live sessions the run trains on. It needs an open inline source without tasks, since the service appends
+    the parts of sessions to it; null means none, and is left out of JSON."""
     filters: list[FilterSpec] = [FilterSpec(name="zero_variance")]
     """The filters, in order: the first that objects drops a group, and its reason is counted."""
     version: CountOrZero = 0
@@ -220,6 +224,12 @@ class RunRequest(WireModel):
     def _usable_fits(self) -> Self:
         if self.min_usable > self.group_size:
             raise ValueError("min_usable may not exceed group_size")
+        return self
+
+    @model_validator(mode="after")
+    def _sessions_have_a_source(self) -> Self:
+        if self.live is not None and not (isinstance(self.source, InlineTasks) and self.source.open):
+            raise ValueError("a run of live sessions needs an open inline source")
         return self
 
     @model_validator(mode="after")

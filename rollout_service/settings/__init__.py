@@ -41,6 +41,7 @@ from rollout_service.http.api_keys import KEY_COMMAND, ApiKey, check_unique, nam
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.settings.harbor import HarborSettings
 from rollout_service.settings.keys import known_keys
+from rollout_service.settings.live import LiveSettings
 from rollout_service.settings.section import Section
 from rollout_service.settings.sources import ENV_PREFIX, HINT, Sources
 from sandboxes.config import (
@@ -329,6 +330,7 @@ class Settings(BaseSettings):
     pools: dict[str, PoolSettings] = {}
     """Limits of the pools, by name, such as `[pools.judge]` with `max_in_flight = 64`."""
     gateway: GatewaySettings = GatewaySettings()
+    live: LiveSettings = LiveSettings()
     pipeline: PipelineSettings = PipelineSettings()
     store: StoreSettings = StoreSettings()
     cluster: ClusterSettings = ClusterSettings()

@@ -1,0 +1,1 @@
+"""Live sessions: served traffic that becomes training data where its users agree."""
