@@ -59,6 +59,15 @@ if TYPE_CHECKING:
     from api_schemas.runs import RunRequest as RunRequest
     from api_schemas.runs import RunState as RunState
     from api_schemas.sandboxes import SandboxView as SandboxView
+    from api_schemas.sessions import Canary as Canary
+    from api_schemas.sessions import DeletedSessions as DeletedSessions
+    from api_schemas.sessions import FeedbackAnswer as FeedbackAnswer
+    from api_schemas.sessions import FeedbackByVersion as FeedbackByVersion
+    from api_schemas.sessions import LiveSession as LiveSession
+    from api_schemas.sessions import OpenedSession as OpenedSession
+    from api_schemas.sessions import SessionFeedback as SessionFeedback
+    from api_schemas.sessions import SessionPage as SessionPage
+    from api_schemas.sessions import SessionRequest as SessionRequest
     from api_schemas.tasks import Task as Task
     from api_schemas.trajectories import Trajectory as Trajectory
 else:
@@ -83,6 +92,10 @@ else:
             "BINARY_MEDIA_TYPE AppendTasks Batch BatchAnswer Group Run RunPage RunPatch RunRequest RunState"
         ),
         "api_schemas.sandboxes": "SandboxView",
+        "api_schemas.sessions": (
+            "Canary DeletedSessions FeedbackAnswer FeedbackByVersion LiveSession OpenedSession SessionFeedback"
+            " SessionPage SessionRequest"
+        ),
         "api_schemas.tasks": "Task",
         "api_schemas.trajectories": "Trajectory",
     }

@@ -56,7 +56,7 @@ class ConflictError(ProblemError):
 
 
 class GoneError(ProblemError):
-    """The run is over and has no more batches."""
+    """The run is over and has no more batches, or the session has ended."""
 
 
 class OrderError(ProblemError):

@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 LOOK_SECONDS = 0.2
 """The interval at which a waiting call checks for an interrupt: one just before a thread blocks does not wake it."""
 
 
-class Blocking(Generic[A]):
+class Blocking(Generic[A_co]):
     """An asynchronous object, and the thread that runs its calls."""
 
-    def __init__(self, wrapped: A, portal: BlockingPortal) -> None:
+    def __init__(self, wrapped: A_co, portal: BlockingPortal) -> None:
         self._wrapped = wrapped
         self._portal = portal
 
 
 def blocking(
-    method: Callable[Concatenate[A, P], Coroutine[object, object, T]],
-) -> Callable[Concatenate[Blocking[A], P], T]:
+    method: Callable[Concatenate[A_co, P], Coroutine[object, object, T]],
+) -> Callable[Concatenate[Blocking[A_co], P], T]:
     """Return a method that calls this one and waits for its result."""
 
-    def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Blocking[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return _wait(self._portal, partial(method, self._wrapped, *args, **kwargs))
 
     update_wrapper(call, method)
@@ -55,14 +55,14 @@ def blocking(
 
 
 def iterating(
-    method: Callable[Concatenate[A, P], AsyncGenerator[T]],
-) -> Callable[Concatenate[Blocking[A], P], Iterator[T]]:
+    method: Callable[Concatenate[A_co, P], AsyncGenerator[T]],
+) -> Callable[Concatenate[Blocking[A_co], P], Iterator[T]]:
     """Return a method that iterates over what this one yields.
 
     The event loop's thread reads iterables among the arguments, so these should not block for long.
     """
 
-    def iterate(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    def iterate(self: Blocking[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         return _iterate(self._portal, method(self._wrapped, *args, **kwargs))
 
     update_wrapper(iterate, method)
@@ -281,6 +281,19 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     pause = blocking(RolloutClient.pause)
     resume = blocking(RolloutClient.resume)
     abort = blocking(RolloutClient.abort)
+
+    open_session = blocking(RolloutClient.open_session)
+    session = blocking(RolloutClient.session)
+    session_page = blocking(RolloutClient.session_page)
+    sessions = iterating(RolloutClient.sessions)
+    end_session = blocking(RolloutClient.end_session)
+    feedback = blocking(RolloutClient.feedback)
+    delete_session = blocking(RolloutClient.delete_session)
+    delete_sessions = blocking(RolloutClient.delete_sessions)
+    feedback_by_version = blocking(RolloutClient.feedback_by_version)
+    canaries = blocking(RolloutClient.canaries)
+    set_canary = blocking(RolloutClient.set_canary)
+    remove_canary = blocking(RolloutClient.remove_canary)
 
     environments = blocking(RolloutClient.environments)
     dataset = blocking(RolloutClient.dataset)

@@ -19,6 +19,7 @@ from rollout_service.cli import (
     nodes,
     runs,
     serve,
+    sessions,
     show,
     slurm,
     submit,
@@ -54,7 +55,7 @@ def _root(
 
 for module in (serve, demo, submit, show, watch, doctor):
     app.command(name=module.__name__.rpartition(".")[2], epilog=module.EXAMPLE)(module.command)
-for group in (backends, nodes, runs, image, env, harness, config, slurm):
+for group in (backends, nodes, runs, sessions, image, env, harness, config, slurm):
     app.add_typer(group.app)
 
 __all__ = ["app"]

@@ -22,6 +22,7 @@ COMMANDS = {
     *(("backends", name) for name in ("list", "add", "remove", "drain")),
     *(("runs", name) for name in ("create", "list", "show", "pause", "resume", "end", "lease")),
     *(("runs", name) for name in ("ack", "nack", "export", "rescore")),
+    *(("sessions", name) for name in ("list", "show", "judge", "delete")),
     *(("config", name) for name in ("show", "docs")),
     *(("image", name) for name in ("list", "build", "pull", "import", "inspect", "remove", "prune")),
     *(("slurm", name) for name in ("submit", "status", "logs", "tunnel", "stop", "run", "node", "engine")),

@@ -11,10 +11,12 @@ import pytest
 
 from rollout_client.client import ClientRun, LeasedBatch, NotFoundError, RolloutClient
 from rollout_client.external import ExternalRollout
+from rollout_client.sessions import SessionCalls
 from rollout_client.sync import SyncBatch, SyncExternalRollout, SyncRolloutClient, SyncRun
 
 PAIRS = [
     (RolloutClient, SyncRolloutClient),
+    (SessionCalls, SyncRolloutClient),
     (ClientRun, SyncRun),
     (LeasedBatch, SyncBatch),
     (ExternalRollout, SyncExternalRollout),
