@@ -1,0 +1,189 @@
+"""Detectors: what looks for secrets and personal data in texts before they are stored.
+
+Guarantees: what is found is counted by its kind, and leaves this module as nothing else. The built-in detectors take
+time linear in the length of a text, whatever it is, and look at it in windows, so that other threads get their turn. A
+plug-in that fails counts as a find: a text that could not be searched is not taken for a clean one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+import anyio.to_thread
+import structlog
+
+from rollout_service.errors import ConfigurationError, did_you_mean
+
+log = structlog.get_logger(__name__)
+
+GROUP: Final = "rollout_service.detectors"
+"""The entry point group; each entry point is a `Detector`."""
+
+Find = str | tuple[int, int]
+"""The kind of a find; or where it begins and ends, and its kind is then the detector's name."""
+Detector = Callable[[str], Iterable[Find]]
+"""Finds something in a text, each time that it occurs. It runs in a thread."""
+
+INLINE_CHARS: Final = 4_096
+"""Texts of up to this many characters together are searched at once; longer ones in a thread."""
+_WINDOW: Final = 65_536
+_OVERLAP: Final = 8_192
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """A pattern whose matches are finds of a kind, if they pass the check.
+
+    It must take time linear in the length: bounded repeats, and runs that are entered only at their beginning.
+    """
+
+    kind: str
+    pattern: re.Pattern[str]
+    check: Callable[[str], bool] = bool
+
+    def count(self, text: str) -> int:
+        found, at = 0, 0
+        while at < len(text):
+            end = at + _WINDOW
+            for match in self.pattern.finditer(text, at, end + _OVERLAP):
+                if match.start() >= end:
+                    break
+                found += self.check(match[0])
+                at = match.end()
+            at = max(at, end)
+        return found
+
+
+# Where a run of characters begins; the text may be JSON in which `\n` stands before it.
+_START: Final = r"(?:(?<![A-Za-z0-9_-])|(?<=\\[nrt]))"
+
+
+def _pattern(kind: str, pattern: str, check: Callable[[str], bool] = bool) -> _Pattern:
+    return _Pattern(kind, re.compile(pattern), check)
+
+
+def _looks_random(text: str) -> bool:
+    """Tell a key from words joined by dashes."""
+    return any(c.isdigit() for c in text) and any(c.isupper() for c in text)
+
+
+def _has_digit(text: str) -> bool:
+    return any(c.isdigit() for c in text)
+
+
+def _passes_luhn(text: str) -> bool:
+    digits = [int(c) for c in text if c.isdigit()][::-1]
+    return sum(digits[::2] + [sum(divmod(2 * digit, 10)) for digit in digits[1::2]]) % 10 == 0
+
+
+BUILT_IN: Final[Mapping[str, Sequence[_Pattern]]] = {
+    "secrets": (
+        _pattern("private_key", r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,4}PRIVATE KEY(?: BLOCK)?-----"),
+        _pattern("aws_key", _START + r"A(?:KIA|SIA)[A-Z0-9]{16}(?![A-Za-z0-9])"),
+        _pattern("aws_secret", r"(?i:secret_?access_?key)\W{1,6}[A-Za-z0-9/+]{40}(?!\w)"),
+        _pattern("github_token", _START + r"(?:gh[pousr]_[A-Za-z0-9]{36,255}|github_pat_\w{22,255})"),
+        _pattern("api_key", _START + r"sk-[A-Za-z0-9_-]{20,512}", _looks_random),
+        _pattern("google_key", _START + r"AIza[A-Za-z0-9_-]{35}"),
+        _pattern("slack_token", _START + r"xox[abeprs]-[A-Za-z0-9-]{10,512}", _has_digit),
+        _pattern("bearer_token", r"(?i:\bbearer)\s{1,4}[A-Za-z0-9._~+/-]{20,4096}", _has_digit),
+        _pattern("jwt", _START + r"eyJ[A-Za-z0-9_-]{10,4096}\.eyJ[A-Za-z0-9_-]{10,}"),
+    ),
+    # From the `@` on, since before it any text may stand. `git@` names no person.
+    "emails": (_pattern("email", r"(?<=[\w.%+-])(?<!\bgit)@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,63}"),),
+    "cards": (
+        _pattern(
+            "card",
+            r"(?<![\w.])(?:[2-6]\d{3}([ -]?)\d{4}\1\d{4}\1\d{4}(?:\1\d{3})?|3\d{3}([ -]?)\d{6}\2\d{5})(?!\w)",
+            _passes_luhn,
+        ),
+    ),
+    "phones": (
+        _pattern(
+            "phone",
+            r"(?<![\w.+-])(?:\+\d(?:[ ().-]{0,2}\d){7,14}|(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})(?!\w)",
+        ),
+    ),
+}
+
+
+class Detectors:
+    """Detectors that the settings name."""
+
+    def __init__(self, detectors: Mapping[str, Detector]) -> None:
+        """Take detectors by name."""
+        self._detectors = detectors
+
+    @classmethod
+    def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Detectors:
+        """Return the detectors of these names; it imports plug-ins, so call it in a thread.
+
+        Raises:
+            ConfigurationError: There is no such detector, or its plug-in cannot be loaded.
+        """
+        known = {
+            plugin.name: plugin for plugin in (entry_points(group=GROUP) if plugins is None else plugins)
+        }
+        return cls({name: _load(name, known) for name in dict.fromkeys(names)})
+
+    def find(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return how often each kind was found; kinds that were not are left out."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            for name, detector in self._detectors.items():
+                counts.update(_kinds(name, detector, text))
+        return dict(counts)
+
+    async def search(self, texts: Iterable[str]) -> dict[str, int]:
+        """Do what `find` does, in a thread if it may take long."""
+        texts = list(texts)
+        if sum(map(len, texts)) <= INLINE_CHARS and self._detectors.keys() <= BUILT_IN.keys():
+            return self.find(texts)
+        return await anyio.to_thread.run_sync(self.find, texts)
+
+
+def _load(name: str, plugins: Mapping[str, EntryPoint]) -> Detector:
+    if name in BUILT_IN:
+        return partial(_find, BUILT_IN[name])
+    if name not in plugins:
+        known = sorted({*BUILT_IN, *plugins})
+        raise ConfigurationError(
+            f"live.detectors: there is no detector {name!r}{did_you_mean(name, known)}",
+            hint=f"Known detectors: {', '.join(known)}.",
+        )
+    where = f"the plug-in {name!r} ({plugins[name].value})"
+    try:
+        detector = plugins[name].load()
+    except Exception as error:
+        raise ConfigurationError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not callable(detector):
+        raise ConfigurationError(
+            f"{where} is not a detector",
+            hint="Register a function that takes a text and returns the kinds, or the spans, of what it finds.",
+        )
+    return detector  # type: ignore[no-any-return]
+
+
+def _find(patterns: Sequence[_Pattern], text: str) -> Iterator[str]:
+    for one in patterns:
+        for _ in range(one.count(text)):
+            yield one.kind
+
+
+def _kinds(name: str, detector: Detector, text: str) -> list[str]:
+    try:
+        return [find if isinstance(find, str) else name for find in detector(text)]
+    except Exception as error:  # noqa: BLE001 - whatever a plug-in raises
+        # The message of the error may hold what it found.
+        log.error(
+            "a detector failed, and the turn is not stored",
+            detector=name,
+            error=type(error).__name__,
+            hint="Fix the plug-in, or remove its name from live.detectors.",
+        )
+        return [f"{name}:failed"]

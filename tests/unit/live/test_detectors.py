@@ -1,0 +1,155 @@
+"""Detectors find what may not be stored, count it by kind, and never take long."""
+
+import time
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_service.errors import ConfigurationError
+from rollout_service.live import detectors
+from rollout_service.live.detectors import BUILT_IN, Detectors
+
+HERE = __name__
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.c2lnbmF0dXJlLW9mLWl0"
+OPENAI = "sk-" + "proj-aB3dE6gH9" * 4
+GITHUB = "ghp_" + "a1B2" * 9
+FOUND = [
+    ("secrets", "private_key", "-----BEGIN RSA PRIVATE KEY-----\nMIIE"),
+    ("secrets", "private_key", "-----BEGIN OPENSSH PRIVATE KEY-----"),
+    ("secrets", "private_key", "-----BEGIN PGP PRIVATE KEY BLOCK-----"),
+    ("secrets", "aws_key", "AWS_ACCESS_KEY_ID=AKIAIOSFODNN7EXAMPLE"),
+    ("secrets", "aws_secret", "aws_secret_access_key = " + "wJalrXUtnFEMI/K7MDEN" * 2),
+    ("secrets", "aws_secret", '{"SecretAccessKey": "' + "wJalrXUtnFEMI/K7MDEN" * 2 + '"}'),
+    ("secrets", "github_token", f"git clone https://x:{GITHUB}@github.com/a/b"),
+    ("secrets", "github_token", "github_pat_" + "11ABCDEFG0_x" * 3),
+    ("secrets", "api_key", f"export OPENAI_API_KEY={OPENAI}"),
+    ("secrets", "api_key", f'{{"cmd": "echo\\n{OPENAI}"}}'),
+    ("secrets", "api_key", "sk-ant-api03-" + "Zx9_" * 20),
+    ("secrets", "google_key", "AIza" + "Sy1_" * 8 + "abc"),
+    ("secrets", "slack_token", "xoxb-" + "123456789012-abc"),
+    ("secrets", "bearer_token", "Authorization: Bearer 0123456789abcdef01234567"),
+    ("secrets", "jwt", f"token={JWT}"),
+    ("emails", "email", "write to ann.o'neil+x@mail.example.co.uk, please"),
+    ("emails", "email", "jürgen@bücher.example"),
+    ("cards", "card", "4242 4242 4242 4242"),
+    ("cards", "card", "card=5555555555554444;"),
+    ("cards", "card", "3782-822463-10005"),
+    ("phones", "phone", "call +49 (30) 901820-00"),
+    ("phones", "phone", "(555) 123-4567"),
+]
+CLEAN = [
+    "-----BEGIN PUBLIC KEY-----",
+    "class sk-fading-circle-with-a-long-name-here",
+    "my-task-sk-learn",
+    "AKIA is a prefix",
+    "Bearer authentication-is-what-we-use-here-today",
+    "git@github.com:someone/project.git",
+    "a @decorator and x @ y",
+    "0.4242424242424242",
+    "4242 4242 4242 4243",
+    "1732550000123456789",
+    "2024-01-02 10:11:12, 192.168.100.200",
+    "123e4567-e89b-12d3-a456-426614174000",
+    "eyJ is how base64 of JSON begins",
+]
+HOSTILE = [
+    "eyJ",
+    "a",
+    "@",
+    "a@a.",
+    "4",
+    "4242 ",
+    "1 ",
+    "+1 ",
+    "bearer ",
+    "sk-",
+    "A ",
+    "-----BEGIN ",
+    "ghp_a",
+    "\\n",
+]
+
+
+def finds_words(text: str) -> Iterable[str]:
+    return ["word"] * text.count("xyzzy")
+
+
+def finds_spans(text: str) -> Iterable[tuple[int, int]]:
+    at = text.find("xyzzy")
+    return [(at, at + 5)] if at >= 0 else []
+
+
+def fails(text: str) -> Iterable[str]:
+    raise RuntimeError(f"cannot search {text}")
+
+
+def plugin(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name, f"{HERE}:{value}", detectors.GROUP)
+
+
+@pytest.mark.parametrize(("name", "kind", "text"), FOUND)
+def test_it_is_found_and_counted_by_its_kind(name: str, kind: str, text: str) -> None:
+    assert Detectors.load([name]).find([text])[kind] == 1
+
+
+@pytest.mark.parametrize("text", CLEAN)
+def test_what_only_looks_similar_is_not_found(text: str) -> None:
+    assert Detectors.load(BUILT_IN).find([text]) == {}
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_a_hostile_line_of_a_megabyte_takes_little_time(piece: str) -> None:
+    text = (piece * 1_000_000)[:1_000_000]
+    started = time.thread_time()
+    Detectors.load(BUILT_IN).find([text])
+    assert time.thread_time() - started < 3.0
+
+
+@given(
+    st.lists(st.sampled_from([OPENAI, GITHUB, JWT, "a b", "\n", " ", "x" * 40, "-"]), max_size=20),
+    st.integers(1, 90),
+)
+def test_windows_change_no_count(pieces: list[str], window: int) -> None:
+    text = " ".join(pieces)
+    whole = Detectors.load(["secrets"]).find([text])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detectors, "_WINDOW", window)
+        assert Detectors.load(["secrets"]).find([text]) == whole
+
+
+def test_finds_of_all_texts_are_added_up() -> None:
+    assert Detectors.load(["secrets", "secrets"]).find([JWT, f"{JWT} {JWT}", ""]) == {"jwt": 3}
+    assert Detectors.load([]).find([JWT]) == {}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("padding", [0, 100_000])
+async def test_searching_long_texts_finds_the_same(padding: int) -> None:
+    assert await Detectors.load(["secrets"]).search(["." * padding + JWT]) == {"jwt": 1}
+
+
+def test_plug_ins_report_kinds_or_spans() -> None:
+    plugins = [plugin("words", "finds_words"), plugin("spans", "finds_spans")]
+    found = Detectors.load(["words", "spans"], plugins=plugins).find(["xyzzy xyzzy"])
+    assert found == {"word": 2, "spans": 1}
+
+
+def test_a_plug_in_that_fails_counts_as_a_find(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Detectors.load(["bad"], plugins=[plugin("bad", "fails")]).find(["my secret"]) == {"bad:failed": 1}
+    assert "my secret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("secret", "no detector 'secret'; did you mean secrets"),
+        ("gone", "'gone' .* cannot be loaded: AttributeError"),
+        ("text", "'text' .* is not a detector"),
+    ],
+)
+def test_a_detector_that_is_not_there_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Detectors.load([name], plugins=[plugin("gone", "nothing"), plugin("text", "JWT")])
