@@ -23,6 +23,7 @@ from api_schemas.rollouts.sessions import (
     TurnKind,
     Votes,
 )
+from api_schemas.sessions import FeedbackByVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +257,10 @@ class LiveStore(Protocol):
 
         Without an id they are over all sessions, removed ones included.
         """
+        ...
+
+    async def feedback(self) -> Sequence[FeedbackByVersion]:
+        """Return the values of turns by their session's pool and by their version, removed ones included."""
         ...
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
