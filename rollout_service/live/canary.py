@@ -1,0 +1,121 @@
+"""Which pool serves a new session, while a share of them tries a candidate for a pool's weights.
+
+Guarantees: a session stays with the pool that it began in; the same session gets the same answer while nothing is
+changed; raising the share moves no session back. A change is on disk before it has an effect. Which pool a candidate
+was for is known after its removal too, so that the turns that it served still reach the runs of that pool.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from api_schemas.errors import FieldError
+from api_schemas.sessions import Canary
+from rollout_service.errors import ConfigurationError, InvalidFieldError
+from rollout_service.private_files import write_private
+
+_RANGE = 1 << 64
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    canaries: list[Canary] = []
+    candidates: dict[str, str] = {}
+    """The pool that each candidate is for, or was."""
+
+
+class Canaries:
+    """The canaries of one node."""
+
+    def __init__(self, path: Path, is_served: Callable[[str], bool]) -> None:
+        """Read what is saved in `path`; `is_served` tells whether a pool has an engine in service.
+
+        Raises:
+            ConfigurationError: The file cannot be read.
+        """
+        self._path = path
+        self._is_served = is_served
+        self._saved = _read(path)
+        self._lock = anyio.Lock()
+
+    def list(self) -> Sequence[Canary]:
+        """Return the canaries by pool."""
+        return sorted(self._saved.canaries, key=lambda one: one.pool)
+
+    def choose(self, pool: str, session_id: str) -> str:
+        """Return the pool that serves a new session: the candidate for its share, if an engine serves it."""
+        for canary in self._saved.canaries:
+            if (
+                canary.pool == pool
+                and _place(session_id) < canary.share
+                and self._is_served(canary.candidate)
+            ):
+                return canary.candidate
+        return pool
+
+    def main_of(self, pool: str) -> str:
+        """Return the pool that a candidate is for, or was; another pool's is its own."""
+        return self._saved.candidates.get(pool, pool)
+
+    async def set(self, canary: Canary) -> None:
+        """Send a share of a pool's new sessions to a candidate, in place of what was set for the pool before.
+
+        Raises:
+            InvalidFieldError: The candidate is the pool itself, has a candidate of its own, or serves another pool.
+        """
+        async with self._lock:
+            self._check(canary)
+            others = [one for one in self._saved.canaries if one.pool != canary.pool]
+            candidates = self._saved.candidates | {canary.candidate: canary.pool}
+            candidates.pop(canary.pool, None)
+            await self._save(_Saved(canaries=[*others, canary], candidates=candidates))
+
+    async def remove(self, pool: str) -> bool:
+        """Send all new sessions of a pool to itself again; return whether there was a canary."""
+        async with self._lock:
+            others = [one for one in self._saved.canaries if one.pool != pool]
+            if len(others) == len(self._saved.canaries):
+                return False
+            await self._save(self._saved.model_copy(update={"canaries": others}))
+            return True
+
+    def _check(self, canary: Canary) -> None:
+        problem = ""
+        if canary.candidate == canary.pool:
+            problem = "a pool cannot be its own candidate"
+        others = [one for one in self._saved.canaries if one.pool != canary.pool]
+        if any(
+            one.pool == canary.candidate or one.candidate in (canary.pool, canary.candidate) for one in others
+        ):
+            problem = "the pools are those of another canary"
+        if problem:
+            hint = "Register the engines with the candidate's weights under a pool of their own."
+            raise InvalidFieldError([FieldError(path="candidate", message=problem)], hint=hint)
+
+    async def _save(self, saved: _Saved) -> None:
+        content = saved.model_dump_json(indent=2).encode()
+        await anyio.to_thread.run_sync(write_private, self._path, content)
+        self._saved = saved
+
+
+def _place(session_id: str) -> float:
+    """Return a session's place between 0 and 1, which never changes."""
+    digest = hashlib.sha256(session_id.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8]) / _RANGE
+
+
+def _read(path: Path) -> _Saved:
+    try:
+        return _Saved.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return _Saved()
+    except (OSError, ValidationError) as error:
+        hint = "Repair the file, or remove it: all new sessions then go to the pool that they ask for."
+        raise ConfigurationError(f"the canaries in {path} cannot be read: {error}", hint=hint) from error
