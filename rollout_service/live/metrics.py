@@ -1,0 +1,201 @@
+"""The metrics of live sessions: the funnel from a served turn to a batch, and what slows it down.
+
+Guarantees: the turns that were delivered, dropped and that wait add up to those that were served, since all of them are
+read at once. Nothing of what is said in a session becomes a label or a value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import anyio
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from api_schemas.sessions import FeedbackByVersion
+from rollout_service.errors import StoreError
+from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
+
+log = structlog.get_logger(__name__)
+
+HELD_SECONDS: Final = (0.1, 0.5, 1, 2.5, 5, 10, 15, 20, 25, 30, 60)
+JUDGE_SECONDS: Final = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3_600)
+PART_SECONDS: Final = (1, 5, 15, 60, 300, 900, 3_600, 14_400, 86_400)
+REFRESH_SECONDS: Final = 2.0
+"""How long a reader of the metrics waits for the store; then it gets the last figures."""
+VERSIONS: Final = 8
+"""The newest versions of a pool that have series."""
+STEPS: Final = ("served", "recorded", "judged")
+DROPPED: Final = "dropped:"
+
+
+class LiveMetrics:
+    """The metrics of one service's live sessions, which its parts report to."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._values = Counter(
+            "rollout_live_values_total",
+            "Values given to turns, by source and by value: minus, zero, plus, or none",
+            ["source", "value"],
+            registry=registry,
+        )
+        self._judge_seconds = Histogram(
+            "rollout_live_judge_seconds",
+            "Time from what followed a turn to its value or the judge's failure",
+            buckets=JUDGE_SECONDS,
+            registry=registry,
+        )
+        self._compared = Counter(
+            "rollout_live_compared_total",
+            "Turns with a user's and a judge's value, by whether both point the same way",
+            ["agree"],
+            registry=registry,
+        )
+        self._part_seconds = Histogram(
+            "rollout_live_part_seconds",
+            "Time from the end of a part to the rollout that hands it to a run",
+            buckets=PART_SECONDS,
+            registry=registry,
+        )
+        self._held = Histogram(
+            "rollout_live_held_seconds",
+            "Time that requests of sessions waited for a paused pool, by outcome: served or refused",
+            ["pool", "outcome"],
+            buckets=HELD_SECONDS,
+            registry=registry,
+        )
+        self._redactions = Counter(
+            "rollout_live_redactions_total",
+            "What detectors found in turns, by kind",
+            ["kind"],
+            registry=registry,
+        )
+        self._unrecorded = Counter(
+            "rollout_live_unrecorded_total",
+            "Requests that were served and belong to no session, by reason",
+            ["reason"],
+            registry=registry,
+        )
+
+    def judged(self, turn: TurnRecord, mark: TurnMarkRecord) -> None:
+        """Count a value, or the failure to find one, and how long it took."""
+        source = mark.source.partition(":")[0]
+        self._values.labels(source, _sign(mark.value)).inc()
+        if turn.next_state is not None and source != "explicit":
+            self._judge_seconds.observe(max(0.0, mark.at - turn.next_state.arrived_at))
+
+    def compared(self, *, judged: float, explicit: float) -> None:
+        """Count a turn that has a user's and a judge's value."""
+        self._compared.labels("yes" if _sign(judged) == _sign(explicit) else "no").inc()
+
+    def handed_over(self, seconds: float) -> None:
+        """Record how long a part waited for the rollout that hands it to a run."""
+        self._part_seconds.observe(seconds)
+
+    def held(self, pool: str, seconds: float, *, refused: bool) -> None:
+        """Record how long a request waited for a paused pool."""
+        self._held.labels(pool, "refused" if refused else "served").observe(seconds)
+
+    def redacted(self, kinds: Mapping[str, int]) -> None:
+        """Count what detectors found in a turn."""
+        for kind, count in kinds.items():
+            self._redactions.labels(kind).inc(count)
+
+    def unrecorded(self, reason: str) -> None:
+        """Count a request that belongs to no session."""
+        self._unrecorded.labels(reason).inc()
+
+
+class LiveFunnel(Collector):
+    """The figures that the store has, as of the last `refresh`."""
+
+    def __init__(
+        self,
+        store: LiveStore,
+        *,
+        open_sessions: Callable[[], int],
+        judge_queue: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._open_sessions = open_sessions
+        self._judge_queue = judge_queue
+        self._clock = clock
+        self._counts: Mapping[str, int] = {}
+        self._versions: Sequence[FeedbackByVersion] = ()
+        self._oldest: float | None = None
+
+    async def refresh(self) -> None:
+        """Read the figures; if the store takes too long or fails, keep the last ones."""
+        try:
+            with anyio.fail_after(REFRESH_SECONDS):
+                counts = await self._store.counts()
+                versions = await self._store.feedback()
+                waiting = await self._store.to_judge(1)
+        except (StoreError, TimeoutError) as error:
+            log.warning("the figures of live sessions could not be read", error=type(error).__name__)
+            return
+        self._counts, self._versions = counts, versions
+        states = (turn.next_state for turn in waiting)
+        self._oldest = next((state.arrived_at for state in states if state is not None), None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        yield GaugeMetricFamily("rollout_live_sessions", "Open sessions", self._open_sessions())
+        yield GaugeMetricFamily(
+            "rollout_live_judge_queue", "Turns that the judge has in memory", self._judge_queue()
+        )
+        age = 0.0 if self._oldest is None else max(0.0, self._clock() - self._oldest)
+        yield GaugeMetricFamily(
+            "rollout_live_judge_age_seconds", "How long a turn has waited for the judge, at most", age
+        )
+        yield from self._funnel()
+        yield from self._satisfied()
+
+    def _funnel(self) -> Iterator[Metric]:
+        for step in STEPS:
+            name = f"rollout_live_{step}"
+            yield CounterMetricFamily(name, f"Turns of sessions that were {step}", self._counts.get(step, 0))
+        turns = GaugeMetricFamily(
+            "rollout_live_turns",
+            "Served turns by what became of them: delivered, waiting, or dropped for a reason",
+            labels=["state", "reason"],
+        )
+        for state in ("delivered", "waiting"):
+            turns.add_metric([state, ""], self._counts.get(state, 0))
+        for name, count in sorted(self._counts.items()):
+            if name.startswith(DROPPED):
+                turns.add_metric(["dropped", name.removeprefix(DROPPED)], count)
+        yield turns
+
+    def _satisfied(self) -> Iterator[Metric]:
+        share = GaugeMetricFamily(
+            "rollout_live_satisfied_share", "Share of values above 0 by version", labels=["pool", "version"]
+        )
+        valued = GaugeMetricFamily(
+            "rollout_live_valued_turns", "Turns with a value by version", labels=["pool", "version"]
+        )
+        for one in newest(self._versions):
+            share.add_metric([one.pool, str(one.version)], one.satisfied)
+            valued.add_metric([one.pool, str(one.version)], one.turns)
+        yield share
+        yield valued
+
+
+def newest(figures: Sequence[FeedbackByVersion], count: int = VERSIONS) -> Iterator[FeedbackByVersion]:
+    """Yield the figures of the newest versions of each pool."""
+    seen: dict[str, int] = {}
+    for one in sorted(figures, key=lambda one: (one.pool, -one.version)):
+        seen[one.pool] = seen.get(one.pool, 0) + 1
+        if seen[one.pool] <= count:
+            yield one
+
+
+def _sign(value: float | None) -> str:
+    if value is None:
+        return "none"
+    return "plus" if value > 0 else "minus" if value < 0 else "zero"
