@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollout_service.errors import DefectError, ServiceError, StoreError
 from rollout_service.private_files import make_private
-from rollout_service.store.sqlite.schema import migrate
+from rollout_service.store.sqlite.schema import STORE, DatabaseSchema, migrate
 
 IN_MEMORY = ":memory:"
 """The path of a store that lives and dies with its process, for tests."""
@@ -92,20 +92,21 @@ def _close_to_others(path: Path) -> None:
 class Database:
     """An open store file: one connection, for use in the thread that created it.
 
-    The write-ahead log with `synchronous=FULL` guarantees that a commit that has returned is on the disk.
+    The write-ahead log guarantees that a commit that has returned is on the disk if its schema is `synchronous=FULL`,
+    and in the operating system's hands if it is `NORMAL`.
 
     Raises:
         StoreError: The file is in use, is damaged, belongs to another program, or cannot be created.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, schema: DatabaseSchema = STORE) -> None:
         self._claim: FileClaim | None = None
         try:
             if str(path) != IN_MEMORY:
                 Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._claim = FileClaim(Path(path))
                 _close_to_others(Path(path))
-            self.connection = self._connect(path)
+            self.connection = self._connect(path, schema)
         except OSError as error:
             self._release()
             raise StoreError(
@@ -125,14 +126,17 @@ class Database:
         finally:
             self._release()
 
-    def _connect(self, path: Path | str) -> sqlite3.Connection:
+    def _connect(self, path: Path | str, schema: DatabaseSchema) -> sqlite3.Connection:
         connection = sqlite3.connect(path, isolation_level=None, timeout=5.0, cached_statements=64)
         try:
             connection.row_factory = sqlite3.Row
+            connection.execute(f"PRAGMA page_size = {schema.page_size}")  # of a new file
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute(f"PRAGMA synchronous = {schema.synchronous}")
+            connection.execute(f"PRAGMA secure_delete = {schema.secure_delete:d}")
+            connection.execute("PRAGMA temp_store = MEMORY")
             connection.execute("PRAGMA journal_size_limit = 67108864")
-            migrate(connection)
+            migrate(connection, schema)
         except BaseException:
             connection.close()
             raise

@@ -8,6 +8,9 @@ data is kept out of `rollouts`, whose rows are rewritten several times in a roll
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rollout_service.errors import StoreError
 from rollout_service.store.sqlite.schema_runs import VERSION_2, VERSION_4, VERSION_5
@@ -125,7 +128,26 @@ MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5, _VERSION_
 """The scripts that upgrade the schema; script n, from 1, upgrades version n - 1 to version n."""
 
 
-def migrate(connection: sqlite3.Connection) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseSchema:
+    """What a file of this project holds, and how it is written."""
+
+    migrations: Sequence[str]
+    application_id: int
+    has_events: bool = False
+    """Whether it has the table `events`, whose newest id each commit reports."""
+    synchronous: Literal["FULL", "NORMAL"] = "FULL"
+    """`FULL` keeps each commit through a loss of power, `NORMAL` through the end of the process alone."""
+    page_size: int = 4096
+    secure_delete: bool = False
+    """Whether deleted content is overwritten."""
+
+
+STORE = DatabaseSchema(migrations=MIGRATIONS, application_id=APPLICATION_ID, has_events=True)
+"""The store of rollouts and runs."""
+
+
+def migrate(connection: sqlite3.Connection, schema: DatabaseSchema = STORE) -> None:
     """Upgrade a database to the current version, each step in one transaction.
 
     Raises:
@@ -135,18 +157,19 @@ def migrate(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-    if application != APPLICATION_ID and tables:
+    if application != schema.application_id and tables:
         raise StoreError(
             "the store's file is a database of another program",
             hint="Use another state directory, or move that file away.",
         )
-    if version > len(MIGRATIONS):
+    if version > len(schema.migrations):
         raise StoreError(
-            f"the store's file has schema version {version}, but this release supports only {len(MIGRATIONS)}",
+            f"the store's file has schema version {version}, but this release supports only "
+            f"{len(schema.migrations)}",
             hint="Run the newer release that wrote it, or use another state directory.",
         )
-    for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
+    for number, script in enumerate(schema.migrations[version:], start=version + 1):
         connection.executescript(
             f"BEGIN IMMEDIATE; {script}"
-            f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number}; COMMIT;"
+            f"PRAGMA application_id = {schema.application_id}; PRAGMA user_version = {number}; COMMIT;"
         )

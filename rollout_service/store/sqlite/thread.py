@@ -28,6 +28,7 @@ import structlog
 from rollout_service.errors import StoreError
 from rollout_service.store.job_result import JobResult
 from rollout_service.store.sqlite.connection import Database, explain_job
+from rollout_service.store.sqlite.schema import STORE, DatabaseSchema
 
 log = structlog.get_logger(__name__)
 
@@ -44,14 +45,19 @@ class _DatabaseJob:
     run: Callable[[sqlite3.Connection], Any]
     future: asyncio.Future[Any]
     writes: bool
+    alone: bool = False
+    """Whether it runs outside any transaction, after the others of its batch."""
 
 
 class DatabaseThread:
     """A thread that runs jobs on a store's file, from `start` to `close`."""
 
-    def __init__(self, path: Path | str, on_commit: Callable[[int], None]) -> None:
+    def __init__(
+        self, path: Path | str, on_commit: Callable[[int], None], schema: DatabaseSchema = STORE
+    ) -> None:
         """Take `on_commit`, which the event loop calls after each commit, with the id of the newest event."""
         self._path = path
+        self._schema = schema
         self._on_commit = on_commit
         self._jobs: SimpleQueue[_DatabaseJob | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -108,6 +114,11 @@ class DatabaseThread:
             DefectError: A statement of the job is wrong.
             Exception: Whatever the job raises.
         """
+        return await self._submit(job, writes=writes)
+
+    async def _submit(
+        self, job: Callable[[sqlite3.Connection], T], *, writes: bool, alone: bool = False
+    ) -> T:
         if self._died.is_set():
             raise self._failure or StoreError("the store failed")
         if self._closed:
@@ -115,10 +126,18 @@ class DatabaseThread:
                 "the store is closed", hint="The service is shutting down; try again after its restart."
             )
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_DatabaseJob(job, future, writes))
+        self._jobs.put(_DatabaseJob(job, future, writes, alone))
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
         return future.result()
+
+    async def truncate_log(self) -> None:
+        """Merge the write-ahead log into the file and empty it, so that the log keeps nothing that was deleted.
+
+        Raises:
+            StoreError: The database failed, or the store is closed.
+        """
+        await self._submit(_truncate_log, writes=False, alone=True)
 
     async def close(self) -> None:
         """Run the remaining jobs, close the file and end the thread; idempotent."""
@@ -130,7 +149,7 @@ class DatabaseThread:
 
     def _work(self) -> None:
         try:
-            database = Database(self._path)
+            database = Database(self._path, self._schema)
         except StoreError as error:
             self._call(self._opened.set_exception, error)
             return
@@ -165,15 +184,16 @@ class DatabaseThread:
         try:
             if writes:
                 connection.execute("BEGIN IMMEDIATE")
-            outcomes = [_attempt(connection, job) for job in batch]
-            newest = _newest_event(connection) if writes else 0
+            outcomes = [_attempt(connection, job) for job in batch if not job.alone]
+            newest = _newest_event(connection) if writes and self._schema.has_events else 0
             if writes:
                 connection.execute("COMMIT")
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            outcomes = [JobResult(job, error=explain_job(error)) for job in batch]
+            outcomes = [JobResult(job, error=explain_job(error)) for job in batch if not job.alone]
             writes = False
+        outcomes += [_attempt(connection, job) for job in batch if job.alone]
         self._call(self._deliver, outcomes, newest if writes else None)
 
     def _die(self, error: BaseException, batch: list[_DatabaseJob]) -> None:
@@ -236,6 +256,15 @@ def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> JobResult[_Da
             connection.execute("ROLLBACK TO job")
         connection.execute("RELEASE job")
     return outcome
+
+
+def _truncate_log(connection: sqlite3.Connection) -> None:
+    busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    if busy:
+        raise StoreError(
+            "the store's log cannot be emptied while another program reads the file",
+            hint="Close every other program that has the store's file open, and try again.",
+        )
 
 
 def _newest_event(connection: sqlite3.Connection) -> int:

@@ -1,0 +1,1 @@
+"""The store of live sessions in one SQLite file."""

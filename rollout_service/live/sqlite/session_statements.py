@@ -1,0 +1,148 @@
+"""The statements on sessions; each function runs inside one transaction, in the database's thread."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from api_schemas.rollouts.sessions import ClosedBecause
+from rollout_service.live.contract import SessionRecord
+from rollout_service.live.sqlite import contents
+
+_COLUMNS = (
+    "session_id",
+    "key_hash",
+    "pool",
+    "user",
+    "tenant",
+    "train",
+    "explicit",
+    "quarantined",
+    "retention_seconds",
+    "continues",
+    "group",
+    "opened_at",
+    "used_at",
+    "closed_at",
+    "closed_because",
+    "served",
+    "opted_out",
+)
+_OPEN = """
+INSERT INTO sessions (
+    session_id, key_hash, pool, user, tenant, train, explicit, quarantined, retention_seconds, continues, "group",
+    opened_at, used_at, closed_at, closed_because, served, opted_out
+) VALUES (
+    :session_id, :key_hash, :pool, :user, :tenant, :train, :explicit, :quarantined, :retention_seconds, :continues,
+    :group, :opened_at, :used_at, :closed_at, :closed_because, :served, :opted_out
+)
+ON CONFLICT (session_id) DO NOTHING RETURNING seq
+"""
+_PAGE = """
+SELECT * FROM sessions
+WHERE (:is_open IS NULL OR (closed_at IS NULL) = :is_open)
+    AND (:time IS NULL OR (opened_at, session_id) < (:time, :id))
+ORDER BY opened_at DESC, session_id DESC LIMIT :limit
+"""
+_HAD = """
+SELECT (SELECT count(*) FROM sessions WHERE user = :user)
+    + coalesce((SELECT count FROM earlier_sessions WHERE user = :user), 0)
+"""
+_SERVED = """
+UPDATE sessions SET used_at = max(used_at, :at), served = served + :opted_out, opted_out = opted_out + :opted_out
+WHERE session_id = :id
+"""
+_CLOSE = """
+UPDATE sessions SET closed_at = :at, closed_because = :because WHERE session_id = :id AND closed_at IS NULL
+"""
+_EXPIRED = """
+SELECT session_id, opened_at <= :now - :age AS too_old FROM sessions
+WHERE closed_at IS NULL AND (used_at <= :now - :idle OR opened_at <= :now - :age)
+"""
+_UNDECIDED = """
+UPDATE sessions SET looked_at = (SELECT max(looked_at) + 1 FROM sessions) WHERE seq IN (
+    SELECT seq FROM sessions
+    WHERE EXISTS (SELECT 1 FROM turns WHERE session = seq AND part IS NULL AND dropped IS NULL)
+    ORDER BY looked_at, seq LIMIT ?
+) RETURNING *
+"""
+
+
+def open_session(db: sqlite3.Connection, session: SessionRecord) -> bool:
+    """Keep a session unless its id is known."""
+    row = db.execute(_OPEN, {name: getattr(session, name) for name in _COLUMNS}).fetchone()
+    if row is not None:
+        contents.put_metadata(db, row["seq"], session.metadata)
+    return row is not None
+
+
+def find(db: sqlite3.Connection, session_id: str) -> sqlite3.Row | None:
+    """Return a session's row."""
+    row: sqlite3.Row | None = db.execute(
+        "SELECT * FROM sessions WHERE session_id = ?", (session_id,)
+    ).fetchone()
+    return row
+
+
+def get(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
+    """Return a session."""
+    row = find(db, session_id)
+    return None if row is None else _session(db, row)
+
+
+def of_key(db: sqlite3.Connection, key_hash: bytes) -> SessionRecord | None:
+    """Return the session of a key; sessions without a key have none."""
+    row = db.execute("SELECT * FROM sessions WHERE key_hash = ? AND key_hash != x''", (key_hash,)).fetchone()
+    return None if row is None else _session(db, row)
+
+
+def page(
+    db: sqlite3.Connection, before: tuple[float, str] | None, limit: int, is_open: bool | None
+) -> list[SessionRecord]:
+    """Return sessions, the newest first."""
+    time, session_id = before or (None, None)
+    values = {"time": time, "id": session_id, "limit": limit, "is_open": is_open}
+    return [_session(db, row) for row in db.execute(_PAGE, values).fetchall()]
+
+
+def had(db: sqlite3.Connection, user: str) -> int:
+    """Return how many sessions a user has had."""
+    count: int = db.execute(_HAD, {"user": user}).fetchone()[0]
+    return count
+
+
+def served(db: sqlite3.Connection, session_id: str, at: float, *, opted_out: bool) -> None:
+    """Note a served turn; count it if it is opted out, since others are counted when they are recorded."""
+    db.execute(_SERVED, {"id": session_id, "at": at, "opted_out": opted_out})
+
+
+def close(db: sqlite3.Connection, session_id: str, because: ClosedBecause, at: float) -> bool:
+    """Close an open session."""
+    return db.execute(_CLOSE, {"id": session_id, "because": because, "at": at}).rowcount > 0
+
+
+def expired(db: sqlite3.Connection, now: float, idle: float, age: float) -> list[tuple[str, ClosedBecause]]:
+    """Return open sessions that are to be closed, and why."""
+    rows = db.execute(_EXPIRED, {"now": now, "idle": idle, "age": age})
+    return [
+        (row["session_id"], ClosedBecause.MAX_AGE if row["too_old"] else ClosedBecause.IDLE) for row in rows
+    ]
+
+
+def undecided(db: sqlite3.Connection, limit: int) -> list[SessionRecord]:
+    """Return sessions with a turn that is in no part, and note that they were looked at."""
+    rows: Sequence[sqlite3.Row] = db.execute(_UNDECIDED, (limit,)).fetchall()
+    return [_session(db, row) for row in sorted(rows, key=lambda row: row["seq"])]
+
+
+def _session(db: sqlite3.Connection, row: sqlite3.Row) -> SessionRecord:
+    values: dict[str, Any] = {name: row[name] for name in _COLUMNS}
+    for name in ("train", "explicit", "quarantined"):
+        values[name] = bool(values[name])
+    because = values.pop("closed_because")
+    return SessionRecord(
+        **values,
+        closed_because=None if because is None else ClosedBecause(because),
+        metadata=contents.metadata(db, row["seq"]),
+    )

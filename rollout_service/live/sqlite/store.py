@@ -1,0 +1,186 @@
+"""The store of live sessions in one SQLite file: `async with SqliteLiveStore(path) as store:`.
+
+Beyond the contract: only one process at a time can have the file open, only its owner can read it, and writes that wait
+at the same time share one transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from api_schemas.rollouts.sessions import ClosedBecause, MaskReason
+from rollout_service.errors import StoreError
+from rollout_service.live.contract import (
+    Deleted,
+    LiveStore,
+    NextStateRecord,
+    PartRecord,
+    SessionRecord,
+    TurnMarkRecord,
+    TurnRecord,
+)
+from rollout_service.live.sqlite import (
+    part_statements,
+    removal_statements,
+    session_statements,
+    turn_statements,
+)
+from rollout_service.live.sqlite.schema import LIVE
+from rollout_service.store.sqlite.thread import DatabaseThread
+
+T = TypeVar("T")
+
+
+class SqliteLiveStore(LiveStore):
+    """The SQLite store of live sessions; the path `:memory:` is for tests.
+
+    Raises:
+        StoreError: On entering, if another process has the file open, or it is damaged, or cannot be created. Every
+            method can raise it.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+        self._thread: DatabaseThread
+
+    async def __aenter__(self) -> Self:
+        self._thread = DatabaseThread(self._path, lambda _: None, LIVE)
+        await self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._thread.close()
+
+    async def failed(self) -> None:
+        """Wait until the store fails for good, which only a defect can cause.
+
+        Raises:
+            StoreError: The store has failed.
+        """
+        await self._thread.failed()
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why writes fail, or None."""
+        return self._thread.problem
+
+    def size_bytes(self) -> int:
+        """Return the size of the file with its log; 0 in memory."""
+        return self._thread.size_bytes()
+
+    async def open(self, session: SessionRecord) -> bool:
+        return await self._write(lambda db: session_statements.open_session(db, session))
+
+    async def session(self, session_id: str) -> SessionRecord | None:
+        return await self._read(lambda db: session_statements.get(db, session_id))
+
+    async def session_of_key(self, key_hash: bytes) -> SessionRecord | None:
+        return await self._read(lambda db: session_statements.of_key(db, key_hash))
+
+    async def sessions(
+        self, *, before: tuple[float, str] | None = None, limit: int = 100, is_open: bool | None = None
+    ) -> Sequence[SessionRecord]:
+        return await self._read(lambda db: session_statements.page(db, before, limit, is_open))
+
+    async def sessions_of(self, user: str) -> int:
+        return await self._read(lambda db: session_statements.had(db, user))
+
+    async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:
+        await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=opted_out))
+
+    async def use(self, session_id: str, at: float) -> None:
+        await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=False))
+
+    async def close_session(self, session_id: str, because: ClosedBecause, at: float) -> bool:
+        return await self._write(lambda db: session_statements.close(db, session_id, because, at))
+
+    async def expired(self, now: float, idle: float, age: float) -> Sequence[tuple[str, ClosedBecause]]:
+        return await self._read(lambda db: session_statements.expired(db, now, idle, age))
+
+    async def record(self, turn: TurnRecord) -> None:
+        await self._write(lambda db: turn_statements.record(db, turn))
+
+    async def deliver(self, session_id: str, turn: int) -> None:
+        await self._write(lambda db: turn_statements.deliver(db, session_id, turn))
+
+    async def mask(self, session_id: str, turn: int, because: MaskReason) -> None:
+        await self._write(lambda db: turn_statements.mask(db, session_id, turn, because))
+
+    async def follow(self, session_id: str, turn: int, state: NextStateRecord) -> bool:
+        return await self._write(lambda db: turn_statements.follow(db, session_id, turn, state))
+
+    async def mark(self, session_id: str, turn: int, mark: TurnMarkRecord) -> bool:
+        return await self._write(lambda db: turn_statements.mark(db, session_id, turn, mark))
+
+    async def turns(self, session_id: str, first: int = 0) -> Sequence[TurnRecord]:
+        return await self._read(lambda db: turn_statements.turns(db, session_id, first))
+
+    async def turn(self, session_id: str, turn: int) -> TurnRecord | None:
+        return await self._read(lambda db: turn_statements.get(db, session_id, turn))
+
+    async def to_judge(self, limit: int) -> Sequence[TurnRecord]:
+        return await self._read(lambda db: turn_statements.to_judge(db, limit))
+
+    async def undecided(self, limit: int) -> Sequence[SessionRecord]:
+        return await self._write(lambda db: session_statements.undecided(db, limit))
+
+    async def take_part(
+        self,
+        session_id: str,
+        run_id: str | None,
+        usable: Sequence[int],
+        dropped: Mapping[int, MaskReason],
+        at: float,
+    ) -> PartRecord | None:
+        if usable and run_id is None:
+            raise ValueError("a part with usable turns needs a run")
+        return await self._write(lambda db: part_statements.take(db, session_id, run_id, usable, dropped, at))
+
+    async def parts(
+        self, run_id: str | None = None, *, unsubmitted: bool = False, session_id: str | None = None
+    ) -> Sequence[PartRecord]:
+        return await self._read(
+            lambda db: part_statements.parts(db, run_id, session_id, unsubmitted=unsubmitted)
+        )
+
+    async def set_offset(self, session_id: str, part: int, offset: int | None) -> None:
+        await self._write(lambda db: part_statements.set_offset(db, session_id, part, offset))
+
+    async def claim(self, parts: Sequence[tuple[str, int]], rollout_id: str) -> PartRecord | None:
+        return await self._write(lambda db: part_statements.claim(db, parts, rollout_id))
+
+    async def counts(self, session_id: str | None = None) -> Mapping[str, int]:
+        def count(db: sqlite3.Connection) -> Mapping[str, int]:
+            if session_id is None:
+                return removal_statements.counts(db)
+            session = session_statements.find(db, session_id)
+            return {} if session is None else removal_statements.counts(db, session["seq"])
+
+        return await self._read(count)
+
+    async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
+        if (session_id is None) == (user is None):
+            raise ValueError("name a session or a user")
+        deleted = await self._write(
+            lambda db: removal_statements.delete(db, session_id=session_id, user=user)
+        )
+        await self._thread.truncate_log()
+        return deleted
+
+    async def prune(self, now: float, bytes_per_user: int | None) -> int:
+        removed = await self._write(lambda db: removal_statements.prune(db, now, bytes_per_user))
+        if removed:
+            await self._thread.truncate_log()
+        return removed
+
+    async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._thread.run(job, writes=True)
+
+    async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._thread.run(job, writes=False)

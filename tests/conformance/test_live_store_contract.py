@@ -1,0 +1,322 @@
+"""Every store of live sessions keeps its contract."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
+from rollout_service.errors import StoreError
+from rollout_service.live.contract import LiveStore
+from rollout_service.live.sqlite.store import SqliteLiveStore
+from tests.support.live_store import a_session, a_state, a_turn, explicit, judged
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["memory", "file"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LiveStore]:
+    path = tmp_path / "live.sqlite3" if request.param == "file" else ":memory:"
+    async with SqliteLiveStore(path) as store:
+        yield store
+
+
+async def test_a_session_comes_back_as_it_was(store: LiveStore) -> None:
+    session = a_session(
+        key_hash=b"k" * 32,
+        continues="earlier",
+        group="g",
+        metadata={"a": [1, {"b": "é"}]},
+        quarantined=True,
+        closed_at=9.0,
+        closed_because=ClosedBecause.IDLE,
+    )
+    assert await store.open(session)
+    assert await store.session("s") == session
+    assert await store.session_of_key(b"k" * 32) == session
+    assert not await store.open(a_session(tenant="another"))
+    assert await store.session("s") == session
+
+
+async def test_sessions_without_a_key_have_none(store: LiveStore) -> None:
+    await store.open(a_session())
+    assert await store.session_of_key(b"") is None
+    assert await store.session("another") is None
+
+
+async def test_sessions_come_newest_first_and_in_pages(store: LiveStore) -> None:
+    for number in range(5):
+        await store.open(a_session(f"s{number}", opened_at=float(number // 2)))
+    await store.close_session("s4", ClosedBecause.EXPLICIT, 10.0)
+    first = await store.sessions(limit=2)
+    assert [one.session_id for one in first] == ["s4", "s3"]
+    rest = await store.sessions(before=(first[-1].opened_at, first[-1].session_id))
+    assert [one.session_id for one in rest] == ["s2", "s1", "s0"]
+    assert [one.session_id for one in await store.sessions(is_open=False)] == ["s4"]
+    assert len(await store.sessions(is_open=True)) == 4
+
+
+async def test_a_session_closes_once(store: LiveStore) -> None:
+    await store.open(a_session())
+    assert await store.close_session("s", ClosedBecause.EXPLICIT, 5.0)
+    assert not await store.close_session("s", ClosedBecause.IDLE, 6.0)
+    found = await store.session("s")
+    assert found is not None
+    assert (found.closed_at, found.closed_because) == (5.0, ClosedBecause.EXPLICIT)
+
+
+async def test_sessions_expire_when_they_are_idle_or_old(store: LiveStore) -> None:
+    await store.open(a_session("idle", opened_at=50.0, used_at=60.0))
+    await store.open(a_session("old", opened_at=0.0, used_at=99.0))
+    await store.open(a_session("fresh", opened_at=50.0, used_at=60.0))
+    await store.use("fresh", 95.0)
+    expired = dict(await store.expired(100.0, idle=30.0, age=90.0))
+    assert expired == {"idle": ClosedBecause.IDLE, "old": ClosedBecause.MAX_AGE}
+
+
+async def test_a_turn_comes_back_as_it_was(store: LiveStore) -> None:
+    await store.open(a_session())
+    hint = Hint(text="use =", prompt_ids=[1, 2], candidates=3, selected_by="longest")
+    judge = JudgedBy(pool="judge", model="m@1", prompt_hash="abc")
+    turn = a_turn(
+        calls=('{"name":"f"}',),
+        malformed=2,
+        truncated=True,
+        answer="é" * 5_000,
+        body=bytes(range(256)) * 40,
+        next_state=a_state("x" * 9_000),
+        mark=judged(votes=Votes(plus=3), judge=judge, hint=hint),
+    )
+    await store.record(turn)
+    assert await store.turn("s", 0) == turn
+    assert await store.turns("s") == [turn]
+    assert await store.turns("s", 1) == []
+
+
+async def test_recording_a_turn_again_changes_nothing(store: LiveStore) -> None:
+    await store.open(a_session())
+    await store.record(a_turn())
+    await store.record(a_turn(answer="another"))
+    assert await store.turns("s") == [a_turn()]
+    assert (await store.counts("s"))["served"] == 1
+
+
+async def test_the_first_mask_stays(store: LiveStore) -> None:
+    await store.open(a_session())
+    await store.record(a_turn())
+    await store.mask("s", 0, MaskReason.SUPERSEDED)
+    await store.mask("s", 0, MaskReason.REDACTED)
+    turn = await store.turn("s", 0)
+    assert turn is not None
+    assert turn.mask is MaskReason.SUPERSEDED
+
+
+async def test_only_turns_that_may_be_judged_come_to_the_judge(store: LiveStore) -> None:
+    await store.open(a_session())
+    for turn in range(6):
+        await store.record(a_turn(turn, kind=TurnKind.SIDE if turn == 1 else TurnKind.MAIN))
+        if turn != 2:
+            await store.deliver("s", turn)
+        if turn != 3:
+            assert await store.follow("s", turn, a_state(at=10.0 - turn))
+    await store.mask("s", 4, MaskReason.REDACTED)
+    assert [turn.turn for turn in await store.to_judge(10)] == [5, 0]
+    assert [turn.turn for turn in await store.to_judge(1)] == [5]
+    await store.mark("s", 5, judged())
+    await store.take_part("s", None, [], {0: MaskReason.NO_RUN}, 20.0)
+    assert await store.to_judge(10) == []
+
+
+async def test_the_first_next_state_stays(store: LiveStore) -> None:
+    await store.open(a_session())
+    await store.record(a_turn())
+    assert await store.follow("s", 0, a_state("first"))
+    assert not await store.follow("s", 0, a_state("second"))
+    assert not await store.follow("s", 7, a_state())
+    turn = await store.turn("s", 0)
+    assert turn is not None
+    assert turn.next_state == a_state("first")
+
+
+async def test_explicit_feedback_wins_whenever_it_comes(store: LiveStore) -> None:
+    await store.open(a_session())
+    hint = Hint(text="use =", prompt_ids=[1], candidates=1, selected_by="longest")
+    for turn in range(2):
+        await store.record(a_turn(turn))
+    assert await store.mark("s", 0, judged(1.0, hint=hint))
+    assert not await store.mark("s", 0, judged(0.0))
+    assert await store.mark("s", 0, explicit(-1.0))
+    assert await store.mark("s", 1, explicit(0.5))
+    assert not await store.mark("s", 1, judged(1.0))
+    assert not await store.mark("s", 9, judged(1.0))
+    first, second = await store.turns("s")
+    assert first.mark == replace(explicit(-1.0), hint=hint)  # the hint is still true
+    assert second.mark == explicit(0.5)
+    assert (await store.counts("s"))["judged"] == 2
+
+
+async def test_a_turn_that_a_part_has_keeps_its_value(store: LiveStore) -> None:
+    await store.open(a_session())
+    await store.record(a_turn())
+    await store.mark("s", 0, judged(1.0))
+    await store.take_part("s", "run", [0], {}, 5.0)
+    assert not await store.mark("s", 0, explicit(-1.0))
+    turn = await store.turn("s", 0)
+    assert turn is not None
+    assert turn.mark == judged(1.0)
+
+
+async def test_each_turn_is_in_one_part_at_most(store: LiveStore) -> None:
+    await store.open(a_session())
+    for turn in range(4):
+        await store.record(a_turn(turn))
+    first = await store.take_part("s", "run", [0, 2], {1: MaskReason.ZERO}, 5.0)
+    assert first is not None
+    assert (first.part, first.run_id, first.usable, first.offset) == (0, "run", (0, 2), None)
+    assert await store.take_part("s", "run", [2, 3], {}, 6.0) is None
+    second = await store.take_part("s", "run", [3], {}, 7.0)
+    assert second is not None
+    assert second.part == 1
+    assert [turn.part for turn in await store.turns("s")] == [0, 0, 0, 1]
+    assert [turn.dropped for turn in await store.turns("s")] == [None, MaskReason.ZERO, None, None]
+    assert await store.parts("run") == [first, second]
+    assert await store.parts("another") == []
+    assert await store.parts(session_id="s", unsubmitted=True) == [first, second]
+    await store.set_offset("s", 0, 17)
+    assert [part.part for part in await store.parts(unsubmitted=True)] == [1]
+    with pytest.raises(ValueError, match="needs a run"):
+        await store.take_part("s", None, [1], {}, 5.0)
+
+
+async def test_turns_can_be_decided_without_a_part(store: LiveStore) -> None:
+    await store.open(a_session())
+    await store.record(a_turn())
+    assert await store.take_part("s", "run", [], {0: MaskReason.NO_NEXT_STATE}, 5.0) is None
+    assert await store.parts() == []
+    turn = await store.turn("s", 0)
+    assert turn is not None
+    assert (turn.part, turn.dropped) == (None, MaskReason.NO_NEXT_STATE)
+    assert await store.undecided(10) == []
+
+
+async def test_a_part_is_claimed_by_one_rollout(store: LiveStore) -> None:
+    await store.open(a_session())
+    for turn in range(2):
+        await store.record(a_turn(turn))
+        await store.take_part("s", "run", [turn], {}, 5.0)
+    both = [("s", 0), ("s", 1)]
+    claims = [await store.claim(both, name) for name in ("a", "b", "b", "a")]
+    assert [claim and claim.part for claim in claims] == [0, 1, 1, 0]
+    assert await store.claim(both, "c") is None
+    assert await store.claim([("unknown", 0)], "c") is None
+
+
+async def test_sessions_with_undecided_turns_come_in_turn(store: LiveStore) -> None:
+    for name in ("a", "b", "c", "empty"):
+        await store.open(a_session(name))
+        if name != "empty":
+            await store.record(a_turn(session_id=name))
+    seen = [[one.session_id for one in await store.undecided(2)] for _ in range(3)]
+    assert seen == [["a", "b"], ["a", "c"], ["a", "b"]]
+
+
+async def test_counts_stay_when_sessions_go(store: LiveStore) -> None:
+    await store.open(a_session())
+    for turn in range(5):
+        await store.record(a_turn(turn))
+    await store.served("s", 9.0, opted_out=True)
+    await store.mark("s", 0, judged())
+    await store.take_part("s", "run", [0], {1: MaskReason.ZERO}, 5.0)
+    await store.claim([("s", 0)], "rollout")
+    await store.take_part("s", "run", [2], {}, 5.0)
+    before = await store.counts()
+    assert before == await store.counts("s")
+    assert before == {
+        "served": 6,
+        "recorded": 5,
+        "judged": 1,
+        "delivered": 2,
+        "waiting": 2,
+        "dropped:zero": 1,
+        "dropped:opted_out": 1,
+    }
+    deleted = await store.delete(session_id="s")
+    assert (deleted.sessions, deleted.turns) == (("s",), 5)
+    assert [(part.part, part.rollout_id) for part in deleted.parts] == [(0, "rollout"), (1, None)]
+    assert await store.session("s") is None
+    assert await store.turns("s") == []
+    assert await store.parts() == []
+    assert await store.counts() == {
+        "served": 6,
+        "recorded": 5,
+        "judged": 1,
+        "delivered": 1,  # the rollout has it; no other can be claimed any more
+        "waiting": 0,
+        "dropped:zero": 1,
+        "dropped:opted_out": 4,
+    }
+
+
+async def test_a_user_is_deleted_with_all_sessions(store: LiveStore) -> None:
+    for name, user in (("a", "u"), ("b", "u"), ("c", "v")):
+        await store.open(a_session(name, user=user))
+    assert await store.sessions_of("u") == 2
+    assert (await store.delete(user="u")).sessions == ("a", "b")
+    assert await store.sessions_of("u") == 0
+    assert await store.session("c") is not None
+    with pytest.raises(ValueError, match="name a session or a user"):
+        await store.delete()
+
+
+async def test_pruning_removes_what_is_decided_and_what_is_too_old(store: LiveStore) -> None:
+    for name in ("open", "decided", "waiting", "delivered"):
+        await store.open(a_session(name, retention_seconds=10_000.0))
+        await store.record(a_turn(session_id=name))
+        if name != "open":
+            await store.close_session(name, ClosedBecause.EXPLICIT, 0.0)
+    await store.take_part("decided", None, [], {0: MaskReason.NO_NEXT_STATE}, 1.0)
+    await store.take_part("delivered", "run", [0], {}, 1.0)
+    assert await store.prune(3_599.0, None) == 0
+    assert await store.prune(3_600.0, None) == 1
+    assert await store.session("decided") is None
+    assert await store.prune(10_000.0, None) == 2
+    assert [one.session_id for one in await store.sessions()] == ["open"]
+    counts = await store.counts()
+    assert counts["served"] == 4
+    assert counts["waiting"] == 1
+    assert counts["dropped:no_run"] == 2
+    assert await store.sessions_of("u") == 4  # so that a user is new only once
+
+
+async def test_pruning_keeps_the_newest_bytes_of_each_user(store: LiveStore) -> None:
+    for number, name in enumerate(("first", "second", "third")):
+        await store.open(a_session(name, opened_at=float(number)))
+        await store.record(a_turn(session_id=name, body=b"x" * 1_000))
+        await store.close_session(name, ClosedBecause.EXPLICIT, 10.0)
+    await store.open(a_session("theirs", user="v"))
+    await store.record(a_turn(session_id="theirs", body=b"x" * 2_000))
+    assert await store.prune(20.0, 5_000) == 0
+    assert await store.prune(20.0, 2_500) == 1
+    assert {one.session_id for one in await store.sessions()} == {"second", "third", "theirs"}
+    assert await store.prune(20.0, 100) == 2
+    assert [one.session_id for one in await store.sessions()] == ["theirs"]  # it is open
+
+
+def modes(folder: Path) -> set[int]:
+    return {file.stat().st_mode & 0o077 for file in folder.iterdir()}
+
+
+async def test_a_file_belongs_to_one_store_and_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "live.sqlite3"
+    async with SqliteLiveStore(path) as store:
+        await store.open(a_session())
+        await store.record(a_turn())
+        with pytest.raises(StoreError, match="in use"):
+            async with SqliteLiveStore(path):
+                pass
+        assert modes(tmp_path) == {0}
+    async with SqliteLiveStore(path) as store:
+        assert await store.turns("s") == [a_turn()]
