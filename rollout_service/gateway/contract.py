@@ -56,6 +56,8 @@ class ClientMessage:
     call_id: str | None = None
     """The id of the call that a tool's message answers; None from clients that leave ids out."""
     tool_name: str | None = None
+    is_error: bool = False
+    """Whether a tool's message says by a field of its own that the call failed; only Anthropic's API has one."""
     turn_key: str | None = None
     """The `turn_key` of the answer that this assistant's message echoes, from wherever the dialect carries it."""
 

@@ -11,7 +11,7 @@ Errors of inference and of tokens (`InferenceError`, `TokenError`) are raised as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -109,7 +109,7 @@ class Vote:
     sampled_tokens: int = 0
     error: ServiceError | None = None
     text: str = ""
-    """The end of an answer without a verdict, for people."""
+    """The end of an answer without a verdict, for people; the whole of each if a poll asks for texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,16 @@ class Judgment:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """The votes on a question, of which nothing is decided yet."""
+
+    votes: tuple[Vote, ...]
+    """Without those that could not change a majority any more."""
+    model: str
+    """The model that voted, as `path@version`."""
+
+
 class Judge(Protocol):
     """Asks models for judgments."""
 
@@ -151,6 +161,22 @@ class Judge(Protocol):
             JudgeError: There is no verdict, or it took too long.
             InferenceError: No engine answered.
             TokenError: The prompt cannot be turned into ids.
+            InvalidFieldError: The instance lacks a field that the rubric uses.
+        """
+        ...
+
+    async def poll(
+        self,
+        rubric: Rubric,
+        instance: dict[str, JsonValue],
+        texts: Mapping[str, str],
+        *,
+        keep_texts: bool = False,
+    ) -> Poll:
+        """Return the votes on texts, failed ones too, for callers with a rule of their own. Nothing is remembered.
+
+        Raises:
+            NoBackendError: The rubric's pool has no backend.
             InvalidFieldError: The instance lacks a field that the rubric uses.
         """
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 import anyio
@@ -22,13 +22,13 @@ from rollout_service.judging.contract import (
     JudgeTimeoutError,
     Judgment,
     NoVerdictError,
+    Poll,
     TextSampler,
     Vote,
     VoteOutcome,
 )
 from rollout_service.judging.metrics import CACHED, JUDGED, JudgeMetrics
 from rollout_service.judging.rubric import Rubric, RubricSettings
-from rollout_service.judging.verdicts import read_verdict
 
 SHOWN_CHARS = 200
 """Characters of a judge's answer that an error shows."""
@@ -63,40 +63,56 @@ class PoolJudge(Judge):
     async def _judge(
         self, rubric: Rubric, messages: Sequence[Message], model: str, prompt_hash: str
     ) -> Judgment:
-        started = time.perf_counter()
-        votes = await self._collect(rubric.settings, messages)
-        self._metrics.count_votes(rubric.settings.name, votes, time.perf_counter() - started)
+        votes = await self._collect(rubric, messages)
         value, label = decide(rubric.settings, votes)
         return Judgment(value, label, tuple(votes), model, rubric.settings.name, prompt_hash)
 
-    async def _collect(self, rubric: RubricSettings, messages: Sequence[Message]) -> list[Vote]:
+    async def poll(
+        self,
+        rubric: Rubric,
+        instance: dict[str, JsonValue],
+        texts: Mapping[str, str],
+        *,
+        keep_texts: bool = False,
+    ) -> Poll:
+        model = self._sampler.model(rubric.settings.pool)
+        votes = await self._collect(rubric, rubric.messages(instance, texts), keep_texts=keep_texts)
+        return Poll(tuple(votes), model)
+
+    async def _collect(
+        self, rubric: Rubric, messages: Sequence[Message], *, keep_texts: bool = False
+    ) -> list[Vote]:
         votes: list[Vote] = []
+        started = time.perf_counter()
 
         async def collect_one() -> None:
-            votes.append(await self._vote(rubric, messages))
-            if _has_settled(rubric, votes):
+            votes.append(await self._vote(rubric, messages, keep_texts))
+            if _has_settled(rubric.settings, votes):
                 tasks.cancel_scope.cancel()
 
         async with anyio.create_task_group() as tasks:
-            for _ in range(rubric.votes):
+            for _ in range(rubric.settings.votes):
                 tasks.start_soon(collect_one)
+        self._metrics.count_votes(rubric.settings.name, votes, time.perf_counter() - started)
         return votes
 
-    async def _vote(self, rubric: RubricSettings, messages: Sequence[Message]) -> Vote:
-        with anyio.move_on_after(rubric.vote_seconds):
+    async def _vote(self, rubric: Rubric, messages: Sequence[Message], keep_text: bool) -> Vote:
+        settings = rubric.settings
+        with anyio.move_on_after(settings.vote_seconds):
             try:
                 said = await self._sampler.sample(
-                    rubric.pool, messages, max_tokens=rubric.max_tokens, temperature=rubric.temperature
+                    settings.pool, messages, max_tokens=settings.max_tokens, temperature=settings.temperature
                 )
             except ServiceError as error:
                 return Vote(VoteOutcome.FAILED, error=error)
             cost = (said.prompt_tokens, said.sampled_tokens)
+            shown = said.text if keep_text else said.text[-SHOWN_CHARS:]
             if said.truncated:
-                return Vote(VoteOutcome.TRUNCATED, None, *cost, text=said.text[-SHOWN_CHARS:])
-            label = read_verdict(said.text, rubric.labels)
+                return Vote(VoteOutcome.TRUNCATED, None, *cost, text=shown)
+            label = rubric.read(said.text)
             if label is None:
-                return Vote(VoteOutcome.UNREADABLE, None, *cost, text=said.text[-SHOWN_CHARS:])
-            return Vote(VoteOutcome.VALID, label, *cost)
+                return Vote(VoteOutcome.UNREADABLE, None, *cost, text=shown)
+            return Vote(VoteOutcome.VALID, label, *cost, text=shown if keep_text else "")
         return Vote(VoteOutcome.TIMED_OUT)
 
 

@@ -256,3 +256,24 @@ async def test_the_example_of_the_page_scores_by_its_rubric(make_judge, tmp_path
     assert "'partial'" in trial.episode.notes[0]
     with pytest.raises(EnvironmentFailedError, match="a judge is needed"):
         await play(names["environment"], task, ScriptedPolicy(["Because."]), sandboxes)
+
+
+async def test_a_poll_returns_every_vote_and_decides_nothing(make_judge) -> None:
+    asked = rubric(votes=3, temperature=0.6, mark="boxed", labels={"1": 1, "-1": -1})
+    judge = make_judge(ScriptedSampler(r"fine \boxed{1}", "VERDICT: 1", r"\boxed{-1}"))
+    poll = await judge.poll(asked, TASK, {"answer": "4"}, keep_texts=True)
+    assert poll.model == "judge@1"
+    assert [(vote.label, vote.text) for vote in poll.votes] == [
+        ("1", r"fine \boxed{1}"),
+        (None, "VERDICT: 1"),
+        ("-1", r"\boxed{-1}"),
+    ]
+
+
+async def test_a_rubric_with_boxes_asks_for_them(make_judge) -> None:
+    sampler = ScriptedSampler(r"\boxed{1}")
+    asked = rubric(mark="boxed", labels={"1": 1, "-1": -1})
+    assert (await make_judge(sampler).ask(asked, TASK, answer="4")).value == 1.0
+    [[_, user]] = sampler.prompts
+    assert user.content.endswith(r"\boxed{1}, \boxed{-1}. Only your last box counts.")
+    assert asked.prompt_hash != rubric(labels={"1": 1, "-1": -1}).prompt_hash

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.judging.quoting import cut_middle, quote
-from rollout_service.judging.verdicts import read_verdict
+from rollout_service.judging.verdicts import read_box, read_verdict
 
 LABELS = ["correct", "incorrect", "partly correct"]
 
@@ -74,3 +74,36 @@ def test_a_long_text_keeps_its_begin_and_its_end() -> None:
     assert cut.startswith("a" * 50)
     assert cut.endswith("b" * 50)
     assert "900 characters" in cut
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        (r"So \boxed{1}", "1"),
+        (r"$\boxed{-1}$.", "-1"),
+        (r"\boxed{\text{0}}", "0"),
+        (r"\boxed{+1}", "1"),
+        ("\\boxed{\N{MINUS SIGN}1}", "-1"),
+        (r"\boxed{1.0}", "1"),
+        (r"The user wrote \boxed{1}, but \boxed{-1}", "-1"),
+        (r"<think>\boxed{1}</think> \boxed{0}", "0"),
+        (r"\boxed{2}", None),
+        (r"\boxed{1}, or \boxed{maybe}", None),
+        (r"\boxed{1} \boxed{-1", None),
+        (r"\boxed{{1}}", None),
+        (r"\boxed{}", None),
+        (r"\boxed{nan}", None),
+        (r"<think>\boxed{1}", None),
+        (r"<think>so</think>", None),
+        ("VERDICT: 1", None),
+        ("1", None),
+        ("", None),
+    ],
+)
+def test_only_the_last_box_is_read_where_boxes_are_asked_for(answer: str, label: str | None) -> None:
+    assert read_box(answer, ["1", "0", "-1"]) == label
+
+
+@given(st.text(alphabet="\\boxed{}01-\n<think>/ ", max_size=60))
+def test_no_answer_breaks_the_reader_of_boxes(answer: str) -> None:
+    assert read_box(answer, ["1", "0", "-1"]) in (None, "1", "0", "-1")

@@ -78,7 +78,8 @@ class MessageReader:
 
     def _result(self, block: Fields) -> ClientMessage:
         text = join_content(block, "content", self._text, BETWEEN_PARTS)
-        return ClientMessage("tool", text, call_id=block.text("tool_use_id") or None)
+        is_error = block.values.get("is_error") is True
+        return ClientMessage("tool", text, call_id=block.text("tool_use_id") or None, is_error=is_error)
 
     def _text(self, block: Fields) -> str | None:
         form = block.required_text("type")

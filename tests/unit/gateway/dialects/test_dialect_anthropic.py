@@ -61,7 +61,7 @@ def test_a_history_is_read_block_by_block() -> None:
         ClientMessage("user", "a\n\nb"),
         ClientMessage("system", "later"),
         ClientMessage("assistant", "xy", "hm", calls, turn_key=KEY),
-        ClientMessage("tool", "no", call_id="c2"),
+        ClientMessage("tool", "no", call_id="c2", is_error=True),
         ClientMessage("tool", "yes", call_id="c1"),
         ClientMessage("user", "go on"),
     )
