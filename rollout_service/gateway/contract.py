@@ -118,6 +118,10 @@ class ModelCall:
     lane: Lane = Lane()
     fingerprint: bytes = b""
     """A hash of everything that makes a repeated request the same one: not of `stream`, nor of the limit of tokens."""
+    kind: Literal["", "main", "side"] = ""
+    """What the client of a live session says that the call is for; empty if it does not say."""
+    train: bool | None = None
+    """Whether the client of a live session agrees that the turn is trained on; None if it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +230,7 @@ class PlannedAnswer(Protocol):
 
 
 P = TypeVar("P", bound=PlannedAnswer)
+Seen = TypeVar("Seen", bound=PlannedAnswer, contravariant=True)
 
 
 class Capture(Protocol[P]):
@@ -246,3 +251,26 @@ class Capture(Protocol[P]):
 
     def report(self) -> CaptureReport:
         """Return the counts so far."""
+
+
+class TurnObserver(Protocol):
+    """Keeps the turn of one call, in the place of `Capture.record`."""
+
+    async def record(self, generation: Generation, *, delivered: bool) -> None:
+        """Keep the turn, or decide not to; its last event leaves only after this has returned.
+
+        Called once, while nothing else is planned or recorded. `delivered` is as for `Capture.record`.
+
+        Raises:
+            ServiceError: It cannot be kept. The client is told so, and gets no last event.
+        """
+
+    def sent(self) -> None:
+        """Take note that the client was sent the last token."""
+
+
+class CallObserver(Protocol[Seen]):
+    """Sees the calls of one session, such as to keep their turns beyond this process."""
+
+    def planned(self, call: ModelCall, planned: Seen) -> TurnObserver:
+        """Take note of a call whose prompt was made, and return what keeps its turn. Must be quick and not raise."""

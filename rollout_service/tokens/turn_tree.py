@@ -92,6 +92,16 @@ class TurnTree:
 
     _renderer: ChatRenderer
     _turns: list[TreeTurn] = field(default_factory=list)
+    _next_id: int = 0
+
+    @property
+    def next_id(self) -> int:
+        """The id of the turn that is recorded next."""
+        return self._next_id
+
+    def skip(self) -> None:
+        """Use up an id for a turn of which nothing is kept; its finish reason is `abort`."""
+        self._next_id += 1
 
     @property
     def turns(self) -> tuple[TreeTurn, ...]:
@@ -156,7 +166,7 @@ class TurnTree:
             RecordError: Log-probabilities, versions or extras are missing or not usable.
         """
         check_output(output_ids, logprobs, versions)
-        turn_id = len(self._turns)
+        turn_id = self._next_id
         if parsed is None:
             prefix = call_prefix or f"call-{turn_id}"
             parsed = self._renderer.parse(output_ids, prompt.ids, prompt.tools, prefix)
@@ -179,7 +189,14 @@ class TurnTree:
         if extras is not None:  # before the turn is kept: extras that do not fit raise an error
             _grown([turn])
         self._turns.append(turn)
+        self._next_id += 1
         return turn
+
+    def _finish_reasons(self) -> list[FinishReason]:
+        reasons = [FinishReason.ABORT] * self._next_id
+        for turn in self._turns:
+            reasons[turn.turn_id] = turn.finish_reason
+        return reasons
 
     def fork_counts(self) -> dict[ForkReason, int]:
         """Return the number of segments so far, by the reason why they began."""
@@ -199,7 +216,7 @@ class TurnTree:
         return Trajectory.model_construct(
             segments=segments[:trained],
             messages=list(messages),
-            finish_reasons=[turn.finish_reason for turn in self._turns],
+            finish_reasons=self._finish_reasons(),
             fork_counts=dict(Counter(segment.fork_reason for segment in segments)),
             untrained=segments[trained:],
         )

@@ -11,10 +11,11 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
-from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, Trajectory
+from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, ToolCall, Trajectory
 from rollout_service.gateway.capture.history import Head, as_messages
-from rollout_service.gateway.capture.lanes import find_roles, quotes
+from rollout_service.gateway.capture.lanes import find_roles, quotes, role_of_new
 from rollout_service.gateway.capture.matching import Match, RecordedTurn, TurnIndex
 from rollout_service.gateway.capture.report import CaptureReport
 from rollout_service.gateway.capture.splitter import Splitter
@@ -52,17 +53,20 @@ class PlannedTurn:
         call: ModelCall,
         prompt: TreePrompt,
         head: Head,
-        state: bytes,
+        match: Match,
         messages: Sequence[ClientMessage],
+        *,
+        key: str | None = None,
     ) -> None:
+        """Take where the call is among the recorded ones; `key` is that of a turn which is captured again."""
         # Without what is large, since every turn keeps it.
         self.call = replace(call, messages=(), tools=(), deferred_tools=(), declared_tools={})
         self.prompt = prompt
         self.head = head
-        self.state = state
+        self.match = match
         self.messages = messages
         self._renderer = renderer
-        self._key = secrets.token_hex(8)
+        self._key = key or secrets.token_hex(8)
         self._fed = 0
         prefix = f"call_{self._key}"
         self.splitter = Splitter(renderer, prompt.ids, call.tools, call_prefix=prefix, stop=call.stop)
@@ -77,6 +81,19 @@ class PlannedTurn:
     def prompt_ids(self) -> Sequence[int]:
         """The ids to send to the engine."""
         return self.prompt.ids
+
+    @property
+    def follows(self) -> RecordedTurn | None:
+        """The recorded turn whose answer is the last one in the call's messages."""
+        return self.match.answered
+
+    @property
+    def since(self) -> Sequence[ClientMessage]:
+        """The messages that came since that answer; none if there is no such turn."""
+        if self.match.answered is None:
+            return ()
+        after = self.messages[self.match.answered_at + 1 :]
+        return tuple(takewhile(lambda message: message.role != "assistant", after))
 
     @property
     def known(self) -> int:
@@ -135,6 +152,7 @@ class TurnCapture:
     _tree: TurnTree = field(init=False)
     _index: TurnIndex = field(init=False)
     _turns: list[RecordedTurn] = field(init=False, default_factory=list)
+    _by_id: dict[int, RecordedTurn] = field(init=False, default_factory=dict)
     _compacted: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
@@ -151,7 +169,7 @@ class TurnCapture:
         head = Head.of(messages, call.tools)
         match = self._index.match(messages, head)
         prompt = self._extend(call, messages, match) or self._begin(call, messages, match, head)
-        return PlannedTurn(self.renderer, call, prompt, head, match.state, messages)
+        return PlannedTurn(self.renderer, call, prompt, head, match, messages)
 
     def record(self, planned: PlannedTurn, generation: Generation, *, delivered: bool) -> None:
         """Keep a whole turn; one that was not delivered to the client is kept without being trained on.
@@ -174,7 +192,7 @@ class TurnCapture:
             turn=turn,
             key=planned.turn_key,
             head=planned.head,
-            state=planned.state,
+            state=planned.match.state,
             sent=planned.splitter.sent,
             call=planned.call,
             delivered=delivered,
@@ -183,9 +201,46 @@ class TurnCapture:
             messages=planned.messages,
         )
         if turn.parent is not None:  # the history of this turn has the messages of that one
-            self._turns[turn.parent.turn_id].messages = ()
+            self._by_id[turn.parent.turn_id].messages = ()
         self._turns.append(recorded)
+        self._by_id[turn.turn_id] = recorded
         self._index.add(recorded)
+
+    def skip(self) -> None:
+        """Use up the id of a turn of which nothing may be kept."""
+        self._tree.skip()
+
+    @property
+    def next_id(self) -> int:
+        """The id of the turn that is recorded next."""
+        return self._tree.next_id
+
+    @property
+    def turns(self) -> Mapping[int, RecordedTurn]:
+        """The recorded turns by their ids, in the order in which they ended."""
+        return self._by_id
+
+    @property
+    def calls(self) -> Mapping[str, ToolCall]:
+        """The policy's calls, by the ids that clients know."""
+        return self._index.calls
+
+    def same_as(self, planned: PlannedTurn) -> Sequence[RecordedTurn]:
+        """Return the recorded turns that answer the same messages."""
+        return self._index.answers(planned.match.state)
+
+    def is_compaction(self, turn_id: int) -> bool:
+        """Whether a turn's answer replaces the history of a later one."""
+        return turn_id in self._compacted
+
+    def note_compaction(self, turn_id: int) -> None:
+        """Note that a turn's answer replaces the history of a later one."""
+        self._compacted.add(turn_id)
+
+    def role_of(self, planned: PlannedTurn) -> SegmentRole:
+        """Return whose conversation a turn will be in, as far as its calls tell now."""
+        prompt = planned.prompt
+        return role_of_new(self._turns, frozenset(self._compacted), planned, prompt.parent, prompt.after)
 
     def trajectory(self) -> Trajectory:
         """Return everything that was recorded so far, with the messages of the last turn of the agent's own."""

@@ -8,17 +8,23 @@ side call; one with other tools is an agent that the agent started.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from api_schemas.trajectories import SegmentRole
+from rollout_service.gateway.capture.history import Head
 from rollout_service.gateway.capture.matching import RecordedTurn
-from rollout_service.gateway.contract import Lane
+from rollout_service.gateway.contract import ModelCall
+from rollout_service.tokens import TreeTurn
 
 _QUOTED_LINE = 20
 """The shortest line that tells that a text is quoted, in characters."""
 
 
-def said_role(lane: Lane) -> SegmentRole | None:
+def said_role(call: ModelCall) -> SegmentRole | None:
     """Return the role that a client itself tells."""
+    lane = call.lane
+    if call.kind:
+        return SegmentRole.MAIN if call.kind == "main" else SegmentRole.SIDE
     if lane.purpose == "side":
         return SegmentRole.SIDE
     if lane.purpose == "subagent" or lane.agent:
@@ -32,7 +38,7 @@ def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapp
     roles: dict[int, SegmentRole] = {}
     for each in turns:
         turn, before = each.turn, each.turn.lineage
-        said = said_role(each.call.lane)
+        said = said_role(each.call)
         if said is not None:
             roles[turn.turn_id] = said
         elif turn.turn_id in compacted or each.call.lane.purpose == "compaction":
@@ -46,8 +52,40 @@ def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapp
     return roles
 
 
+class TurnHead(Protocol):
+    """What tells whose conversation a turn is in, beside the turns before it."""
+
+    @property
+    def head(self) -> Head:
+        """The system prompt and the tools."""
+
+    @property
+    def call(self) -> ModelCall:
+        """The request."""
+
+
+def role_of_new(
+    turns: Sequence[RecordedTurn],
+    compacted: frozenset[int],
+    new: TurnHead,
+    parent: TreeTurn | None,
+    after: TreeTurn | None,
+) -> SegmentRole:
+    """Return the role of a turn that is not recorded yet, by what the recorded ones tell so far."""
+    if (said := said_role(new.call)) is not None:
+        return said
+    before = parent or after
+    if before is None and not turns:
+        return SegmentRole.MAIN
+    roles = find_roles(turns, compacted)
+    inherited = SegmentRole.MAIN if before is None else roles[before.turn_id]
+    if parent is not None or new.call.lane.purpose == "compaction":
+        return inherited
+    return _role_of_root(new, _main_root(turns), inherited, alone=before is None)
+
+
 def _role_of_root(
-    root: RecordedTurn, main: RecordedTurn | None, inherited: SegmentRole, *, alone: bool
+    root: TurnHead, main: RecordedTurn | None, inherited: SegmentRole, *, alone: bool
 ) -> SegmentRole:
     if main is None or root is main or (root.head == main.head and not _has_only_schema(root, main)):
         return inherited
@@ -58,13 +96,13 @@ def _role_of_root(
     return SegmentRole.SUBAGENT if root.head.tools else SegmentRole.SIDE
 
 
-def _has_only_schema(root: RecordedTurn, main: RecordedTurn) -> bool:
+def _has_only_schema(root: TurnHead, main: TurnHead) -> bool:
     return root.call.json_schema is not None and main.call.json_schema is None
 
 
 def _main_root(turns: Sequence[RecordedTurn]) -> RecordedTurn | None:
     """Return the first turn of the agent's own conversation."""
-    roots = [each for each in turns if each.turn.lineage is None and said_role(each.call.lane) is None]
+    roots = [each for each in turns if each.turn.lineage is None and said_role(each.call) is None]
     likely = sorted(roots, key=lambda each: (not each.head.tools, each.call.json_schema is not None))
     return next(iter(likely), None)
 

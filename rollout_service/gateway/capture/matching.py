@@ -73,6 +73,12 @@ class Match:
     """The last turn that any message names or repeats, wherever it stands."""
     named: set[int] = field(default_factory=set)
     """The numbers of all turns that messages name or repeat."""
+    answered: RecordedTurn | None = None
+    """The turn whose answer is the last one in the messages, whatever became of those before it."""
+    answered_at: int = 0
+    """The place of that answer."""
+    has_foreign: bool = False
+    """Whether an assistant's message is no recorded turn's answer, or a changed one."""
 
 
 @dataclass(slots=True)
@@ -126,6 +132,7 @@ class TurnIndex:
             match.relative = known
             match.named.add(known.turn.turn_id)
         found = self._standing_here(match.state, message, named)
+        _note_answer(match, place, message, (found, known))
         if found is not None:
             if found.standing(message) in self.extends:
                 match.turn, match.begin = found, place + 1
@@ -157,3 +164,14 @@ class TurnIndex:
         )
         said = (turn for turn in answers if turn.sent.text.strip() or turn.sent.calls)
         return next(alike, None) or next(said, None)
+
+
+def _note_answer(
+    match: Match, place: int, message: ClientMessage, candidates: Sequence[RecordedTurn | None]
+) -> None:
+    """Note whose answer an assistant's message is, wherever it stands."""
+    for turn in candidates:
+        if turn is not None and turn.standing(message) is not Standing.TEXT_CHANGED:
+            match.answered, match.answered_at = turn, place
+            return
+    match.has_foreign = True

@@ -78,7 +78,8 @@ class AnswerResponse:
                 data = stream.keep_alive()
             if data or is_last:
                 await send(_body(data, more=not is_last))
-        answer.delivered = answer.delivered or is_whole
+        if is_whole:
+            answer.deliver()
         return True
 
     async def _send_whole(self, send: Send) -> bool:
@@ -111,7 +112,7 @@ class AnswerResponse:
             await send(_head(200, JSON, len(body)))
         await send(_body(body))
         for answer in self._answers:
-            answer.delivered = True
+            answer.deliver()
 
 
 async def send_error(error: ErrorAnswer, send: Send) -> None:

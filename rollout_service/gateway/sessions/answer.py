@@ -13,7 +13,7 @@ from math import inf
 import anyio
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.gateway.contract import AnswerEvent, CallEnd, ModelCall, PlannedAnswer
+from rollout_service.gateway.contract import AnswerEvent, CallEnd, ModelCall, PlannedAnswer, TurnObserver
 from rollout_service.inference.contract import Generation, TokenChunk
 from rollout_service.signals import ChangeSignal
 
@@ -26,6 +26,8 @@ class LiveAnswer:
         self.call = call
         self.planned: PlannedAnswer | None = None
         """Its prompt, once that is known."""
+        self.observer: TurnObserver | None = None
+        """What keeps its turn, if the session's capture alone does not."""
         self.error: Exception | None = None
         """Why there is no answer, or no more of it."""
         self.ended = False
@@ -115,6 +117,13 @@ class LiveAnswer:
         return not self.is_read
 
     # -- for readers -----------------------------------------------------------
+
+    def deliver(self) -> None:
+        """Note that a reader has sent the last event; idempotent."""
+        if not self.delivered:
+            self.delivered = True
+            if self.observer is not None:
+                self.observer.sent()
 
     async def begun(self) -> None:
         """Wait until there is an event.

@@ -26,6 +26,7 @@ from rollout_service.episodes import EpisodeLimits, PolicyTurn
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.gateway.contract import (
     AnswerBegin,
+    CallObserver,
     Capture,
     ModelCall,
     PlannedAnswer,
@@ -68,6 +69,8 @@ class SessionPlace:
     metrics: GatewayMetrics
     retry_seconds: float
     """How long an answer is kept for a client that went away."""
+    observer: CallObserver[Any] | None = None
+    """What sees the calls, and keeps their turns."""
 
 
 class GatewaySession:
@@ -171,6 +174,8 @@ class GatewaySession:
         began = time.perf_counter()
         planned = await self._plan(answer.call)
         budget = self._budget(answer.call, planned)
+        if self._place.observer is not None:
+            answer.observer = self._place.observer.planned(answer.call, planned)
         answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
         self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
         generation, is_read = None, False
@@ -183,7 +188,10 @@ class GatewaySession:
         if generation is not None:
             events = planned.finish(generation) if is_read else []
             async with self._capturing:
-                self._capture.record(planned, generation, delivered=is_read)
+                if answer.observer is None:
+                    self._capture.record(planned, generation, delivered=is_read)
+                else:
+                    await answer.observer.record(generation, delivered=is_read)
             if is_read:
                 answer.end(events)
             self._count(answer, generation)
@@ -307,6 +315,11 @@ class GatewaySession:
         while self._failure is None:
             await self._failed.wait()
         raise self._failure
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is being sampled, or may still be asked for again."""
+        return bool(self._open)
 
     def close(self) -> None:
         """End the access; answers that are being sampled are cut off. Idempotent."""

@@ -1,0 +1,189 @@
+"""A session that is captured again from its stored turns goes on exactly as it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api_schemas.rollouts.sessions import TurnKind
+from api_schemas.trajectories import FinishReason
+from rollout_service.errors import RecordLostError
+from rollout_service.gateway.capture import PlannedTurn, TurnCapture
+from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, Lane, ModelCall
+from rollout_service.inference.contract import Generation
+from rollout_service.live.contract import TurnRecord
+from rollout_service.live.replay import LIVE, encode, prompt_of, rebuild
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.tokens import ChatRenderer, check_invariants
+from tests.support.gateway.echoing import BASH, OTHER, write
+
+RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
+SYSTEM = ClientMessage("system", "Be brief.")
+TOOLS: tuple[tuple[Any, ...], ...] = ((), (BASH,), (BASH, OTHER))
+
+
+@dataclass
+class Stored:
+    """A session whose turns are stored as they are recorded."""
+
+    random: Random
+    is_plain: bool = False
+    """Whether the client gets every answer, and none calls a tool."""
+    capture: TurnCapture = field(default_factory=lambda: TurnCapture(RENDERER, LIVE))
+    records: list[TurnRecord] = field(default_factory=list)
+    histories: list[list[ClientMessage]] = field(default_factory=list)
+
+    def turn(self, call: ModelCall, *, kept: bool = True) -> ClientMessage:
+        planned = self.capture.plan(call)
+        output = self.output(planned)
+        delivered = self.is_plain or self.random.random() < 0.9
+        planned.complete(output)
+        body = encode(self.capture, planned, output, delivered=delivered) if kept else b""
+        self.records.append(record(self.capture.next_id, body))
+        if kept:
+            self.capture.record(planned, output, delivered=delivered)
+        else:
+            self.capture.skip()
+        sent = planned.splitter.sent
+        return ClientMessage(
+            "assistant",
+            sent.text,
+            sent.reasoning or None,
+            tuple(ClientToolCall(each.id, each.name, each.arguments) for each in sent.calls),
+        )
+
+    def output(self, planned: PlannedTurn) -> Generation:
+        text = self.random.choice(["Yes.", "No.", "On it.", "Déjà vu 🙂", ""])
+        calls = [("bash", '{"command": "ls"}')] if not self.is_plain and self.random.random() < 0.3 else []
+        reasoning = self.random.choice(["", "Hm."])
+        ids = write(RENDERER, text, *calls, reasoning=reasoning, stop=self.random.random() < 0.9)
+        single = self.random.random() < 0.5
+        return Generation(
+            output_ids=ids,
+            logprobs=[-0.5 if single else -self.random.random() for _ in ids],
+            versions=[self.random.randint(1, 2) for _ in ids],
+            finish_reason=self.random.choice([FinishReason.STOP, FinishReason.LENGTH]),
+            prompt_tokens=len(planned.prompt_ids),
+            cached_tokens=planned.known,
+            backend_id="b",
+            engine_seconds=0.0,
+        )
+
+    def step(self) -> None:
+        random = self.random
+        history = list(random.choice(self.histories)) if self.histories else [SYSTEM]
+        edit = random.random()
+        if edit < 0.1:
+            history[0] = replace(SYSTEM, text=f"Be brief. {random.randint(0, 2)}")
+        elif edit < 0.2 and len(history) > 2:
+            place = random.randrange(1, len(history))
+            history[place] = replace(history[place], text="edited")
+        elif edit < 0.3:
+            del history[1 : random.randrange(1, len(history) + 1)]
+        last = history[-1]
+        history += [ClientMessage("tool", "a b", call_id=call.id) for call in last.calls]
+        if not last.calls or random.random() < 0.2:
+            history.append(ClientMessage("user", random.choice(["and?", "thanks", "no"])))
+        call = request(history, random)
+        answer = self.turn(call, kept=random.random() < 0.95)
+        self.histories.append([*history, answer] if random.random() < 0.9 else history)
+
+
+def request(history: list[ClientMessage], random: Random) -> ModelCall:
+    return ModelCall(
+        dialect=Dialect.CHAT,
+        model="policy",
+        messages=tuple(history),
+        tools=random.choice(TOOLS),
+        stop=random.choice([(), ("vu",)]),
+        lane=Lane(purpose=random.choice(["", "", "", "side"])),
+        json_schema=random.choice([None, None, None, {"type": "object"}]),
+        kind=random.choice(["", "", "main", "side"]),
+        fingerprint=random.randbytes(4),
+    )
+
+
+def record(turn: int, body: bytes) -> TurnRecord:
+    return TurnRecord(
+        session_id="s",
+        turn=turn,
+        kind=TurnKind.MAIN,
+        answer="",
+        version=1,
+        truncated=False,
+        malformed=0,
+        recorded_at=0.0,
+        body=body,
+    )
+
+
+def seen(planned: PlannedTurn) -> Any:
+    prompt = planned.prompt
+    lineage = [each.turn_id if each is not None else None for each in (prompt.parent, prompt.after)]
+    follows = planned.follows.turn.turn_id if planned.follows is not None else None
+    return prompt.ids, prompt.reason, lineage, planned.match.state, follows, planned.since
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 14))
+def test_a_rebuilt_session_goes_on_as_the_original(seed: int, steps: int) -> None:
+    session = Stored(Random(seed))
+    for _ in range(steps):
+        session.step()
+    again = rebuild(RENDERER, session.records)
+    assert again.trajectory() == session.capture.trajectory()
+    check_invariants(again.trajectory())
+    assert again.next_id == session.capture.next_id
+    for history in session.histories:
+        call = request([*history, ClientMessage("user", "go on")], session.random)
+        assert seen(again.plan(call)) == seen(session.capture.plan(call))
+    assert again.trajectory() == session.capture.trajectory()
+
+
+def test_a_long_session_is_stored_in_its_own_size() -> None:
+    session = Stored(Random(1), is_plain=True)
+    history = [SYSTEM]
+    for number in range(60):
+        history.append(ClientMessage("user", f"question {number}, {session.random.randbytes(40).hex()}"))
+        answer = session.turn(
+            ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,))
+        )
+        history.append(answer)
+    sizes = [len(each.body) for each in session.records]
+    assert max(sizes[1:]) < 1_500
+    assert sum(sizes[50:]) < 1.2 * sum(sizes[1:11])
+
+
+def test_a_prompt_is_given_with_its_messages_and_exact_ids() -> None:
+    session = Stored(Random(3), is_plain=True)
+    history = [SYSTEM, ClientMessage("user", "one")]
+    answer = session.turn(ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,)))
+    history += [answer, ClientMessage("user", "two")]
+    planned = session.capture.plan(
+        ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,))
+    )
+    session.turn(ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,)))
+    prompt = prompt_of(RENDERER, session.records, 1)
+    assert prompt.prompt_ids == list(planned.prompt_ids)
+    assert [message.role for message in prompt.messages] == ["system", "user", "assistant", "user"]
+    assert prompt.messages[-1].content == "two"
+    assert list(prompt.tools) == [BASH]
+    assert prompt.output_ids == session.capture.turns[1].turn.output_ids
+
+
+def test_nothing_is_told_of_a_turn_without_a_body() -> None:
+    session = Stored(Random(0))
+    call = ModelCall(dialect=Dialect.CHAT, model="p", messages=(ClientMessage("user", "secret"),))
+    session.turn(call, kept=False)
+    with pytest.raises(RecordLostError):
+        prompt_of(RENDERER, session.records, 0)
+
+
+@given(data=st.binary(max_size=64))
+def test_a_damaged_turn_is_an_error_of_its_own(data: bytes) -> None:
+    with pytest.raises(RecordLostError):
+        rebuild(RENDERER, [record(0, b"\x01" + data)])
