@@ -246,6 +246,7 @@ def _pack(message: ClientMessage) -> dict[str, Any]:
         "call_id": message.call_id,
         "tool_name": message.tool_name,
         "turn_key": message.turn_key,
+        "is_error": message.is_error or None,
     }
     return {name: value for name, value in packed.items() if value not in (None, [])}
 

@@ -86,7 +86,7 @@ class Stored:
         elif edit < 0.3:
             del history[1 : random.randrange(1, len(history) + 1)]
         last = history[-1]
-        history += [ClientMessage("tool", "a b", call_id=call.id) for call in last.calls]
+        history += [ClientMessage("tool", "a b", call_id=call.id, is_error=edit < 0.5) for call in last.calls]
         if not last.calls or random.random() < 0.2:
             history.append(ClientMessage("user", random.choice(["and?", "thanks", "no"])))
         call = request(history, random)
