@@ -95,6 +95,14 @@ WHEN OLD.rollout_id IS NOT NULL AND NEW.rollout_id IS NOT OLD.rollout_id BEGIN
     SELECT raise(ABORT, 'the part is in another rollout');
 END;
 
+CREATE TABLE version_values (
+    pool TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    turns INTEGER NOT NULL,
+    total REAL NOT NULL,
+    satisfied INTEGER NOT NULL,
+    PRIMARY KEY (pool, version)
+) STRICT, WITHOUT ROWID;
 CREATE TABLE totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE earlier_sessions (user TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 """

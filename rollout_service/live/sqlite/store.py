@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from api_schemas.rollouts.sessions import ClosedBecause, MaskReason
+from api_schemas.sessions import FeedbackByVersion
 from rollout_service.errors import StoreError
 from rollout_service.live.contract import (
     Deleted,
@@ -28,6 +29,7 @@ from rollout_service.live.sqlite import (
     removal_statements,
     session_statements,
     turn_statements,
+    value_statements,
 )
 from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.store.sqlite.thread import DatabaseThread
@@ -163,6 +165,9 @@ class SqliteLiveStore(LiveStore):
             return {} if session is None else removal_statements.counts(db, session["seq"])
 
         return await self._read(count)
+
+    async def feedback(self) -> Sequence[FeedbackByVersion]:
+        return await self._read(value_statements.figures)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
         if (session_id is None) == (user is None):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from api_schemas.rollouts.sessions import MarkReason, MaskReason
 from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord
-from rollout_service.live.sqlite import contents
+from rollout_service.live.sqlite import contents, value_statements
 
 _RECORD = """
 INSERT INTO turns (session, turn, kind, version, truncated, malformed, recorded_at, delivered, mask)
@@ -100,6 +100,7 @@ def mark(db: sqlite3.Connection, session_id: str, turn: int, new: TurnMarkRecord
     old = contents.mark_of(db, row["session"], turn)
     if old is not None and new.hint is None:
         new = replace(new, hint=old.hint, hint_dropped=old.hint_dropped)
+    value_statements.replace_value(db, row, new.value)
     db.execute(_SET_MARK, {"session": row["session"], "turn": turn, "value": new.value, "reason": new.reason})
     contents.put_mark(db, row["session"], turn, new)
     return True
