@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Final
 
 import anyio.to_thread
 import structlog
 
-from rollout_service.errors import ConfigurationError, did_you_mean
+from rollout_service.live.plugins import load_functions
 
 log = structlog.get_logger(__name__)
 
@@ -126,10 +126,10 @@ class Detectors:
         Raises:
             ConfigurationError: There is no such detector, or its plug-in cannot be loaded.
         """
-        known = {
-            plugin.name: plugin for plugin in (entry_points(group=GROUP) if plugins is None else plugins)
+        built_in: dict[str, Detector] = {
+            name: partial(_find, patterns) for name, patterns in BUILT_IN.items()
         }
-        return cls({name: _load(name, known) for name in dict.fromkeys(names)})
+        return cls(load_functions(names, built_in, group=GROUP, setting="live.detectors", plugins=plugins))
 
     def find(self, texts: Iterable[str]) -> dict[str, int]:
         """Return how often each kind was found; kinds that were not are left out."""
@@ -145,28 +145,6 @@ class Detectors:
         if sum(map(len, texts)) <= INLINE_CHARS and self._detectors.keys() <= BUILT_IN.keys():
             return self.find(texts)
         return await anyio.to_thread.run_sync(self.find, texts)
-
-
-def _load(name: str, plugins: Mapping[str, EntryPoint]) -> Detector:
-    if name in BUILT_IN:
-        return partial(_find, BUILT_IN[name])
-    if name not in plugins:
-        known = sorted({*BUILT_IN, *plugins})
-        raise ConfigurationError(
-            f"live.detectors: there is no detector {name!r}{did_you_mean(name, known)}",
-            hint=f"Known detectors: {', '.join(known)}.",
-        )
-    where = f"the plug-in {name!r} ({plugins[name].value})"
-    try:
-        detector = plugins[name].load()
-    except Exception as error:
-        raise ConfigurationError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not callable(detector):
-        raise ConfigurationError(
-            f"{where} is not a detector",
-            hint="Register a function that takes a text and returns the kinds, or the spans, of what it finds.",
-        )
-    return detector  # type: ignore[no-any-return]
 
 
 def _find(patterns: Sequence[_Pattern], text: str) -> Iterator[str]:

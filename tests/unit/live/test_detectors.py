@@ -145,9 +145,9 @@ def test_a_plug_in_that_fails_counts_as_a_find(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("secret", "no detector 'secret'; did you mean secrets"),
+        ("secret", "there is no 'secret'; did you mean secrets"),
         ("gone", "'gone' .* cannot be loaded: AttributeError"),
-        ("text", "'text' .* is not a detector"),
+        ("text", "'text' .* is not a function"),
     ],
 )
 def test_a_detector_that_is_not_there_is_refused(name: str, message: str) -> None:

@@ -1,0 +1,141 @@
+"""Rules that decide a turn's value before the judge is asked, for what judges are known to miss.
+
+Guarantees: rules are pure functions of the turn and of those before it; the first that decides wins, in the order of
+the settings. A plug-in that fails, or returns no number from -1 to 1, is passed over and logged. Time is linear in the
+length of an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint
+from typing import Final
+
+import structlog
+
+from rollout_service.judging.quoting import cut_middle
+from rollout_service.live.contract import TurnRecord
+from rollout_service.live.plugins import load_functions
+
+log = structlog.get_logger(__name__)
+
+GROUP: Final = "rollout_service.overrides"
+"""The entry point group; each entry point is an `Override`."""
+
+Override = Callable[[TurnRecord, Sequence[TurnRecord]], float | None]
+"""Returns the value of a turn, given the earlier turns of its session in their order, or None to leave it to others."""
+
+LOOKBACK: Final = 64
+"""How many turn ids before a turn are looked at, at most."""
+_PIECE: Final = re.compile(r"\w{1,8}|[^\w\s]")
+_GRAM, _LEAST_GRAMS, _REPEATED_SHARE = 4, 64, 0.7
+_READ_CHARS: Final = 32_768
+
+
+def tool_error(turn: TurnRecord, _earlier: Sequence[TurnRecord]) -> float | None:
+    """Give -1 to a turn with a tool result that says that it failed."""
+    return -1.0 if turn.next_state is not None and turn.next_state.is_error else None
+
+
+def truncated(turn: TurnRecord, _earlier: Sequence[TurnRecord]) -> float | None:
+    """Give -1 to an answer that the token limit cut off."""
+    return -1.0 if turn.truncated else None
+
+
+def malformed(turn: TurnRecord, _earlier: Sequence[TurnRecord]) -> float | None:
+    """Give -1 to an answer with a tool call that could not be read."""
+    return -1.0 if turn.malformed else None
+
+
+def repeated_call(turn: TurnRecord, earlier: Sequence[TurnRecord]) -> float | None:
+    """Give -1 to a turn that only makes calls again, if nothing new was called in between.
+
+    So tests that run again after an edit are no repeat, while a loop of the same calls is. Turns that nothing followed,
+    such as an answer that was asked for again, are not looked at.
+    """
+    calls = set(turn.calls)
+    if not calls:
+        return None
+    since: set[str] = set()
+    for turn_before in reversed(earlier):
+        if turn_before.next_state is None or not turn_before.calls:
+            continue
+        if calls <= set(turn_before.calls):
+            return -1.0 if since <= _called(earlier, turn_before.turn) else None
+        since.update(turn_before.calls)
+    return None
+
+
+def degenerate(turn: TurnRecord, _earlier: Sequence[TurnRecord]) -> float | None:
+    """Give -1 to an answer most of which repeats itself."""
+    return -1.0 if repeated_share(turn.answer) > _REPEATED_SHARE else None
+
+
+def repeated_share(text: str) -> float:
+    """Return the share of a text's 4-grams that occur in it before; 0 for a text that is too short to tell."""
+    pieces = _PIECE.findall(cut_middle(text, _READ_CHARS))
+    grams = list(zip(*(pieces[start:] for start in range(_GRAM)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if len(grams) >= _LEAST_GRAMS else 0.0
+
+
+BUILT_IN: Final[Mapping[str, Override]] = {
+    "tool_error": tool_error,
+    "truncated": truncated,
+    "malformed": malformed,
+    "repeated_call": repeated_call,
+    "degenerate": degenerate,
+}
+
+
+class Overrides:
+    """The rules that the settings name, in their order."""
+
+    def __init__(self, rules: Mapping[str, Override]) -> None:
+        """Take rules by name."""
+        self._rules = rules
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    @classmethod
+    def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Overrides:
+        """Return the rules of these names; it imports plug-ins, so call it in a thread.
+
+        Raises:
+            ConfigurationError: There is no such rule, or its plug-in cannot be loaded.
+        """
+        setting = "live.judge.overrides"
+        return cls(load_functions(names, BUILT_IN, group=GROUP, setting=setting, plugins=plugins))
+
+    def decide(self, turn: TurnRecord, earlier: Sequence[TurnRecord]) -> tuple[str, float] | None:
+        """Return the name of the first rule that decides, and its value; None if none does."""
+        for name, rule in self._rules.items():
+            value = _apply(name, rule, turn, earlier)
+            if value is not None:
+                return name, value
+        return None
+
+
+def _called(turns: Sequence[TurnRecord], up_to: int) -> set[str]:
+    return {call for turn in turns if turn.turn <= up_to for call in turn.calls}
+
+
+def _apply(name: str, rule: Override, turn: TurnRecord, earlier: Sequence[TurnRecord]) -> float | None:
+    try:
+        value = rule(turn, earlier)
+        if value is None or (math.isfinite(value) and -1 <= value <= 1):
+            return value
+        problem = "it returned no number from -1 to 1"
+    except Exception as error:  # noqa: BLE001 - whatever a plug-in raises; its message may quote the turn
+        problem = type(error).__name__
+    log.error(
+        "an override failed and was passed over",
+        override=name,
+        session_id=turn.session_id,
+        turn=turn.turn,
+        error=problem,
+        hint="Correct the plug-in, or remove its name from live.judge.overrides.",
+    )
+    return None

@@ -1,0 +1,193 @@
+"""The stage that judges turns, detached from serving.
+
+Guarantees: every turn that the store has to judge is judged, once, through restarts: what is not marked when the
+service ends is found again at the next start. At most `queue` turns wait in memory, as ids, and `at_once` are judged.
+While no engine of the judge is in service, turns wait and nothing is lost; a judge that hangs or fails leaves a mark
+that says so, and stops nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+import anyio
+import structlog
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from api_schemas.rollouts.sessions import MarkReason
+from rollout_service.errors import StoreError, describe
+from rollout_service.inference.errors import InferenceError, NoBackendError
+from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
+from rollout_service.live.judging.overrides import LOOKBACK
+from rollout_service.live.judging.turn_judge import TurnJudge
+from rollout_service.signals import ChangeSignal
+
+log = structlog.get_logger(__name__)
+
+TRIES: Final = 3
+"""How often a turn is tried whose votes all fail by their engines."""
+RETRY_SECONDS: Final = 1.0
+"""The pause before the second try; it doubles from try to try."""
+POLL_SECONDS: Final = 5.0
+"""How long a turn waits at the most if nobody tells the stage that it is there."""
+
+TurnKey = tuple[str, int]
+
+
+class JudgeObserver(Protocol):
+    """Is told of marks."""
+
+    def judged(self, turn: TurnRecord, mark: TurnMarkRecord) -> None:
+        """Take notice of a mark that was set."""
+        ...
+
+
+class ServedPools(Protocol):
+    """Knows which pools are in service; `PolicyServing` does."""
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        """Return the pools with a backend in service, and the event of the next change."""
+        ...
+
+
+class JudgeStage:
+    """Takes turns from the store and sets their marks."""
+
+    def __init__(
+        self,
+        store: LiveStore,
+        judge: TurnJudge,
+        pools: ServedPools,
+        *,
+        at_once: int,
+        queue: int,
+        observers: Sequence[JudgeObserver] = (),
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        """Take the store and the judge; `run` does the work."""
+        self._store = store
+        self._judge = judge
+        self._pools = pools
+        self._at_once = at_once
+        self._queue = queue
+        self._observers = observers
+        self._retry_seconds = retry_seconds
+        self._held: set[TurnKey] = set()
+        self._changed = ChangeSignal()
+
+    @property
+    def waiting(self) -> int:
+        """How many turns are in memory, those that are being judged included."""
+        return len(self._held)
+
+    def wake(self) -> None:
+        """Look for turns now: one has got its next state, or was delivered."""
+        self._changed.notify()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Judge turns within the block."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.run)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def run(self) -> None:
+        """Judge turns until this is cancelled."""
+        send, receive = anyio.create_memory_object_stream[TurnKey](self._queue)
+        async with send, receive, anyio.create_task_group() as tasks:
+            for _ in range(self._at_once):
+                tasks.start_soon(self._work, receive)
+            await self._feed(send)
+
+    async def _feed(self, send: MemoryObjectSendStream[TurnKey]) -> None:
+        while True:
+            changed = self._changed.next
+            room = self._queue - send.statistics().current_buffer_used
+            if 2 * room >= self._queue:  # so that a long queue is not read again for each turn
+                await self._fill(send, room)
+            with anyio.move_on_after(POLL_SECONDS):
+                await changed.wait()
+
+    async def _fill(self, send: MemoryObjectSendStream[TurnKey], room: int) -> None:
+        try:
+            turns = await self._store.to_judge(len(self._held) + room)
+        except StoreError as error:
+            log.error("turns to judge could not be read; trying again", error=str(error), hint=error.hint)
+            return
+        found = [(turn.session_id, turn.turn) for turn in turns]
+        for key in [key for key in found if key not in self._held][:room]:
+            self._held.add(key)
+            send.send_nowait(key)
+
+    async def _work(self, receive: MemoryObjectReceiveStream[TurnKey]) -> None:
+        async for key in receive:
+            try:
+                await self._settle(*key)
+            finally:
+                self._held.discard(key)
+                self._changed.notify()
+
+    async def _settle(self, session_id: str, turn_id: int) -> None:
+        """Judge a turn, unless it has been decided in another way since it was taken."""
+        attempt = 1
+        while True:
+            try:
+                return await self._judge_once(session_id, turn_id, is_last_try=attempt >= TRIES)
+            except NoBackendError:
+                await self._until_served()
+            except InferenceError as error:
+                log.warning("the judge's engines fail; trying again", code=error.code, attempt=attempt)
+                attempt += 1
+            except StoreError as error:
+                log.error("a mark could not be set; trying again", error=str(error), hint=error.hint)
+            await anyio.sleep(self._retry_seconds * 2 ** (attempt - 1))
+
+    async def _judge_once(self, session_id: str, turn_id: int, *, is_last_try: bool) -> None:
+        turn = await self._store.turn(session_id, turn_id)
+        if turn is None or not _is_open(turn):
+            return
+        mark = await self._mark(turn, is_last_try=is_last_try)
+        if await self._store.mark(session_id, turn_id, mark):
+            for observer in self._observers:
+                observer.judged(turn, mark)
+
+    async def _mark(self, turn: TurnRecord, *, is_last_try: bool) -> TurnMarkRecord:
+        earlier = await self._earlier(turn)
+        try:
+            return await self._judge.mark(turn, earlier, is_last_try=is_last_try)
+        except (InferenceError, StoreError):
+            raise
+        except Exception as error:  # noqa: BLE001 - one turn must not keep the judge from the others
+            # The error's message may quote the turn.
+            code, kind = describe(error).code, type(error).__name__
+            log.error(
+                "a turn cannot be judged",
+                session_id=turn.session_id,
+                turn=turn.turn,
+                code=code,
+                error=kind,
+                hint="Check the judge's prompts and the plug-ins of live.judge.",
+            )
+            return TurnMarkRecord(value=None, reason=MarkReason.ALL_FAILED, source="judge", at=time.time())
+
+    async def _earlier(self, turn: TurnRecord) -> Sequence[TurnRecord]:
+        if not self._judge.overrides:
+            return ()
+        turns = await self._store.turns(turn.session_id, max(0, turn.turn - LOOKBACK))
+        return [one for one in turns if one.turn < turn.turn and one.kind is turn.kind]
+
+    async def _until_served(self) -> None:
+        while True:
+            pools, changed = self._pools.in_service()
+            if self._judge.pool in pools:
+                return
+            await changed.wait()
+
+
+def _is_open(turn: TurnRecord) -> bool:
+    """Return whether nothing has decided about a turn yet."""
+    return turn.next_state is not None and turn.mark is None and turn.mask is None and turn.part is None

@@ -1,0 +1,107 @@
+"""Gives a turn its mark: by a rule, by the judge's votes, and with a hint if hints are asked for.
+
+Guarantees: a rule wins over the judge, who is then not asked for a value. A judge that fails in any way gives a mark
+without a value and with a reason; only engines that are out of service are an error, since asking again later may help.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from api_schemas.rollouts.sessions import Hint, JudgedBy, MarkReason
+from rollout_service.judging.contract import Judge
+from rollout_service.judging.rubric import Rubric
+from rollout_service.live.contract import TurnMarkRecord, TurnRecord
+from rollout_service.live.judging.overrides import Overrides
+from rollout_service.live.judging.prompt import question
+from rollout_service.live.judging.votes import outage, tally
+from sandboxes.task_groups import open_task_group
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHint:
+    """A hint, or why there is none."""
+
+    hint: Hint | None
+    dropped: str = ""
+
+
+class HintFinder(Protocol):
+    """Looks for a hint in what followed a turn."""
+
+    async def find(self, turn: TurnRecord) -> FoundHint:
+        """Return the hint that is selected; failures are reasons, and never raised."""
+        ...
+
+
+class TurnJudge:
+    """Gives turns their marks."""
+
+    def __init__(
+        self,
+        judge: Judge,
+        rubric: Rubric,
+        overrides: Overrides,
+        hints: HintFinder | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._judge = judge
+        self._rubric = rubric
+        self._hints = hints
+        self._clock = clock
+        self.overrides = overrides
+
+    @property
+    def pool(self) -> str:
+        """The pool that judges."""
+        return self._rubric.settings.pool
+
+    async def mark(
+        self, turn: TurnRecord, earlier: Sequence[TurnRecord] = (), *, is_last_try: bool = False
+    ) -> TurnMarkRecord:
+        """Return the mark of a turn that has a next state, given the earlier turns of its session.
+
+        At the last try, engines that do not answer are votes that failed.
+
+        Raises:
+            NoBackendError: The judge's pool has no backend.
+            InferenceError: Every vote failed by its engine.
+        """
+        found = FoundHint(None)
+
+        async def find_hint(hints: HintFinder) -> None:
+            nonlocal found
+            found = await hints.find(turn)
+
+        async with open_task_group() as tasks:
+            if self._hints is not None:
+                tasks.start_soon(find_hint, self._hints)
+            if (decided := self.overrides.decide(turn, earlier)) is not None:
+                mark = _overridden(*decided)
+            else:
+                mark = await self._ask(turn, is_last_try)
+        return replace(mark, hint=found.hint, hint_dropped=found.dropped, at=self._clock())
+
+    async def _ask(self, turn: TurnRecord, is_last_try: bool) -> TurnMarkRecord:
+        if turn.next_state is None:
+            raise ValueError(f"turn {turn.turn} has no next state to judge it by")
+        instance, texts = question(turn.answer, turn.next_state)
+        poll = await self._judge.poll(self._rubric, instance, texts)
+        if not is_last_try and (error := outage(poll.votes)) is not None:
+            raise error
+        outcome = tally(poll.votes)
+        return TurnMarkRecord(
+            value=outcome.value,
+            reason=outcome.reason,
+            source="judge",
+            votes=outcome.votes,
+            judge=JudgedBy(pool=self.pool, model=poll.model, prompt_hash=self._rubric.prompt_hash),
+            at=0.0,
+        )
+
+
+def _overridden(name: str, value: float) -> TurnMarkRecord:
+    return TurnMarkRecord(value=value, reason=MarkReason.OVERRIDE, source=f"override:{name}", at=0.0)

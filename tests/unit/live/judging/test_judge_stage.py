@@ -1,0 +1,241 @@
+"""Every turn that may be judged is judged once, through restarts; nothing that a judge does stops the others."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from api_schemas.rollouts.sessions import MarkReason, TurnKind
+from rollout_service.errors import StoreError
+from rollout_service.inference.errors import BackendUnreachable
+from rollout_service.live.contract import TurnRecord
+from rollout_service.live.judging.stage import JudgeStage
+from rollout_service.live.sqlite.store import SqliteLiveStore
+from tests.support.live_judge import MarksSeen, SaysNext, ServedPools, a_judge
+from tests.support.live_store import a_session, a_state, a_turn, explicit
+
+pytestmark = pytest.mark.anyio
+GOOD, BAD = r"\boxed{1}", r"\boxed{-1}"
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[SqliteLiveStore]:
+    async with SqliteLiveStore(":memory:") as opened:
+        yield opened
+
+
+async def add(store: SqliteLiveStore, *turns: int, session_id: str = "s", **values: object) -> None:
+    """Add delivered turns with a next state."""
+    await store.open(a_session(session_id))
+    for turn in turns:
+        await store.record(a_turn(turn, session_id, **values))
+        await store.deliver(session_id, turn)
+        await store.follow(session_id, turn, a_state(f"state {turn}", at=float(turn)))
+
+
+def make_stage(store: SqliteLiveStore, sampler: SaysNext, seen: MarksSeen, **settings: object) -> JudgeStage:
+    pools = settings.pop("pools", None) or ServedPools("judge")
+    at_once, queue = settings.pop("at_once", 4), settings.pop("queue", 16)
+    judge = a_judge(sampler, **{"votes": 1, **settings})
+    return JudgeStage(store, judge, pools, at_once=at_once, queue=queue, observers=[seen], retry_seconds=0.01)  # type: ignore[arg-type]
+
+
+async def test_turns_are_judged_when_they_arrive_and_never_twice(store: SqliteLiveStore) -> None:
+    sampler, seen = SaysNext(GOOD), MarksSeen()
+    stage = make_stage(store, sampler, seen)
+    await add(store, 0, 1, 2)
+    async with stage.running():
+        await seen.wait_for(3)
+        await add(store, 3)
+        stage.wake()
+        await seen.wait_for(4)
+        for _ in range(3):
+            stage.wake()
+            await anyio.wait_all_tasks_blocked()
+    assert sorted(turn for _, turn, _ in seen.marks) == [0, 1, 2, 3]
+    assert len(sampler.prompts) == 4
+    assert stage.waiting == 0
+    turn = await store.turn("s", 3)
+    assert turn is not None
+    assert turn.mark is not None
+    assert turn.mark.value == 1.0
+
+
+async def test_what_may_not_be_judged_is_not(store: SqliteLiveStore) -> None:
+    sampler, seen = SaysNext(GOOD), MarksSeen()
+    await add(store, 0, kind=TurnKind.SIDE)
+    await store.record(a_turn(1))
+    await store.deliver("s", 1)
+    await store.record(a_turn(2))
+    await store.follow("s", 2, a_state())
+    await add(store, 3)
+    await store.mark("s", 3, explicit(-1.0))
+    await add(store, 4)
+    async with make_stage(store, sampler, seen).running():
+        await seen.wait_for(1)
+    assert [turn for _, turn, _ in seen.marks] == [4]
+    assert len(sampler.prompts) == 1
+
+
+async def test_at_most_so_many_are_judged_and_held_in_memory(store: SqliteLiveStore) -> None:
+    sampler, seen = SaysNext(GOOD), MarksSeen()
+    stage = make_stage(store, sampler, seen, at_once=3, queue=4)
+    await add(store, *range(40))
+    most = 0
+
+    class Watch:
+        def judged(self, *_: object) -> None:
+            nonlocal most
+            most = max(most, stage.waiting)
+
+    stage._observers = [Watch(), seen]
+    async with stage.running():
+        await seen.wait_for(40)
+    assert sampler.most_at_once <= 3
+    assert most <= 7
+    assert sorted(turn for _, turn, _ in seen.marks) == list(range(40))
+
+
+async def test_a_hung_judge_marks_its_turn_and_holds_up_only_a_worker(store: SqliteLiveStore) -> None:
+    sampler, seen = SaysNext(None, GOOD, GOOD, GOOD), MarksSeen()
+    await add(store, *range(4))
+    async with make_stage(store, sampler, seen, at_once=2, vote_seconds=0.2).running():
+        marks = await seen.wait_for(4)
+    assert [mark.value for mark in marks] == [1.0, 1.0, 1.0, None]
+    assert marks[-1].reason is MarkReason.TIMEOUT
+
+
+async def test_without_an_engine_turns_wait_and_are_judged_when_there_is_one(store: SqliteLiveStore) -> None:
+    sampler, seen, pools = SaysNext(GOOD), MarksSeen(), ServedPools()
+    sampler.is_served = False
+    await add(store, *range(6))
+    async with make_stage(store, sampler, seen, pools=pools).running():
+        await anyio.sleep(0.1)
+        assert seen.marks == []
+        assert len(await store.to_judge(10)) == 6
+        sampler.is_served = True
+        pools.serve("policy", "judge")
+        await seen.wait_for(6)
+
+
+async def test_engines_that_fail_are_tried_again_and_then_leave_a_reason(store: SqliteLiveStore) -> None:
+    gone = BackendUnreachable("gone")
+    sampler, seen = SaysNext(gone, gone, GOOD), MarksSeen()
+    await add(store, 0)
+    async with make_stage(store, sampler, seen).running():
+        [mark] = await seen.wait_for(1)
+    assert mark.value == 1.0
+    sampler, seen = SaysNext(gone), MarksSeen()
+    await add(store, 1)
+    async with make_stage(store, sampler, seen).running():
+        [mark] = await seen.wait_for(1)
+    assert (mark.value, mark.reason, len(sampler.prompts)) == (None, MarkReason.ALL_FAILED, 3)
+
+
+async def test_what_was_being_judged_when_the_service_ended_is_judged_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "live.sqlite3"
+    async with SqliteLiveStore(path) as store:
+        await add(store, 0, 1, 2)
+        sampler = SaysNext(None)
+        async with make_stage(store, sampler, MarksSeen()).running():
+            while len(sampler.prompts) < 3:
+                await sampler.asked.wait()
+    async with SqliteLiveStore(path) as store:
+        seen = MarksSeen()
+        async with make_stage(store, SaysNext(BAD), seen).running():
+            marks = await seen.wait_for(3)
+        assert [mark.value for mark in marks] == [-1.0] * 3
+
+
+async def test_feedback_that_comes_while_the_judge_thinks_wins(store: SqliteLiveStore) -> None:
+    sampler, seen = SaysNext(None, GOOD), MarksSeen()
+    await add(store, 0)
+    stage = make_stage(store, sampler, seen, vote_seconds=0.2)
+    async with stage.running():
+        await sampler.asked.wait()
+        await store.mark("s", 0, explicit(-0.5))
+        await add(store, 1)
+        stage.wake()
+        await seen.wait_for(1)
+        while stage.waiting:
+            await anyio.sleep(0.01)
+    turn = await store.turn("s", 0)
+    assert turn is not None
+    assert turn.mark == explicit(-0.5)
+    assert [turn for _, turn, _ in seen.marks] == [1]
+
+
+async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store: SqliteLiveStore) -> None:
+    sampler, seen = SaysNext(GOOD), MarksSeen()
+    pools = ServedPools()
+    sampler.is_served = False
+    await add(store, 0)
+    await add(store, 0, session_id="other")
+    stage = make_stage(store, sampler, seen, pools=pools)
+    async with stage.running():
+        await anyio.sleep(0.05)
+        await store.delete(session_id="s")
+        sampler.is_served = True
+        pools.serve("judge")
+        await seen.wait_for(1)
+    assert [session for session, _, _ in seen.marks] == ["other"]
+    assert len(sampler.prompts) == 1
+
+
+async def test_a_turn_that_breaks_the_judge_stops_nobody(
+    store: SqliteLiveStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampler, seen = SaysNext(RuntimeError("it said: my secret"), GOOD), MarksSeen()
+    await add(store, 0, 1)
+    async with make_stage(store, sampler, seen, at_once=1).running():
+        marks = await seen.wait_for(2)
+    assert [(mark.value, mark.reason) for mark in marks] == [
+        (None, MarkReason.ALL_FAILED),
+        (1.0, MarkReason.MAJORITY),
+    ]
+    assert "my secret" not in capsys.readouterr().out
+
+
+async def test_a_store_that_fails_for_a_while_loses_no_turn() -> None:
+    class Flaky(SqliteLiveStore):
+        failures = 4
+
+        async def to_judge(self, limit: int) -> list[TurnRecord]:
+            self._fail()
+            return list(await super().to_judge(limit))
+
+        async def mark(self, *args: object) -> bool:  # type: ignore[override]
+            self._fail()
+            return await super().mark(*args)  # type: ignore[arg-type]
+
+        def _fail(self) -> None:
+            self.failures -= 1
+            if self.failures % 2:
+                raise StoreError("the disk is busy")
+
+    async with Flaky(":memory:") as store:
+        seen = MarksSeen()
+        await add(store, 0)
+        stage = make_stage(store, SaysNext(GOOD), seen)
+        async with stage.running(), anyio.create_task_group() as tasks:
+
+            async def keep_waking() -> None:
+                while True:
+                    stage.wake()
+                    await anyio.sleep(0.01)
+
+            tasks.start_soon(keep_waking)
+            [mark] = await seen.wait_for(1)
+            tasks.cancel_scope.cancel()
+    assert mark.value == 1.0
+
+
+async def test_rules_see_the_earlier_turns_of_the_session(store: SqliteLiveStore) -> None:
+    seen = MarksSeen()
+    await add(store, 0, calls=("ls",))
+    await add(store, 1, calls=("ls",), kind=TurnKind.SIDE)
+    await add(store, 2, 3, calls=("cat",))
+    async with make_stage(store, SaysNext(GOOD), seen, overrides=["repeated_call"]).running():
+        await seen.wait_for(3)
+    assert {turn: mark.value for _, turn, mark in seen.marks} == {0: 1.0, 2: 1.0, 3: -1.0}
