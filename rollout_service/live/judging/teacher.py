@@ -1,0 +1,129 @@
+"""A teacher's log-probabilities of a recorded answer: how likely its own tokens are to a model that knows the hint.
+
+Guarantees: there is exactly one entry per sampled token, each finite and from one version of one model, or there are
+none and a reason. The teacher reads the policy's own ids, so a pool with another vocabulary is never asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import anyio
+
+from api_schemas.inference import BackendView
+from api_schemas.rollouts.sessions import Teacher
+from rollout_service.inference.contract import (
+    GenerateRequest,
+    Generation,
+    RequestedExtras,
+    SamplingOptions,
+    new_request_id,
+)
+from rollout_service.inference.errors import InferenceError
+from rollout_service.policies.serving import ServedModel
+
+READ_SECONDS: Final = 60.0
+"""How long a teacher may take to read an answer."""
+_COMPARED_IDS: Final = 4_096
+
+
+class PoolEngines(Protocol):
+    """The engines of a pool; `BackendPool` implements it."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample a continuation."""
+        ...
+
+    def views(self) -> list[BackendView]:
+        """Return the engines."""
+        ...
+
+
+class ServedModels(Protocol):
+    """Knows what pools serve; `PolicyServing` does."""
+
+    def connect(self, pool: str) -> tuple[ServedModel, PoolEngines]:
+        """Return the model that a pool serves, and its engines."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherReading:
+    """What a teacher made of an answer, or why there is nothing."""
+
+    teacher: Teacher | None
+    reason: str = ""
+    """`no_backend`, `other_vocabulary`, `context_full`, `timeout`, `incomplete`, or the code of the engine's error."""
+
+
+class TeacherReader:
+    """Lets the engines of a pool read recorded answers."""
+
+    def __init__(
+        self, models: ServedModels, pool: str | None = None, *, read_seconds: float = READ_SECONDS
+    ) -> None:
+        """Read with the engines of this pool; by default, with those of the session's own."""
+        self._models = models
+        self._pool = pool
+        self._read_seconds = read_seconds
+
+    async def read(
+        self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
+    ) -> TeacherReading:
+        """Return how likely each sampled id is after the prompt with the hint; failures are reasons, never raised."""
+        try:
+            with anyio.fail_after(self._read_seconds):
+                return await self._read(policy_pool, prompt_ids, sampled_ids)
+        except TimeoutError:
+            return TeacherReading(None, "timeout")
+        except InferenceError as error:
+            return TeacherReading(None, error.code)
+
+    async def _read(
+        self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
+    ) -> TeacherReading:
+        pool = self._pool or policy_pool
+        served, engines = self._models.connect(pool)
+        if pool != policy_pool and not _share_vocabulary(
+            self._models.connect(policy_pool)[0], served, sampled_ids
+        ):
+            return TeacherReading(None, "other_vocabulary")
+        if len(prompt_ids) + len(sampled_ids) >= served.context_length - 1:
+            return TeacherReading(None, "context_full")
+        request = GenerateRequest(
+            new_request_id(),
+            [*prompt_ids, *sampled_ids],
+            SamplingOptions(max_new_tokens=1),
+            RequestedExtras(prompt_logprobs_from=len(prompt_ids)),
+        )
+        generation = await engines.generate(request)
+        logprobs = _complete(generation, len(sampled_ids))
+        if logprobs is None:
+            return TeacherReading(None, "incomplete")
+        return TeacherReading(Teacher(model=_model(engines, generation), logprobs=logprobs))
+
+
+def _complete(generation: Generation, count: int) -> list[float] | None:
+    """Return one finite log-probability for each of `count` tokens, or None if one is missing."""
+    read = generation.extras.prompt_logprobs
+    if not count or read is None or len(read) != count or not generation.versions:
+        return None
+    known = [value for value in read if value is not None and math.isfinite(value)]
+    return known if len(known) == count else None
+
+
+def _model(engines: PoolEngines, generation: Generation) -> str:
+    """Return the model that read the prompt; it had the version of the first sampled token."""
+    paths = {view.backend_id: view.model_path for view in engines.views()}
+    path = paths.get(generation.backend_id) or next(iter(paths.values()), "unknown")
+    return f"{path}@{generation.versions[0]}"
+
+
+def _share_vocabulary(policy: ServedModel, teacher: ServedModel, ids: Sequence[int]) -> bool:
+    """Return whether ids mean the same to both models, as far as these ids can tell."""
+    one, other = policy.renderer, teacher.renderer
+    some = list(ids[:_COMPARED_IDS])
+    return one is other or (one.vocab_size == other.vocab_size and one.decode(some) == other.decode(some))

@@ -1,0 +1,176 @@
+"""A hint comes from the judge's own answer, goes to the end of the last user message, and costs no turn its value."""
+
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from api_schemas.trajectories import Message
+from rollout_service.errors import RecordLostError
+from rollout_service.inference.contract import GenerateRequest, Generation, ReturnedExtras, TopLogprob
+from rollout_service.inference.errors import ExtraUnsupported
+from rollout_service.judging.contract import Vote, VoteOutcome
+from rollout_service.judging.judge import PoolJudge
+from rollout_service.judging.metrics import JudgeMetrics
+from rollout_service.live.contract import TurnRecord
+from rollout_service.live.judging.hindsight import HEADER, JudgedHints, RecordedPrompt, candidates, with_hint
+from rollout_service.live.judging.overlap import POSITIONS, positions
+from rollout_service.live.judging.prompt import hint_rubric
+from rollout_service.live.replay import TurnPrompt
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.settings.live import LiveJudgeSettings
+from rollout_service.tokens import ChatRenderer
+from tests.support.live_judge import Said, SaysNext
+from tests.support.live_pools import FunctionEngines, FunctionModels, generation
+from tests.support.live_store import a_state, a_turn
+
+pytestmark = pytest.mark.anyio
+RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
+MESSAGES = [
+    Message(role="system", content="Be brief."),
+    Message(role="user", content="What is 2 + 2?"),
+    Message(role="assistant", content="4"),
+    Message(role="user", content="And 3 + 3?"),
+    Message(role="assistant", content="let me see"),
+]
+OUTPUT = [11, 12, 13]
+NO = r"Nothing to learn. \boxed{-1}"
+
+
+def says(*hints: str) -> list[str]:
+    return [f"[HINT_START]{hint}[HINT_END] \\boxed{{1}}" for hint in hints]
+
+
+def finder(
+    sampler: SaysNext, messages: Sequence[Message] = MESSAGES, **options: object
+) -> tuple[JudgedHints, FunctionModels]:
+    engines = options.pop("engines", None) or FunctionEngines(lambda _: generation())
+    models = FunctionModels(RENDERER, policy=engines)  # type: ignore[arg-type]
+
+    async def prompt_of(turn: TurnRecord) -> RecordedPrompt:
+        return RecordedPrompt(
+            "policy", TurnPrompt(list(messages), (), RENDERER.render(messages), list(OUTPUT))
+        )
+
+    judge = PoolJudge(sampler, JudgeMetrics(CollectorRegistry()))
+    rubric = hint_rubric(LiveJudgeSettings(votes=len(sampler.says), vote_seconds=0.1))
+    return JudgedHints(judge, rubric, prompt_of, models, **options), models  # type: ignore[arg-type]
+
+
+TURN = a_turn(next_state=a_state("no, end with ="))
+
+
+async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message() -> None:
+    short, long = "End the answer with =.", "End every answer with an equals sign, please."
+    found, _ = finder(SaysNext(*says(short, long), NO))
+    hint = (await found.find(TURN)).hint
+    assert hint is not None
+    assert (hint.text, hint.candidates, hint.selected_by) == (long, 2, "longest")
+    text = RENDERER.decode(hint.prompt_ids)
+    assert f"And 3 + 3?\n\n{HEADER}\n{long}" in text
+    assert text.count(HEADER) == 1
+    edited = with_hint(MESSAGES, long)
+    assert edited is not None
+    assert hint.prompt_ids == RENDERER.render(edited)
+    assert [message.role for message in edited] == [message.role for message in MESSAGES]
+    assert MESSAGES[3].content == "And 3 + 3?"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([NO, NO, NO], "no_hint"),
+        ([r"\boxed{1}", NO, NO], "no_hint"),
+        (says("too short"), "no_hint"),
+        (says("x" * 2_001), "no_hint"),
+        ([r"[HINT_START]never finished \boxed{1}"], "no_hint"),
+        ([r"[HINT_START]a hint that is useless[HINT_END] \boxed{-1}", NO], "no_hint"),
+        ([r"<think>[HINT_START]only a thought of it[HINT_END]</think> \boxed{1}"], "no_hint"),
+        (["what?", "no box"], "judge_failed"),
+        ([None, None], "judge_failed"),
+        ([RuntimeError("broken")], "internal_error"),
+    ],
+)
+async def test_without_a_hint_there_is_a_reason(said: list[Said], reason: str) -> None:
+    found, _ = finder(SaysNext(*said))
+    answer = await found.find(TURN)
+    assert (answer.hint, answer.dropped) == (None, reason)
+
+
+async def test_hint_marks_in_the_next_state_are_no_hint() -> None:
+    turn = a_turn(next_state=a_state("[HINT_START]always say yes to me[HINT_END] \\boxed{1}"))
+    answer = await finder(SaysNext(NO, NO))[0].find(turn)
+    assert (answer.hint, answer.dropped) == (None, "no_hint")
+
+
+async def test_control_tokens_in_a_hint_are_text() -> None:
+    [said] = says("Write <|im_end|> at the end of it.")
+    hint = (await finder(SaysNext(said))[0].find(TURN)).hint
+    assert hint is not None
+    plain = with_hint(MESSAGES, "Write it at the end of it.")
+    assert plain is not None
+    end = RENDERER.stop_token_ids[0]
+    assert hint.prompt_ids.count(end) == RENDERER.render(plain).count(end)
+
+
+async def test_a_conversation_without_a_user_has_no_place_for_a_hint() -> None:
+    answer = await finder(SaysNext(*says("End it with =, please.")), MESSAGES[:1])[0].find(TURN)
+    assert (answer.hint, answer.dropped) == (None, "no_user_message")
+
+
+async def test_a_turn_that_cannot_be_read_again_has_a_reason() -> None:
+    async def lost(turn: TurnRecord) -> RecordedPrompt:
+        raise RecordLostError("nothing is kept of it")
+
+    found, _ = finder(SaysNext(*says("End it with =, please.")))
+    found._prompt_of = lost
+    assert (await found.find(TURN)).dropped == "record_lost"
+
+
+def test_candidates_are_different_and_come_from_votes_that_say_so() -> None:
+    votes = [
+        Vote(VoteOutcome.VALID, "1", text="[HINT_START] Use  fewer words. [HINT_END]"),
+        Vote(VoteOutcome.VALID, "1", text="[HINT_START]use fewer words.[HINT_END]"),
+        Vote(VoteOutcome.VALID, "-1", text="[HINT_START]a hint of a vote against[HINT_END]"),
+        Vote(VoteOutcome.UNREADABLE, None, text="[HINT_START]a hint without a vote[HINT_END]"),
+        Vote(VoteOutcome.VALID, "1", text="[HINT_START]first [HINT_START]the last one counts[HINT_END]"),
+    ]
+    assert candidates(votes) == ["Use  fewer words.", "the last one counts"]
+
+
+async def test_the_hint_with_the_larger_overlap_is_selected() -> None:
+    near, far = "Say seven, please.", "Say something else, please, please."
+
+    def top(request: GenerateRequest) -> Generation:
+        text = RENDERER.decode(request.input_ids)
+        ids = range(8, 12) if "something else" in text else range(1, 5) if "seven" in text else range(2, 6)
+        return generation(ReturnedExtras(top_logprobs=[[TopLogprob(one, -1.0) for one in ids]]))
+
+    engines = FunctionEngines(top)
+    found, _ = finder(SaysNext(*says(near, far)), selection="overlap", engines=engines)
+    hint = (await found.find(TURN)).hint
+    assert hint is not None
+    assert (hint.text, hint.selected_by, hint.candidates) == (near, "overlap", 2)
+    assert len(engines.requests) == 3 * len(OUTPUT)
+    assert all(request.extras.top_logprobs == 4 for request in engines.requests)
+    assert {tuple(request.input_ids[-2:]) for request in engines.requests} >= {(11, 12)}
+
+
+async def test_engines_that_do_not_return_likely_tokens_are_a_reason() -> None:
+    def refuse(_: GenerateRequest) -> Generation:
+        raise ExtraUnsupported("does not return top_logprobs")
+
+    found, _ = finder(
+        SaysNext(*says("Say seven, please.", "Say eight, please.")),
+        selection="overlap",
+        engines=FunctionEngines(refuse),
+    )
+    assert (await found.find(TURN)).dropped == "export_unsupported"
+
+
+def test_positions_are_spread_over_a_long_answer() -> None:
+    assert positions(0) == []
+    assert positions(3) == [0, 1, 2]
+    spread = positions(10 * POSITIONS)
+    assert (len(spread), spread[0], spread[1]) == (POSITIONS, 0, 10)
+    assert len({*positions(POSITIONS + 1)}) == POSITIONS
