@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import Boundary
 from api_schemas.rollouts import AgentProgram, RolloutRequest, StopReason, Usage
+from api_schemas.rollouts.sessions import SessionInfo, TurnMark
 from api_schemas.rollouts.trees import AgentNode, Work
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Message, Trajectory
@@ -325,6 +326,10 @@ class Episode:
     """The sub-agents so far, in the order in which they began."""
     work: Work | None = None
     """How the work was divided among them; None in an environment without sub-agents."""
+    session: SessionInfo | None = None
+    """The live session that the episode is a part of; None for a task."""
+    turn_marks: list[TurnMark] = field(default_factory=list)
+    """What became of each turn of that part."""
     clock: WorkClock = field(default_factory=WorkClock)
     """Measures the agent's work; an agent's own time limits belong on it, so that a replay does not count."""
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_serializer, field_validator
 
 from api_schemas.base import Name
-from api_schemas.rollouts import StopReason
+from api_schemas.rollouts import RolloutRequest, StopReason
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
@@ -40,6 +40,7 @@ __all__ = [
     "EvaluateIn",
     "Policy",
     "PolicyTurn",
+    "RecordedPolicies",
     "Replayable",
     "SandboxSettings",
     "Score",
@@ -126,6 +127,14 @@ Replayable = Literal["answer", "tools", "never"]
 
 SESSIONS: frozenset[SessionName] = frozenset(get_args(SessionName))
 """The sandbox sessions; each is used by the built-in tool of the same name."""
+
+
+class RecordedPolicies(Protocol):
+    """Policies that were sampled before, such as those of served sessions."""
+
+    async def open(self, request: RolloutRequest) -> Policy:
+        """Return the policy of a rollout; the same whenever a rollout is attempted again."""
+        ...
 
 
 class EnvironmentSpec(EnvironmentSettings):
@@ -216,6 +225,9 @@ class Environment(ABC):
     uses_gateway: bool = False
     """Whether the agent is a program of its own that drives the policy through `Episode.gateway`. `Policy.respond` is
     then not available."""
+
+    recorded: RecordedPolicies | None = None
+    """Where the policy of each rollout was recorded; None if it is sampled. `Policy.respond` is then not available."""
 
     def findings(self) -> list[str]:
         """Return the mistakes in the environment that can be found without running it."""

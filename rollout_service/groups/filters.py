@@ -54,14 +54,17 @@ class RewardFilter(GroupFilter):
 
 
 class ZeroVariance(RewardFilter):
-    """Drops groups of equal rewards, whose advantages are all 0: DAPO's dynamic sampling (equation 11)."""
+    """Drops groups of equal rewards, whose advantages are all 0: DAPO's dynamic sampling (equation 11).
+
+    A group of one sample has nothing to be compared with, and is kept: its trainer uses the reward itself.
+    """
 
     tolerance: float = Field(1e-9, ge=0)
     """The largest difference at which rewards count as equal."""
 
     def judge(self, group: GroupOutcome) -> Verdict:
         rewards = self.rewards(group)
-        if max(rewards) - min(rewards) > self.tolerance:
+        if len(group.samples) == 1 or max(rewards) - min(rewards) > self.tolerance:
             return KEEP
         return Verdict(keep=False, reason="zero_variance")
 

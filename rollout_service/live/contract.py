@@ -115,6 +115,22 @@ class TurnRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnFate:
+    """What is known of a turn that is in no part, without anything that it says."""
+
+    turn: int
+    kind: TurnKind
+    recorded_at: float
+    delivered: bool
+    mask: MaskReason | None
+    followed_at: float | None
+    """When its next state arrived."""
+    marked_at: float | None
+    """When it got its mark."""
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
     """Turns of one session that are handed to one run together."""
 
@@ -158,12 +174,18 @@ class LiveStore(Protocol):
         """Return sessions, the newest first, that were opened before this time and id."""
         ...
 
+    async def group(self, name: str) -> Sequence[SessionRecord]:
+        """Return the sessions that work on the same task, the oldest first."""
+        ...
+
     async def sessions_of(self, user: str) -> int:
         """Return how many sessions a user has had, deleted ones not counted."""
         ...
 
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:
-        """Count a served turn; one that is opted out leaves nothing else."""
+        """Note that a turn was served. One that is opted out is counted here, and leaves nothing else; others are
+        counted when they are recorded.
+        """
         ...
 
     async def use(self, session_id: str, at: float) -> None:
@@ -222,6 +244,10 @@ class LiveStore(Protocol):
         """Return sessions with a turn that is in no part, those first that were looked at longest ago."""
         ...
 
+    async def fates(self, session_ids: Sequence[str]) -> Mapping[str, Sequence[TurnFate]]:
+        """Return the turns of each session that are in no part, by their ids."""
+        ...
+
     async def take_part(
         self,
         session_id: str,
@@ -240,6 +266,10 @@ class LiveStore(Protocol):
         self, run_id: str | None = None, *, unsubmitted: bool = False, session_id: str | None = None
     ) -> Sequence[PartRecord]:
         """Return parts, the oldest first."""
+        ...
+
+    async def give_back_part(self, session_id: str, part: int) -> bool:
+        """Undo a part that has no offset, so that its turns can go into another; return False if it has one."""
         ...
 
     async def set_offset(self, session_id: str, part: int, offset: int | None) -> None:

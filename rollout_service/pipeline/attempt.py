@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.external import AgentKind
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
+from api_schemas.rollouts.sessions import RolloutKind
 from rollout_service.agents.parallel.settings import ParallelSettings
-from rollout_service.environments.contract import Environment
+from rollout_service.environments.contract import Environment, RecordedPolicies
 from rollout_service.episodes import Episode, EpisodeLimits, GatewayAccess, Policy, Score
 from rollout_service.errors import UnavailableError
 from rollout_service.gateway.external import ExternallyDriven
@@ -62,6 +64,7 @@ class Attempt:
         environment = self._environment()
         self._parallel = environment.spec.parallel
         self._policy.subagent_pool = subagent_pool(environment.spec)
+        self._policy.recorded = environment.recorded
         if environment.uses_gateway:
             self._policy.limits = limits_of(environment, self.lease.request)
         self.turns = self._policy.turns = await open_turn_log(self._context, self.lease, environment)
@@ -151,6 +154,7 @@ class Attempt:
             trajectory=policy.trajectory() if policy else None,
             nodes=list(episode.nodes) if episode else [],
             work=episode.work if episode else None,
+            **_of_session(episode),
         )
 
     def _parts(self, score: Score) -> dict[str, float]:
@@ -171,6 +175,17 @@ class Attempt:
         return self._runner.stop_reason if self._runner else None
 
 
+def _of_session(episode: Episode | None) -> dict[str, Any]:
+    """Return the fields of a rollout that is a part of a live session; none for a task."""
+    if episode is None or episode.session is None:
+        return {}
+    return {
+        "kind": RolloutKind.SESSION,
+        "session": episode.session,
+        "turn_marks": list(episode.turn_marks),
+    }
+
+
 class AttemptPolicy:
     """The policy of one rollout, served by the engines of its pool; implements `stage_runner.PolicySource`."""
 
@@ -182,6 +197,8 @@ class AttemptPolicy:
         """The turns to play, and where to save others, for the built-in agents."""
         self.limits: EpisodeLimits | None = None
         """The limits of a program that drives the policy by itself; None if none does."""
+        self.recorded: RecordedPolicies | None = None
+        """Where a policy comes from that was sampled before; None if it is sampled now."""
         self.subagent_pool: str | None = None
         """The pool of its sub-agents; None if it has none."""
 
@@ -191,18 +208,22 @@ class AttemptPolicy:
         Raises:
             NotServedError: One of them is not.
         """
+        if self.recorded is not None:
+            return
         pools, _ = self._context.policies.in_service()
         for pool in (self._request.pool, self.subagent_pool):
             if pool is not None and pool not in pools:
                 raise NotServedError(pool)
 
     async def open(self, tools: list[ToolSpec]) -> Policy:
-        """Open the conversation.
+        """Open the conversation, or the recorded one.
 
         Raises:
             NoBackendError: The pool is not served.
             UnavailableError: A program is to drive the policy, and there is no gateway.
         """
+        if self.recorded is not None:
+            return await self.recorded.open(self._request)
         if self.limits is None:
             return await self._context.policies.open(self._request, tools, self.turns)
         if self._context.gateway is None:

@@ -22,7 +22,7 @@ from api_schemas.runs import (
 )
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
-from rollout_service.errors import InvalidFieldError, prefix_field_paths
+from rollout_service.errors import ConflictError, InvalidFieldError, prefix_field_paths
 from rollout_service.groups.run_warnings import run_warnings
 from rollout_service.policies.subagent_pools import check_subagent_pool, check_trained_pool
 from rollout_service.runs.dataset import open_dataset
@@ -135,8 +135,14 @@ class RunService:
             NotFoundError: There is no such run.
             ConflictError: The run takes no more tasks, or has another number of them.
         """
+        run = await self._runs.get(run_id)
+        if run.request.live is not None and order.tasks:
+            raise ConflictError(
+                f"run {run_id} trains on live sessions, and the service appends their parts",
+                hint="Append tasks to a run without `live`.",
+            )
         await self._check_tasks(order.tasks, "body.tasks")
-        if (await self._runs.get(run_id)).request.auxiliary is not None:
+        if run.request.auxiliary is not None:
             await self._require_subagents(_environments_of(order.tasks, "body.tasks"))
         record = await self._runs.append(run_id, order.tasks, offset=order.offset, close=order.close)
         return self.view(record)

@@ -2,7 +2,7 @@
 
 Guarantees: reading an export returns exactly what the service holds. One group is in memory at a time, and nothing is
 compressed on the event loop. The export of a run that is still running contains the groups that were closed when the
-export started. A run that does not ask for sub-agents is exported in the format 1.
+export started. A run that asks for neither sub-agents nor live sessions is exported in the format 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class RunExporter:
             NotFoundError: There is no such run; raised before the first piece.
         """
         run = await self._run_service.get(run_id)
-        head = ExportedRun(format=1 if run.request.nodes is NodeDetail.NONE else 2, run=run)
+        is_plain = run.request.nodes is NodeDetail.NONE and run.request.live is None
+        head = ExportedRun(format=1 if is_plain else 2, run=run)
         return self._pieces(run_id, head, await self._runs.closed_groups(run_id), compressed=compressed)
 
     async def _pieces(

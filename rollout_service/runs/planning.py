@@ -86,7 +86,7 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
         task=task,
         pool=request.pool,
         sampling=sampling,
-        exports=TokenExtras(nodes=request.nodes),
+        exports=TokenExtras(nodes=request.nodes, turn_marks=request.live is not None),
         limits=request.limits,
         metadata=request.metadata,
     )

@@ -119,7 +119,8 @@ class Rescorer:
         replay: Replay | None = None
         try:
             environment = self._context.environments.get(name)
-            environment.check(request.task.instance)
+            if environment.recorded is None:
+                environment.check(request.task.instance)
             environment = environment.for_instance(request.task.instance)
             trajectory = require_trajectory(rollout)
             policy = await anyio.to_thread.run_sync(RecordedPolicy, recorded, trajectory)
@@ -188,6 +189,8 @@ class Replay:
                 judge=self.judge,
                 nodes=list(self.recorded.rollout.nodes),
                 work=self.recorded.rollout.work,
+                session=self.recorded.rollout.session,
+                turn_marks=list(self.recorded.rollout.turn_marks),
             )
         )
 
@@ -230,6 +233,11 @@ def must_replay_tools(
         raise NotReplayableError(
             "a program of its own worked on this rollout, and what it did cannot be replayed",
             hint="Name an environment that scores the answer alone in `environment`, or roll the task out again.",
+        )
+    if is_needed and environment.recorded is not None:
+        raise NotReplayableError(
+            "this rollout is a part of a session that was served, and what its client did cannot be replayed",
+            hint="Leave `replay` at its default, which scores the recorded values again.",
         )
     if replayable == "never":
         raise NotReplayableError(

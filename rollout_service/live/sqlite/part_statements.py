@@ -6,8 +6,8 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 
-from api_schemas.rollouts.sessions import MaskReason
-from rollout_service.live.contract import PartRecord
+from api_schemas.rollouts.sessions import MaskReason, TurnKind
+from rollout_service.live.contract import PartRecord, TurnFate
 from rollout_service.live.sqlite.session_statements import find
 
 _DECIDE = """
@@ -16,7 +16,7 @@ WHERE session = :session AND turn = :turn AND part IS NULL AND dropped IS NULL
 """
 _TAKE = """
 INSERT INTO parts (session, part, run_id, usable, closed_at)
-SELECT :session, (SELECT count(*) FROM parts WHERE session = :session), :run, :usable, :at
+SELECT :session, (SELECT coalesce(max(part) + 1, 0) FROM parts WHERE session = :session), :run, :usable, :at
 RETURNING part
 """
 _SELECT = "SELECT parts.*, sessions.session_id FROM parts JOIN sessions ON sessions.seq = parts.session"
@@ -26,6 +26,15 @@ _PARTS = f"""
 ORDER BY parts.seq
 """
 _ONE = f"{_SELECT} WHERE session_id = ? AND part = ?"
+_FATES = """
+SELECT session_id, turns.* FROM turns JOIN sessions ON sessions.seq = turns.session
+WHERE session_id IN (SELECT value FROM json_each(?)) AND part IS NULL AND dropped IS NULL
+ORDER BY session, turn
+"""
+_UNDO = """
+UPDATE turns SET part = NULL, dropped = NULL
+WHERE session = (SELECT session FROM parts WHERE seq = :seq) AND part = (SELECT part FROM parts WHERE seq = :seq)
+"""
 _SET_OFFSET = """
 UPDATE parts SET "offset" = :offset
 WHERE session = (SELECT seq FROM sessions WHERE session_id = :id) AND part = :part
@@ -59,6 +68,37 @@ def _all_undecided(db: sqlite3.Connection, session: int, turns: Sequence[int]) -
         "SELECT turn FROM turns WHERE session = ? AND part IS NULL AND dropped IS NULL", (session,)
     )
     return {row["turn"] for row in rows} >= set(turns)
+
+
+def fates(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, list[TurnFate]]:
+    """Return the turns of each session that are in no part."""
+    found: dict[str, list[TurnFate]] = {}
+    for row in db.execute(_FATES, (json.dumps(list(session_ids)),)):
+        found.setdefault(row["session_id"], []).append(_fate(row))
+    return found
+
+
+def _fate(row: sqlite3.Row) -> TurnFate:
+    return TurnFate(
+        turn=row["turn"],
+        kind=TurnKind(row["kind"]),
+        recorded_at=row["recorded_at"],
+        delivered=bool(row["delivered"]),
+        mask=None if row["mask"] is None else MaskReason(row["mask"]),
+        followed_at=row["followed_at"],
+        marked_at=row["marked_at"],
+        value=row["value"],
+    )
+
+
+def give_back(db: sqlite3.Connection, session_id: str, part: int) -> bool:
+    """Undo a part that has no offset."""
+    row = db.execute(_ONE, (session_id, part)).fetchone()
+    if row is None or row["offset"] is not None or row["rollout_id"] is not None:
+        return False
+    db.execute(_UNDO, {"seq": row["seq"]})
+    db.execute("DELETE FROM parts WHERE seq = ?", (row["seq"],))
+    return True
 
 
 def parts(

@@ -39,6 +39,7 @@ CREATE TABLE sessions (
 CREATE INDEX sessions_by_key ON sessions (key_hash) WHERE key_hash != x'';
 CREATE INDEX sessions_by_age ON sessions (opened_at, session_id);
 CREATE INDEX sessions_by_user ON sessions (user);
+CREATE INDEX sessions_by_group ON sessions ("group") WHERE "group" IS NOT NULL;
 CREATE INDEX open_sessions ON sessions (used_at) WHERE closed_at IS NULL;
 CREATE INDEX closed_sessions ON sessions (closed_at) WHERE closed_at IS NOT NULL;
 
@@ -55,6 +56,7 @@ CREATE TABLE turns (
     followed_at REAL,
     value REAL,
     reason TEXT,
+    marked_at REAL,
     part INTEGER,
     dropped TEXT,
     PRIMARY KEY (session, turn)
@@ -63,7 +65,7 @@ CREATE INDEX undecided_turns ON turns (session) WHERE part IS NULL AND dropped I
 CREATE INDEX turns_to_judge ON turns (followed_at) WHERE kind = 'main' AND delivered AND followed_at IS NOT NULL
     AND mask IS NULL AND reason IS NULL AND part IS NULL AND dropped IS NULL;
 CREATE TRIGGER a_turn_is_in_one_part BEFORE UPDATE OF part, dropped ON turns
-WHEN OLD.part IS NOT NULL AND NEW.part IS NOT OLD.part BEGIN
+WHEN OLD.part IS NOT NULL AND NEW.part IS NOT NULL AND NEW.part != OLD.part BEGIN
     SELECT raise(ABORT, 'the turn is in another part');
 END;
 

@@ -106,6 +106,12 @@ def page(
     return [_session(db, row) for row in db.execute(_PAGE, values).fetchall()]
 
 
+def group(db: sqlite3.Connection, name: str) -> list[SessionRecord]:
+    """Return the sessions of a group, the oldest first."""
+    rows = db.execute('SELECT * FROM sessions WHERE "group" = ? ORDER BY seq', (name,)).fetchall()
+    return [_session(db, row) for row in rows]
+
+
 def had(db: sqlite3.Connection, user: str) -> int:
     """Return how many sessions a user has had."""
     count: int = db.execute(_HAD, {"user": user}).fetchone()[0]

@@ -21,6 +21,7 @@ from rollout_service.live.contract import (
     NextStateRecord,
     PartRecord,
     SessionRecord,
+    TurnFate,
     TurnMarkRecord,
     TurnRecord,
 )
@@ -90,6 +91,9 @@ class SqliteLiveStore(LiveStore):
     ) -> Sequence[SessionRecord]:
         return await self._read(lambda db: session_statements.page(db, before, limit, is_open))
 
+    async def group(self, name: str) -> Sequence[SessionRecord]:
+        return await self._read(lambda db: session_statements.group(db, name))
+
     async def sessions_of(self, user: str) -> int:
         return await self._read(lambda db: session_statements.had(db, user))
 
@@ -132,6 +136,9 @@ class SqliteLiveStore(LiveStore):
     async def undecided(self, limit: int) -> Sequence[SessionRecord]:
         return await self._write(lambda db: session_statements.undecided(db, limit))
 
+    async def fates(self, session_ids: Sequence[str]) -> Mapping[str, Sequence[TurnFate]]:
+        return await self._read(lambda db: part_statements.fates(db, session_ids))
+
     async def take_part(
         self,
         session_id: str,
@@ -150,6 +157,9 @@ class SqliteLiveStore(LiveStore):
         return await self._read(
             lambda db: part_statements.parts(db, run_id, session_id, unsubmitted=unsubmitted)
         )
+
+    async def give_back_part(self, session_id: str, part: int) -> bool:
+        return await self._write(lambda db: part_statements.give_back(db, session_id, part))
 
     async def set_offset(self, session_id: str, part: int, offset: int | None) -> None:
         await self._write(lambda db: part_statements.set_offset(db, session_id, part, offset))

@@ -31,7 +31,9 @@ UPDATE turns SET followed_at = :at
 WHERE session = (SELECT seq FROM sessions WHERE session_id = :id) AND turn = :turn AND followed_at IS NULL
 RETURNING session
 """
-_SET_MARK = "UPDATE turns SET value = :value, reason = :reason WHERE session = :session AND turn = :turn"
+_SET_MARK = """
+UPDATE turns SET value = :value, reason = :reason, marked_at = :at WHERE session = :session AND turn = :turn
+"""
 _SELECT = "SELECT turns.*, sessions.session_id FROM turns JOIN sessions ON sessions.seq = turns.session"
 _FROM = f"{_SELECT} WHERE session_id = ? AND turn >= ? ORDER BY turn"
 _ONE = f"{_SELECT} WHERE session_id = ? AND turn = ?"
@@ -101,7 +103,8 @@ def mark(db: sqlite3.Connection, session_id: str, turn: int, new: TurnMarkRecord
     if old is not None and new.hint is None:
         new = replace(new, hint=old.hint, hint_dropped=old.hint_dropped)
     value_statements.replace_value(db, row, new.value)
-    db.execute(_SET_MARK, {"session": row["session"], "turn": turn, "value": new.value, "reason": new.reason})
+    values = {"session": row["session"], "turn": turn, "value": new.value, "reason": new.reason}
+    db.execute(_SET_MARK, values | {"at": new.at})
     contents.put_mark(db, row["session"], turn, new)
     return True
 

@@ -1,7 +1,8 @@
 """Rollouts, leases and events as stored records.
 
 A rollout's result is stored without what the store keeps elsewhere (the request's fields, the state, the attempt, the
-retries, the times), so each fact has one place. Trajectories and sub-agents have codecs of their own.
+retries, the times), so each fact has one place. Trajectories, sub-agents, and the marks of turns have codecs of their
+own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, St
 from api_schemas.rollouts.trees import NodeDetail, RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import RecordLostError
-from rollout_service.store.codec import trees
+from rollout_service.store.codec import trees, turn_marks
 from rollout_service.store.codec.row import Row
 from rollout_service.store.contract import Lease
 
@@ -44,6 +45,8 @@ _RESULT_FIELDS = {
     "usage",
     "spans",
     "work",
+    "kind",
+    "session",
 }
 
 
@@ -74,7 +77,11 @@ def encode_result(result: Rollout) -> str:
     """
     trees.check_frozen(result.nodes)
     text = result.model_dump_json(include=_RESULT_FIELDS)
-    return f'{text[:-1]},"nodes":"{trees.encode(result.nodes)}"}}' if result.nodes else text
+    if result.nodes:
+        text = f'{text[:-1]},"nodes":"{trees.encode(result.nodes)}"}}'
+    if result.turn_marks:
+        text = f'{text[:-1]},"turn_marks":"{turn_marks.encode(result.turn_marks)}"}}'
+    return text
 
 
 def encode_failure(error: ErrorInfo) -> str:
@@ -90,14 +97,14 @@ def version_range(trajectory: Trajectory | None) -> dict[str, int | None]:
 
 
 class Shown(Enum):
-    """How much of its sub-agents to return with a rollout."""
+    """How much of its sub-agents, and of the marks of its turns, to return with a rollout."""
 
     ALL = auto()
-    """Everything but their trajectories."""
+    """Everything but the trajectories of sub-agents."""
     REQUESTED = auto()
-    """What its request asks for, except for their trajectories."""
+    """What its request asks for, except for the trajectories of sub-agents."""
     WORK = auto()
-    """If its request asks for them, how the work was divided among them."""
+    """If its request asks for them, how the work was divided among sub-agents, and which session it is a part of."""
 
 
 def decode_rollout(row: Row, shown: Shown = Shown.REQUESTED) -> Rollout:
@@ -138,6 +145,12 @@ def _decode_rollout(row: Row, shown: Shown) -> Rollout:
         result.pop("work", None)
     elif nodes is not None and shown is not Shown.WORK:
         result["nodes"] = trees.decode(nodes)
+    marks = result.pop("turn_marks", None)
+    if not request.exports.turn_marks and shown is not Shown.ALL:
+        result.pop("kind", None)
+        result.pop("session", None)
+    elif marks is not None and shown is not Shown.WORK:
+        result["turn_marks"] = turn_marks.decode(marks)
     if state is RolloutState.CANCELLED:
         result.setdefault("stop_reason", StopReason.CANCELLED)
     return Rollout(

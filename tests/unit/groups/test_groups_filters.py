@@ -50,7 +50,7 @@ def mixed(name, values):
     [
         ("zero_variance", {}, group(1.0, 1.0), "zero_variance"),
         ("zero_variance", {}, group(1.0, None, 1.0), "zero_variance"),
-        ("zero_variance", {}, group(1.0), "zero_variance"),
+        ("zero_variance", {}, group(1.0), ""),
         ("zero_variance", {}, group(1.0, 0.0), ""),
         ("zero_variance", {"tolerance": 0.1}, group(0.5, 0.55), "zero_variance"),
         ("all_failed", {}, group(0.0, -1.0), "all_failed"),

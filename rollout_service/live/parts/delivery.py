@@ -1,0 +1,174 @@
+"""Hands the parts of sessions to their runs, as tasks of the environment `session`.
+
+Guarantees: a part is in exactly one task of its run, though the service be killed at any moment: its offset is stored
+before the task is appended at that offset, and after a start it is looked up whether that happened. A window of parts
+is appended only when it fills a batch, and the next one once the groups of the last have closed, so that the limits of
+`windows` hold for batches. Parts of a run that ended before it got them go back, for another run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+from pydantic import JsonValue
+
+from api_schemas.runs import RunState
+from api_schemas.tasks import Task
+from rollout_service.errors import ConflictError
+from rollout_service.live.contract import LiveStore, PartRecord
+from rollout_service.live.parts.orders import live_runs, order_of
+from rollout_service.live.parts.windows import PartGroup, next_window
+from rollout_service.store.runs_contract import RunRecord, RunStore
+
+log = structlog.get_logger(__name__)
+
+ENVIRONMENT = "session"
+"""The environment whose tasks are parts of sessions."""
+WARN_SECONDS = 60.0
+"""How long parts may wait for others to fill a batch before the service warns."""
+
+
+class PartDelivery:
+    """Appends parts to runs."""
+
+    def __init__(self, store: LiveStore, runs: RunStore, *, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._runs = runs
+        self._clock = clock
+        self._reconciled: set[str] = set()
+        """The runs of which every stored offset is known to be that of a task."""
+        self._warned: dict[str, str] = {}
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each run whose parts wait long for others."""
+        return list(self._warned.values())
+
+    async def step(self) -> int:
+        """Append what can be appended; return how many tasks were.
+
+        Raises:
+            StoreError: A store failed; the next step goes on from there.
+        """
+        runs = {run.run_id: run for run in await live_runs(self._runs)}
+        waiting: dict[str, list[PartRecord]] = {run_id: [] for run_id in runs}
+        for part in await self._store.parts(unsubmitted=True):
+            waiting.setdefault(part.run_id, []).append(part)
+        appended = 0
+        for run_id, parts in waiting.items():
+            if run_id in runs:
+                appended += await self._deliver(runs[run_id], parts)
+            else:
+                await self._give_back(parts)
+        self._warned = {run_id: text for run_id, text in self._warned.items() if run_id in runs}
+        return appended
+
+    async def _give_back(self, parts: Sequence[PartRecord]) -> None:
+        for part in parts:
+            await self._store.give_back_part(part.session_id, part.part)
+
+    async def _deliver(self, run: RunRecord, parts: Sequence[PartRecord]) -> int:
+        if run.run_id not in self._reconciled:
+            parts = [*await self._reconcile(run), *parts]
+            self._reconciled.add(run.run_id)
+        if not parts or run.state is not RunState.RUNNING or run.count("open") or run.cursor < run.tasks:
+            return 0
+        groups = await self._groups(run, parts)
+        window = next_window(groups, await self._carried(run), run.request.batch_size, order_of(run))
+        self._warn(run, parts, is_stuck=window is None)
+        return 0 if window is None else await self._append(run, window)
+
+    async def _reconcile(self, run: RunRecord) -> list[PartRecord]:
+        """Return the parts whose offset was stored, but which were not appended; they have none any more."""
+        lost = []
+        for part in await self._store.parts(run.run_id):
+            if part.offset is None or part.rollout_id is not None:
+                continue
+            tasks = await self._runs.inline_tasks(run.run_id, first=part.offset, limit=1)
+            if not any([part.session_id, part.part] in _parts_of(task) for task in tasks):
+                await self._store.set_offset(part.session_id, part.part, None)
+                lost.append(part)
+        return lost
+
+    async def _groups(self, run: RunRecord, parts: Sequence[PartRecord]) -> list[PartGroup]:
+        """Return the parts that may be delivered, as groups, the oldest first."""
+        if run.request.group_size == 1:
+            return [await self._group([part]) for part in parts]
+        by_name: dict[str, list[PartRecord]] = {}
+        for part in parts:
+            session = await self._store.session(part.session_id)
+            if session is not None and session.group is not None:
+                by_name.setdefault(session.group, []).append(part)
+        return [
+            await self._group(members[: run.request.group_size])
+            for name, members in by_name.items()
+            if await self._is_whole(name, run.request.group_size)
+        ]
+
+    async def _is_whole(self, name: str, size: int) -> bool:
+        """Return whether enough sessions work on a task, and all have ended with all turns decided."""
+        sessions = await self._store.group(name)
+        if len(sessions) < size or any(session.closed_at is None for session in sessions):
+            return False
+        return not await self._store.fates([session.session_id for session in sessions])
+
+    async def _group(self, parts: Sequence[PartRecord]) -> PartGroup:
+        found = [await self._store.session(part.session_id) for part in parts]
+        return PartGroup(tuple(parts), tuple(session for session in found if session is not None))
+
+    async def _carried(self, run: RunRecord) -> list[PartGroup]:
+        """Return the groups that begin the next batch: kept ones that do not fill one yet."""
+        count = run.count("ready") % run.request.batch_size
+        if not count:
+            return []
+        states = await self._runs.group_states(run.run_id)
+        numbers = sorted(number for number, state in states.items() if state == "ready")[-count:]
+        carried = []
+        for number in numbers:
+            tasks = await self._runs.inline_tasks(run.run_id, first=number, limit=1)
+            named = {(str(name), part) for task in tasks for name, part in _parts_of(task)}
+            sessions = {name for name, _ in named}
+            known = [part for name in sessions for part in await self._store.parts(session_id=name)]
+            carried.append(await self._group([one for one in known if (one.session_id, one.part) in named]))
+        return carried
+
+    async def _append(self, run: RunRecord, window: Sequence[PartGroup]) -> int:
+        self._reconciled.discard(run.run_id)  # until all of this is done
+        for number, group in enumerate(window):
+            for part in group.parts:
+                await self._store.set_offset(part.session_id, part.part, run.tasks + number)
+        tasks = [_task(group) for group in window]
+        try:
+            await self._runs.append(run.run_id, tasks, offset=run.tasks, close=False)
+        except ConflictError:  # another service appended first, or the run ended: the next step sees it
+            log.info("a run changed while parts were appended", run=run.run_id)
+            return 0
+        self._reconciled.add(run.run_id)
+        log.info("parts of sessions appended", run=run.run_id, tasks=len(tasks), offset=run.tasks)
+        return len(tasks)
+
+    def _warn(self, run: RunRecord, parts: Sequence[PartRecord], *, is_stuck: bool) -> None:
+        oldest = min(part.closed_at for part in parts)
+        if not is_stuck or self._clock() - oldest < WARN_SECONDS:
+            self._warned.pop(run.run_id, None)
+            return
+        text = (
+            f"run {run.run_id}: {len(parts)} parts of sessions wait, since no {run.request.batch_size} of them fill a "
+            "batch within max_user_share and max_session_share, without mixing tenants; more users will fill it, or a "
+            "run with a larger share"
+        )
+        if run.run_id not in self._warned:
+            log.warning("parts of sessions wait for others to fill a batch", run=run.run_id, parts=len(parts))
+        self._warned[run.run_id] = text
+
+
+def _task(group: PartGroup) -> Task:
+    named: list[JsonValue] = [[part.session_id, part.part] for part in group.parts]
+    return Task(environment=ENVIRONMENT, instance={"parts": named})
+
+
+def _parts_of(task: Task) -> list[list[JsonValue]]:
+    """Return the parts that a task names, as pairs of a session's id and a number."""
+    named = task.instance.get("parts")
+    return [one for one in named if isinstance(one, list)] if isinstance(named, list) else []

@@ -1,0 +1,276 @@
+"""The environment `session`: its rollouts are parts of sessions that were served before.
+
+Guarantees: nothing is sampled; a rollout gets the same part however often it is attempted, and no other rollout gets
+that part; the trajectory has the ids that were served, with mask 1 on the part's usable turns alone; the reward is the
+mean of their values. Tasks of it come from the service alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import NoReturn
+
+import anyio.to_thread
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from api_schemas.rollouts import RolloutRequest, StopReason, Usage
+from api_schemas.rollouts.sessions import Hint, SessionInfo, Teacher, TurnMark
+from api_schemas.trajectories import ForkReason, Message, Trajectory
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
+from rollout_service.episodes import Episode, PolicyTurn, Score
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
+from rollout_service.ids import SampleId
+from rollout_service.live import replay
+from rollout_service.live.contract import LiveStore, PartRecord, SessionRecord, TurnRecord
+from rollout_service.live.parts.delivery import ENVIRONMENT
+from rollout_service.live.parts.marks import session_info, turn_mark
+from rollout_service.live.parts.orders import order_of
+from rollout_service.store.runs_contract import RunStore
+from rollout_service.tokens import ChatRenderer, ToolSpec
+from rollout_service.tokens.selection import train_on
+
+RendererOf = Callable[[str], ChatRenderer]
+"""Returns the renderer of a pool; raises NoBackendError if the pool is not served."""
+
+Teach = Callable[[SessionRecord, Hint, Sequence[int]], Awaitable[Teacher | None]]
+"""Reads a turn's sampled ids after the hint's prompt; None if no teacher could."""
+
+
+class PartGoneError(EnvironmentFailedError):
+    """A rollout has no part of a session: it was deleted, or belongs to another rollout."""
+
+    code = "session_part_gone"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPolicy:
+    """A part of a session as the policy of a rollout; implements `episodes.Policy`."""
+
+    info: SessionInfo
+    marks: list[TurnMark]
+    recorded: Trajectory
+    usage: Usage
+    stop_reason: StopReason
+    answer: str
+    """The last answer that is trained on."""
+    engine_seconds: float = 0.0
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
+        """Refuse: everything was sampled before.
+
+        Raises:
+            EnvironmentFailedError: Always.
+        """
+        _ = new_messages, max_tokens
+        self._refuse()
+
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Refuse: everything was sampled before.
+
+        Raises:
+            EnvironmentFailedError: Always.
+        """
+        _ = tools
+        self._refuse()
+
+    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
+        """Refuse: everything was sampled before.
+
+        Raises:
+            EnvironmentFailedError: Always.
+        """
+        _ = messages, reason
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise EnvironmentFailedError("a session that was served before is not sampled again")
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation at its end, for reading."""
+        return self.recorded.messages
+
+    def trajectory(self) -> Trajectory:
+        """Return the recorded trajectory."""
+        return self.recorded
+
+
+class SessionParts:
+    """The parts of sessions as policies; implements `environments.contract.RecordedPolicies`."""
+
+    def __init__(
+        self, store: LiveStore, runs: RunStore, renderer_of: RendererOf, teach: Teach | None = None
+    ) -> None:
+        self._store = store
+        self._runs = runs
+        self._renderer_of = renderer_of
+        self._teach = teach
+
+    async def open(self, request: RolloutRequest) -> ServedPolicy:
+        """Return the part that a rollout has, or claim one for it.
+
+        Raises:
+            PartGoneError: There is none for it, or its session was deleted.
+            NoBackendError: The session's pool is not served.
+            RecordLostError: A turn cannot be read.
+        """
+        part = await self._claim(request)
+        session = await self._store.session(part.session_id)
+        turns = await self._store.turns(part.session_id)
+        own = [turn for turn in turns if turn.part == part.part]
+        if session is None or not own:
+            raise _gone(request)
+        renderer = self._renderer_of(session.pool)
+        until = [turn for turn in turns if turn.turn <= max(part.usable)]
+        trajectory = await anyio.to_thread.run_sync(_trajectory, renderer, until, part.usable)
+        marks = await self._marks(request, session, part, own, trajectory)
+        usable = [turn for turn in own if turn.turn in part.usable]
+        return ServedPolicy(
+            info=session_info(session, part),
+            marks=marks,
+            recorded=trajectory,
+            usage=_usage(usable, trajectory),
+            stop_reason=StopReason.TRUNCATED if usable[-1].truncated else StopReason.ANSWERED,
+            answer=usable[-1].answer,
+        )
+
+    async def _claim(self, request: RolloutRequest) -> PartRecord:
+        try:
+            sample = SampleId.parse(request.rollout_id or "")
+        except ValueError:
+            raise _gone(request) from None
+        named = set(parts_named(request.task.instance))
+        found = [part for name, _ in named for part in await self._store.parts(session_id=name)]
+        own = [
+            (part.session_id, part.part)
+            for part in found
+            if (part.session_id, part.part) in named
+            and (part.run_id, part.offset) == (sample.run, sample.number)
+        ]
+        first_id = str(SampleId(sample.run, sample.number, sample.sample))
+        part = await self._store.claim(sorted(set(own)), first_id)
+        if part is None:
+            raise _gone(request)
+        return part
+
+    async def _marks(
+        self,
+        request: RolloutRequest,
+        session: SessionRecord,
+        part: PartRecord,
+        turns: Sequence[TurnRecord],
+        trajectory: Trajectory,
+    ) -> list[TurnMark]:
+        order = order_of(await self._runs.get(SampleId.parse(request.rollout_id or "").run))
+        marks = [turn_mark(turn, part, with_text=order.next_state) for turn in turns]
+        if not order.teacher or self._teach is None:
+            return marks
+        return [await self._taught(session, mark, trajectory, self._teach) for mark in marks]
+
+    async def _taught(
+        self, session: SessionRecord, mark: TurnMark, trajectory: Trajectory, teach: Teach
+    ) -> TurnMark:
+        """Return a mark with what a teacher says, which has one entry per sampled token or is left out."""
+        if not mark.usable or mark.hint is None:
+            return mark
+        sampled = _sampled(trajectory, mark.turn)
+        teacher = await teach(session, mark.hint, sampled)
+        if teacher is None or len(teacher.logprobs) != len(sampled):
+            return mark
+        return mark.model_copy(update={"teacher": teacher})
+
+
+class SessionEnvironment(Environment):
+    """Parts of live sessions as tasks."""
+
+    spec = EnvironmentSpec(
+        name=ENVIRONMENT,
+        description="Parts of live sessions, which the service hands to runs with `live`.",
+        evaluate_in=EvaluateIn.NONE,
+    )
+    replayable = "answer"
+
+    def __init__(self, parts: SessionParts) -> None:
+        self.recorded = parts
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Refuse a task that somebody submits.
+
+        Raises:
+            InvalidFieldError: Always.
+        """
+        _ = instance
+        raise InvalidFieldError(
+            [FieldError(path="environment", message="the service alone makes tasks of live sessions")],
+            hint="Create a run with `live`; it gets the parts of sessions by itself.",
+        )
+
+    async def init(self, episode: Episode) -> None:
+        """Note which part of which session the episode is."""
+        if isinstance(episode.policy, ServedPolicy):
+            episode.session = episode.policy.info
+            episode.turn_marks = list(episode.policy.marks)
+            episode.answer = episode.policy.answer
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Return why the last turn ended: the agent has done its work before."""
+        if not isinstance(episode.policy, ServedPolicy):
+            raise EnvironmentFailedError("a session that was served before is not sampled again")
+        return episode.policy.stop_reason
+
+    async def evaluate(self, episode: Episode) -> Score:
+        """Return the mean value of the usable turns."""
+        values = [mark.value for mark in episode.turn_marks if mark.usable and mark.value is not None]
+        if not values:
+            raise EnvironmentFailedError("no turn of this part of a session has a value")
+        return Score(fsum(values) / len(values))
+
+
+def parts_named(instance: dict[str, JsonValue]) -> list[tuple[str, int]]:
+    """Return the parts that an instance names; what has another form is left out."""
+    named = instance.get("parts")
+    found: list[tuple[str, int]] = []
+    for one in named if isinstance(named, list) else []:
+        match one:
+            case [str(session_id), int(part)]:
+                found.append((session_id, part))
+    return found
+
+
+def _gone(request: RolloutRequest) -> PartGoneError:
+    return PartGoneError(
+        f"there is no part of a session for the rollout {request.rollout_id}",
+        hint="Its session was deleted or is kept by another node, or the rollout is none of a run with `live`.",
+    )
+
+
+def _trajectory(renderer: ChatRenderer, turns: Sequence[TurnRecord], usable: Sequence[int]) -> Trajectory:
+    return train_on(replay.rebuild(renderer, turns).trajectory(), usable)
+
+
+def _sampled(trajectory: Trajectory, turn: int) -> list[int]:
+    return [
+        token
+        for segment in trajectory.segments
+        for token, of in zip(segment.token_ids, segment.turn_ids, strict=True)
+        if of == turn
+    ]
+
+
+def _usage(turns: Sequence[TurnRecord], trajectory: Trajectory) -> Usage:
+    """Return the cost of the turns that are trained on."""
+    chosen = {turn.turn for turn in turns}
+    return Usage(
+        turns=len(turns),
+        prompt_tokens=sum(
+            segment.turn_ids.index(turn)
+            for segment in trajectory.segments
+            for turn in chosen.intersection(segment.turn_ids)
+        ),
+        sampled_tokens=sum(sum(segment.loss_mask) for segment in trajectory.segments),
+        tool_calls=sum(len(turn.calls) for turn in turns),
+        malformed_calls=sum(turn.malformed for turn in turns),
+    )

@@ -1,0 +1,143 @@
+"""A run of live sessions at work: real stores, closing, delivery and attempts, without engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import anyio
+
+from api_schemas.rollouts import RolloutState
+from api_schemas.rollouts.sessions import ClosedBecause
+from api_schemas.runs import Batch, InlineTasks, RunRequest
+from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.errors import describe
+from rollout_service.groups import FilterRegistry
+from rollout_service.live.contract import LiveStore
+from rollout_service.live.parts.closing import PartCloser
+from rollout_service.live.parts.delivery import PartDelivery
+from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
+from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.pipeline.attempt import Attempt
+from rollout_service.pipeline.context import PolicyFactory
+from rollout_service.runs import Delivery, RunManager
+from rollout_service.settings import PipelineSettings
+from rollout_service.store.runs_contract import BatchLeaseRequest, RunStore
+from rollout_service.store.sqlite import SqliteStore
+from rollout_service.telemetry.metrics import Metrics
+from tests.support.attempts import attempt_context
+from tests.support.live_store import a_session, a_state, judged
+from tests.unit.live.test_replay import RENDERER, Stored
+
+
+class NoEngines:
+    """Pools that are in service and never asked for anything."""
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        return frozenset({"policy"}), anyio.Event()
+
+    def close(self, request: object) -> None:
+        """Do nothing: nothing was opened."""
+
+
+class LiveBench:
+    """The parts of a service that make batches of sessions."""
+
+    def __init__(self, store: SqliteStore, live: LiveStore) -> None:
+        self.store, self.live = store, live
+        self.now = 1_000.0
+        self.environment = SessionEnvironment(SessionParts(live, store.runs, lambda _: RENDERER))
+        environments = EnvironmentRegistry()
+        environments.add(self.environment, "tests")
+        self.context = attempt_context(
+            store, cast(Any, None), environments, cast(PolicyFactory, NoEngines()), PipelineSettings()
+        )
+        self.manager = RunManager(
+            store,
+            FilterRegistry(),
+            places=64,
+            reopen=cast(Any, None),
+            pool_version=lambda _: 0,
+            metrics=Metrics(),
+        )
+        self.batches = Delivery(store.runs, self.manager)
+        self.restart()
+
+    def restart(self, live: LiveStore | None = None, runs: RunStore | None = None) -> None:
+        """Begin anew, as after a crash; `live` and `runs` are what the loops see."""
+        live, runs = live or self.live, runs or self.store.runs
+        self.closer = PartCloser(live, runs, clock=lambda: self.now)
+        self.delivery = PartDelivery(live, runs, clock=lambda: self.now)
+
+    async def create_run(
+        self, run_id: str = "run", live: dict[str, Any] | None = None, **fields: Any
+    ) -> None:
+        given: dict[str, Any] = {
+            "run_id": run_id,
+            "source": InlineTasks(open=True),
+            "batch_size": 1,
+            "group_size": 1,
+            "live": {"close_turns": 2} | (live or {}),
+        }
+        request = RunRequest.model_validate(given | fields)
+        await self.store.runs.create(request, tasks=0, digest=None, version=0)
+
+    async def serve(self, session_id: str, values: list[float | None], **fields: Any) -> Stored:
+        """Serve a session with a main turn for each value, None for one without a next state; then end it."""
+        ended = fields.pop("ended", True)
+        await self.live.open(a_session(session_id, **{"retention_seconds": 1e6} | fields))
+        stored = Stored(Random(session_id), is_plain=True)
+        for number, value in enumerate(values):
+            stored.step()
+            record = stored.records[number]
+            await self.live.record(
+                replace(record, turn=number, session_id=session_id, answer=f"answer {number}", delivered=True)
+            )
+            if value is not None:
+                await self.live.follow(session_id, number, a_state(f"said after {number}"))
+                await self.live.mark(session_id, number, judged(value))
+        if ended:
+            await self.live.close_session(session_id, ClosedBecause.EXPLICIT, self.now)
+        return stored
+
+    async def drive(self) -> None:
+        """Let everything work until nothing changes."""
+        for _ in range(6):
+            await self.closer.step()
+            await self.delivery.step()
+            await self.manager.step()
+            await self.work()
+            await self.manager.step()
+
+    async def work(self) -> None:
+        """Attempt the rollouts that wait."""
+        for lease in await self.store.claim("here", limit=64, lease_seconds=60):
+            await self.context.stages.init.places.acquire()
+            attempt = Attempt(self.context, lease)
+            try:
+                result = attempt.result(RolloutState.COMPLETED, score=await attempt.run())
+            except Exception as error:  # noqa: BLE001 - it is the rollout's
+                result = attempt.result(RolloutState.FAILED, error=describe(error))
+            finally:
+                await attempt.release()
+            await self.store.finish(lease, "here", result)
+
+    async def lease(self, run_id: str = "run", key: str = "k") -> Batch | None:
+        leased = await self.batches.lease(BatchLeaseRequest(run_id, key, 60), version=None, timeout=0.01)
+        if leased is None:
+            return None
+        pieces = [piece async for piece in self.batches.as_json(leased)]
+        return Batch.model_validate_json(b"".join(pieces))
+
+
+@asynccontextmanager
+async def live_bench(folder: Path | None = None) -> AsyncIterator[LiveBench]:
+    """Open both stores, in a folder or in memory."""
+    main = ":memory:" if folder is None else folder / "store.sqlite3"
+    live = ":memory:" if folder is None else folder / "live.sqlite3"
+    async with await SqliteStore.open(main) as store, SqliteLiveStore(live) as sessions:
+        yield LiveBench(store, sessions)

@@ -1,0 +1,309 @@
+"""Parts of sessions become batches of runs, each turn once, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.exports import ExportedSample, RescoreRun
+from api_schemas.rollouts import Rollout, RolloutRequest
+from api_schemas.rollouts.sessions import MaskReason, RolloutKind
+from api_schemas.runs import AppendTasks, Batch, RunState
+from api_schemas.tasks import Task
+from rollout_service.errors import ConflictError, InvalidFieldError
+from rollout_service.runs.api import RunService
+from rollout_service.runs.export import RunExporter
+from rollout_service.runs.rescore import Rescorer
+from rollout_service.tokens import check_invariants
+from tests.support.live_parts import LiveBench, live_bench
+from tests.support.live_store import explicit
+
+pytestmark = pytest.mark.anyio
+
+
+def rollouts(batch: Batch | None) -> list[Rollout]:
+    assert batch is not None
+    return [sample.rollout for group in batch.groups for sample in group.samples]
+
+
+async def test_a_session_becomes_a_batch() -> None:
+    async with live_bench() as bench:
+        await bench.create_run(live={"next_state": True})
+        stored = await bench.serve("s", [1.0, 0.0, -1.0, -1.0, None])
+        await bench.drive()
+        (rollout,) = rollouts(await bench.lease())
+        assert rollout.kind is RolloutKind.SESSION
+        assert rollout.reward == pytest.approx(-1 / 3)
+        assert rollout.session is not None
+        assert (rollout.session.session_id, rollout.session.part) == ("s", 0)
+        reasons = [(mark.turn, mark.usable, mark.masked_because, mark.value) for mark in rollout.turn_marks]
+        assert reasons == [
+            (0, True, None, 1.0),
+            (1, False, MaskReason.ZERO, 0.0),
+            (2, True, None, -1.0),
+            (3, True, None, -1.0),
+            (4, False, MaskReason.NO_NEXT_STATE, None),
+        ]
+        states = [mark.next_state for mark in rollout.turn_marks]
+        assert states[0] is not None
+        assert states[0].text == "said after 0"
+        assert states[4] is None
+        trajectory, whole = rollout.trajectory, stored.capture.trajectory()
+        assert trajectory is not None
+        check_invariants(trajectory)
+        chosen = {turn for segment in trajectory.segments for turn in segment.turn_ids} - {-1}
+        assert chosen == {0, 2, 3}
+        assert rollout.usage.turns == 3
+        assert rollout.usage.sampled_tokens == sum(sum(one.loss_mask) for one in trajectory.segments)
+        tokens = {
+            (turn, token)
+            for one in (*whole.segments, *whole.untrained)
+            for turn, token in zip(one.turn_ids, one.token_ids, strict=True)
+        }
+        for one in trajectory.segments:
+            pairs = set(zip(one.turn_ids, one.token_ids, strict=True))
+            assert {pair for pair in pairs if pair[0] != -1} <= tokens
+
+
+async def test_texts_are_delivered_only_to_runs_that_ask_for_them() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("s", [1.0])
+        await bench.drive()
+        batch = await bench.lease()
+        assert batch is not None
+        assert "said after" not in batch.model_dump_json()
+
+
+async def test_redelivery_is_the_same_to_the_last_byte() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("s", [1.0, -1.0])
+        await bench.drive()
+        first = await bench.lease()
+        assert first is not None
+        await bench.store.runs.give_back("run", 0)
+        await bench.live.mark("s", 0, explicit(-1.0))  # too late for this batch
+        again = await bench.lease(key="another")
+        assert again is not None
+        assert [one.model_dump_json() for one in again.groups] == [
+            one.model_dump_json() for one in first.groups
+        ]
+
+
+async def test_an_open_session_is_delivered_in_parts() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("s", [1.0, 1.0], ended=False)
+        await bench.drive()
+        (first,) = rollouts(await bench.lease())
+        assert [mark.turn for mark in first.turn_marks] == [0, 1]
+        assert first.session is not None
+        assert first.session.closed_at is None
+
+
+async def test_sessions_of_one_task_become_a_group() -> None:
+    async with live_bench() as bench:
+        await bench.create_run(group_size=2, filters=[])
+        await bench.serve("alone", [1.0])
+        await bench.serve("a", [1.0], group="task")
+        await bench.serve("b", [-1.0], group="task", ended=False)
+        await bench.drive()
+        assert await bench.lease() is None
+        await bench.live.close_session("b", cast(Any, "explicit"), bench.now)
+        await bench.drive()
+        made = rollouts(await bench.lease())
+        assert sorted(one.session.session_id for one in made if one.session) == ["a", "b"]
+        assert sorted(one.reward for one in made if one.reward is not None) == [-1.0, 1.0]
+
+
+async def test_a_session_of_another_tenant_or_pool_is_left_alone() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("theirs", [1.0], tenant="other")
+        await bench.serve("elsewhere", [1.0], pool="other")
+        await bench.drive()
+        assert await bench.live.parts() == []
+        assert (await bench.live.counts())["waiting"] == 2
+
+
+async def test_the_oldest_run_takes_a_session() -> None:
+    async with live_bench() as bench:
+        await bench.create_run("first")
+        await bench.create_run("second")
+        await bench.serve("s", [1.0])
+        await bench.drive()
+        assert [part.run_id for part in await bench.live.parts()] == ["first"]
+
+
+async def test_parts_that_an_ended_run_did_not_get_go_to_the_next() -> None:
+    async with live_bench() as bench:
+        await bench.create_run("first", batch_size=2)
+        await bench.serve("s", [1.0])
+        await bench.drive()
+        bench.now += 100.0
+        await bench.drive()
+        assert "wait" in bench.delivery.warnings()[0]
+        await bench.store.runs.update("first", state=RunState.ENDED)
+        await bench.create_run("second")
+        await bench.drive()
+        assert bench.delivery.warnings() == []
+        assert rollouts(await bench.lease("second"))[0].session is not None
+
+
+async def test_turns_that_no_run_takes_are_dropped_in_the_end() -> None:
+    async with live_bench() as bench:
+        await bench.serve("s", [1.0], retention_seconds=50.0)
+        await bench.drive()
+        bench.now += 100.0
+        await bench.drive()
+        assert (await bench.live.counts())["dropped:no_run"] == 1
+
+
+async def test_a_batch_is_filled_within_its_shares() -> None:
+    async with live_bench() as bench:
+        await bench.create_run(batch_size=4)
+        for number in range(8):
+            await bench.serve(f"a{number}", [1.0], user="a")
+        await bench.drive()
+        assert await bench.lease() is None
+        for user in "bcd":
+            await bench.serve(user, [1.0], user=user)
+        await bench.drive()
+        users = Counter(one.session.user for one in rollouts(await bench.lease()) if one.session)
+        assert users == {"a": 1, "b": 1, "c": 1, "d": 1}
+
+
+async def test_a_part_is_refused_to_rollouts_that_are_not_its_own() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("s", [1.0])
+        await bench.closer.step()
+        await bench.delivery.step()
+        task = Task(environment="session", instance={"parts": [["s", 0]]})
+        for name in ("mine", "other.0.0", "run.1.0"):
+            await bench.store.submit(RolloutRequest(rollout_id=name, task=task))
+            await bench.work()
+            found = await bench.store.get(name)
+            assert found is not None
+            assert isinstance(found.error, ErrorInfo)
+            assert found.error.code == "session_part_gone"
+        assert [part.rollout_id for part in await bench.live.parts()] == [None]
+        with pytest.raises(InvalidFieldError, match="the service alone"):
+            bench.environment.check(task.instance)
+        await bench.drive()
+        assert rollouts(await bench.lease())[0].reward == 1.0
+
+
+class Killed(BaseException):
+    """The end of the process."""
+
+
+class Failing:
+    """A store that lets so many calls through and kills the process at the next, before or after its effect."""
+
+    def __init__(self, inner: object, left: list[int], *, after: bool) -> None:
+        self._inner, self._left, self._after = inner, left, after
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
+        method = getattr(self._inner, name)
+
+        async def call(*args: object, **values: object) -> object:
+            self._left[0] -= 1
+            if self._left[0] < 0 and not self._after:
+                raise Killed
+            result = await method(*args, **values)
+            if self._left[0] < 0:
+                raise Killed
+            return result
+
+        return call
+
+
+async def drive_until_killed(bench: LiveBench, calls: int, *, after: bool) -> bool:
+    left = [calls]
+    bench.restart(
+        cast(Any, Failing(bench.live, left, after=after)),
+        cast(Any, Failing(bench.store.runs, left, after=after)),
+    )
+    try:
+        await bench.closer.step()
+        await bench.delivery.step()
+    except Killed:
+        return True
+    finally:
+        bench.restart()
+    return False
+
+
+@pytest.mark.parametrize("after", [False, True])
+async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_moment(after: bool) -> None:
+    calls, killed = 0, True
+    while killed:
+        async with live_bench() as bench:
+            await bench.create_run(batch_size=2, live={"max_user_share": 1.0, "max_session_share": 1.0})
+            for name in "abcd":
+                await bench.serve(name, [1.0, -1.0])
+            killed = await drive_until_killed(bench, calls, after=after)
+            await drive_until_killed(bench, calls // 2, after=not after)
+            await bench.drive()
+            batches = [await bench.lease(key=str(number)) for number in range(2)]
+            made = [one for batch in batches for one in rollouts(batch)]
+            turns = Counter(
+                (one.session.session_id, mark.turn) for one in made if one.session for mark in one.turn_marks
+            )
+            assert turns == dict.fromkeys([(name, turn) for name in "abcd" for turn in range(2)], 1), calls
+            assert all(one.reward == 0.0 for one in made)
+            assert (await bench.store.runs.get("run")).tasks == 4
+        calls += 1
+    assert calls > 10
+
+
+async def test_a_run_of_sessions_takes_no_tasks_of_others() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        service = RunService(
+            bench.store.runs, bench.manager, check_environment=cast(Any, None), check_pool=lambda _: None
+        )
+        assert (await service.append("run", AppendTasks(tasks=[], close=False))).tasks == 0
+        with pytest.raises(ConflictError, match="trains on live sessions"):
+            await service.append("run", AppendTasks(tasks=[Task(environment="calc", instance={})]))
+
+
+async def test_an_export_has_the_marks_in_the_second_format() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("s", [1.0, None])
+        await bench.drive()
+        service = RunService(
+            bench.store.runs, bench.manager, check_environment=cast(Any, None), check_pool=lambda _: None
+        )
+        pieces = await RunExporter(bench.store.runs, service).start("run", compressed=False)
+        lines = [json.loads(line) for line in b"".join([piece async for piece in pieces]).splitlines()]
+        assert [line["kind"] for line in lines] == ["run", "sample", "end"]
+        assert lines[0]["format"] == 2
+        rollout = ExportedSample.model_validate(lines[1]).sample.rollout
+        assert [mark.usable for mark in rollout.turn_marks] == [True, False]
+        assert rollout.session is not None
+
+
+async def test_a_part_is_scored_again_by_its_recorded_values() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("s", [1.0, -1.0, 1.0])
+        await bench.drive()
+        rescorer = Rescorer(bench.context, cast(Any, None))
+        (again,) = [one async for one in await rescorer.rescore_run("run", RescoreRun())]
+        assert (again.error, again.reward, again.recorded_reward) == (
+            None,
+            pytest.approx(1 / 3),
+            again.reward,
+        )
+        (refused,) = [one async for one in await rescorer.rescore_run("run", RescoreRun(replay="always"))]
+        assert refused.error is not None
+        assert refused.error.code == "not_replayable"
