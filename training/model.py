@@ -19,16 +19,16 @@ ROPE_THETA = 10_000.0
 PAD_ID, STOP_ID = 0, 2  # <|endoftext|> and <|im_end|>
 
 
-def new_model(vocab_size: int = 512) -> transformers.Qwen3ForCausalLM:
+def new_model(vocab_size: int = 512, *, width: int = 128, layers: int = 4) -> transformers.Qwen3ForCausalLM:
     """Return a new model; with 512 pieces, it has 853,632 parameters."""
     config = transformers.Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=width // 2,
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,

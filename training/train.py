@@ -1,8 +1,8 @@
-"""Train the tiny policies on examples: `python -m training.train --out FOLDER [--task parl]`.
+"""Train the tiny policies on examples: `python -m training.train --out FOLDER [--task parl|live]`.
 
 This writes the tokenizer, and a checkpoint at every evaluation. The last one of `calc` is `calc-tuned`; after further
 training with `--guesses`, it is `calc-base`. That of `parl` is `parl-base` after further training with few `--serial`
-and `--wide`. Each takes some minutes on two CPU cores.
+and `--wide`. That of `live` is `live-base`. Each takes some minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import transformers
 
 from training.calc import CalcTask
 from training.examples import TrainingTask
+from training.live.task import LiveTask
 from training.model import load_model, new_model, sampled_logprobs, save_checkpoint
 from training.parl.scripts import Mixture
 from training.parl.task import ParlTask
@@ -30,7 +31,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     task = _task(arguments)
     tokenizer = arguments.start or arguments.out / "tokenizer"
-    model = load_model(arguments.start) if arguments.start else new_model(task.build_tokenizer(tokenizer))
+    model = load_model(arguments.start) if arguments.start else _new(task, tokenizer, arguments)
     train(task, model, tokenizer, arguments)
 
 
@@ -59,9 +60,15 @@ def train(
             print(json.dumps(report | task.evaluate(folder, arguments.problems)), flush=True)
 
 
+def _new(task: TrainingTask, tokenizer: Path, arguments: argparse.Namespace) -> transformers.Qwen3ForCausalLM:
+    return new_model(task.build_tokenizer(tokenizer), width=arguments.width, layers=arguments.layers)
+
+
 def _task(arguments: argparse.Namespace) -> TrainingTask:
     if arguments.task == "calc":
         return CalcTask(arguments.guesses)
+    if arguments.task == "live":
+        return LiveTask()
     return ParlTask(Mixture(serial=arguments.serial, wide=arguments.wide))
 
 
@@ -79,9 +86,11 @@ def _optimizer(model: transformers.Qwen3ForCausalLM, lr: float) -> torch.optim.O
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--task", choices=("calc", "parl"), default="calc")
+    parser.add_argument("--task", choices=("calc", "parl", "live"), default="calc")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start", type=Path, help="a checkpoint to train further")
+    parser.add_argument("--width", type=int, default=128, help="of a new model")
+    parser.add_argument("--layers", type=int, default=4, help="of a new model")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .loss import Clip, dapo_loss
-from .policy import Sample, load_policy, portions, sampled_logprobs
+from .policy import Sample, distributions, load_policy, portions, sampled_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +118,19 @@ class Learner:
         tokens = sum(len(sample.behavior) for sample in samples)
         watched = []
         for part in portions(samples, self.recipe.portion):
-            current, entropies = sampled_logprobs(self.model, part, self.recipe.temperature)
+            log_shares, ids = distributions(self.model, part, self.recipe.temperature)
+            current = log_shares.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
             start = current.detach() if proximal is None else torch.cat([proximal[id(each)] for each in part])
             behavior = torch.from_numpy(np.concatenate([each.behavior for each in part]))
-            advantages = torch.cat([torch.full((len(each.behavior),), each.advantage) for each in part])
+            advantages = torch.from_numpy(np.concatenate([each.advantages for each in part]))
             advantages = torch.where(advantages < 0, self.recipe.discouragement * advantages, advantages)
             loss = dapo_loss(current, start, behavior, advantages, tokens, self.recipe.clip)
-            loss.value.backward()
+            (loss.value + self._support_loss(log_shares, part, tokens)).backward()
             gap = (start - behavior).abs()
             watched.append(
                 {
                     "tokens": float(len(current)),
-                    "entropy": entropies.mean().item(),
+                    "entropy": -(log_shares.exp() * log_shares).detach().sum(-1).mean().item(),
                     "clipped": loss.clipped,
                     "capped": loss.capped,
                     "logprob_gap": gap.mean().item(),
@@ -140,6 +141,18 @@ class Learner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return [each | {"gradient_norm": norm} for each in watched]
+
+    def _support_loss(self, log_shares: Tensor, part: Sequence[Sample], tokens: int) -> Tensor:
+        """Return the loss of the tokens that might have been sampled; 0 if the samples name none."""
+        value, first = log_shares.new_zeros(()), 0
+        for sample in part:
+            if (support := sample.support) is not None:
+                places = torch.from_numpy(support.places) + first
+                current = log_shares[places, torch.from_numpy(support.token_ids)]
+                start, advantages = torch.from_numpy(support.logprobs), torch.from_numpy(support.advantages)
+                value = value + dapo_loss(current, start, start, advantages, tokens, self.recipe.clip).value
+            first += len(sample.behavior)
+        return value
 
 
 def _means(updates: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:

@@ -24,8 +24,20 @@ PAD = 0
 
 
 @dataclass(frozen=True, slots=True)
+class Support:
+    """Tokens that might have been sampled in the places of sampled ones, and whether they should have been."""
+
+    places: NDArray[np.int64]
+    """Each one's place, as a number among the sample's own tokens."""
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    """By the trainer's weights at the beginning of the step."""
+    advantages: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One segment of a rollout, and its advantage."""
+    """One segment of a rollout, and the advantages of its tokens."""
 
     token_ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
@@ -34,7 +46,9 @@ class Sample:
     """The engine's log-probabilities of the sampled tokens only."""
     versions: NDArray[np.int32]
     """The version of the weights that sampled each of these tokens."""
-    advantage: float
+    advantages: NDArray[np.float32]
+    """Of these tokens; all the same if the rollout has one advantage."""
+    support: Support | None = None
 
 
 def samples_of(arrays: BatchArrays) -> list[Sample]:
@@ -49,7 +63,8 @@ def samples_of(arrays: BatchArrays) -> list[Sample]:
             mask = columns["loss_mask"].astype(bool)
             if mask.any():
                 chosen = (columns["logprobs"][mask], columns["versions"][mask])
-                found.append(Sample(columns["token_ids"], mask, *chosen, float(advantage)))
+                advantages = np.full(mask.sum(), advantage, np.float32)
+                found.append(Sample(columns["token_ids"], mask, *chosen, advantages))
     return found
 
 
@@ -62,7 +77,15 @@ def load_policy(folder: Path) -> Any:
 
 
 def sampled_logprobs(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the sampled tokens, and the entropies of the distributions at them.
+    """Return the log-probabilities of the sampled tokens, and the entropies of the distributions at them."""
+    log_shares, sampled = distributions(model, samples, temperature)
+    with torch.no_grad():
+        entropies = -(log_shares.exp() * log_shares).sum(-1)
+    return log_shares.gather(-1, sampled.unsqueeze(-1)).squeeze(-1), entropies
+
+
+def distributions(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of the whole vocabulary at each sampled token, and the ids of these tokens.
 
     A prefix that all samples share, such as the system prompt, is computed once; its cache carries the gradients of all
     rows.
@@ -81,10 +104,7 @@ def sampled_logprobs(model: Any, samples: Sequence[Sample], temperature: float) 
     hidden = model.model(input_ids=ids[:, shared:-1], past_key_values=cache, use_cache=True).last_hidden_state
     sampled = mask[:, shared + 1 :]
     log_shares = torch.log_softmax(model.lm_head(hidden[sampled]).float() / temperature, dim=-1)
-    chosen = log_shares.gather(-1, ids[:, shared + 1 :][sampled].unsqueeze(-1)).squeeze(-1)
-    with torch.no_grad():
-        entropies = -(log_shares.exp() * log_shares).sum(-1)
-    return chosen, entropies
+    return log_shares, ids[:, shared + 1 :][sampled]
 
 
 def portions(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:

@@ -28,7 +28,9 @@ def command(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="The embedded engine's model: calc-base, calc-tuned, parl-base, or a folder."),
+        typer.Option(
+            help="The embedded engine's model: calc-base, calc-tuned, live-base, parl-base, or a folder."
+        ),
     ] = None,
     pool_model: Annotated[
         list[str] | None,

@@ -2,7 +2,8 @@
 
 `calc-tuned` solves the environment `calc` almost always; `calc-base` solves it about every second time, which makes its
 groups worth training on. `parl-base` is for `pointers` and `split`: an orchestrator that mostly does everything itself,
-and its own sub-agent. All are Qwen3 models with fewer than a million parameters.
+and its own sub-agent. `live-base` is for live sessions: it answers a user's short questions, with endings by chance.
+All are Qwen3 models with fewer than a million parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final
 
 from rollout_service.errors import ConfigurationError
 
-POLICIES: Final = ("calc-base", "calc-tuned", "parl-base")
+POLICIES: Final = ("calc-base", "calc-tuned", "live-base", "parl-base")
 
 
 def policy_folder(name: str) -> Path:

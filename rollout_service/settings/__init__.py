@@ -156,7 +156,8 @@ class EmbeddedSettings(Section):
     """The embedded engines, each a process of its own."""
 
     model: str = "calc-tuned"
-    """The model: a shipped policy (`calc-base`, `calc-tuned`, `parl-base`), or the folder of a Qwen3 checkpoint."""
+    """The model: a shipped policy (`calc-base`, `calc-tuned`, `live-base`, `parl-base`), or the folder of a Qwen3
+    checkpoint."""
     pools: Models = {}
     """The models of further pools, by the pool's name, such as `frozen-1 = "parl-base"` for frozen sub-agents. Each
     gets an engine of its own, whatever serves the policy."""

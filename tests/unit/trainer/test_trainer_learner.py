@@ -74,7 +74,13 @@ def test_masked_and_average_samples_are_not_trained_on(arrays):
     tensors = dict(arrays.tensors)
     tensors["usable"] = np.array([0, 1, 1, 1, 1, 1, 1, 1], "u1")
     tensors["advantages"] = np.array([1, np.nan, 0, 1, -1, 1, -1, 1], "<f4")
-    assert [each.advantage for each in samples_of(BatchArrays(arrays.batch, tensors))] == [1, -1, 1, -1, 1]
+    assert [set(each.advantages) for each in samples_of(BatchArrays(arrays.batch, tensors))] == [
+        {1},
+        {-1},
+        {1},
+        {-1},
+        {1},
+    ]
 
 
 def test_a_step_makes_good_samples_likelier_and_bad_ones_less(base, arrays):
@@ -82,7 +88,7 @@ def test_a_step_makes_good_samples_likelier_and_bad_ones_less(base, arrays):
     before = torch.cat([logprobs_of(learner, [each]) for each in samples])
     watched = learner.step(samples)
     after = torch.cat([logprobs_of(learner, [each]) for each in samples])
-    advantages = np.concatenate([np.full(len(each.behavior), each.advantage) for each in samples])
+    advantages = np.concatenate([each.advantages for each in samples])
     assert float(((after - before).numpy() * advantages).mean()) > 0.01
     assert learner.steps == 1
     assert watched["tokens"] == len(advantages)
@@ -107,7 +113,7 @@ def test_several_updates_keep_the_proximal_policy_of_the_beginning(base, arrays)
 
 def test_without_discouragement_only_good_samples_are_learned_from(base, arrays):
     samples = samples_of(arrays)
-    good = [each for each in samples if each.advantage > 0]
+    good = [each for each in samples if each.advantages.max() > 0]
     quiet = replace(RECIPE, discouragement=0.0)
     whole = Learner(base, quiet).step(samples)["gradient_norm"]
     alone = Learner(base, quiet).step(good)["gradient_norm"]

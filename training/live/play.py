@@ -1,0 +1,65 @@
+"""Sessions with the policy in one process: a user asks questions, and says after each answer what it was worth."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import transformers
+
+from api_schemas.trajectories import FinishReason, Message
+from rollout_service.tokens import AssistantTurn, ChatRenderer, Conversation
+from training.live import talk
+from training.model import STOP_ID
+from training.rollouts import generate
+
+DECODED_AT_ONCE = 128
+
+
+@dataclass(slots=True)
+class Session:
+    """A user's session so far."""
+
+    conversation: Conversation
+    questions: list[talk.Question] = field(default_factory=list)
+    turns: list[AssistantTurn] = field(default_factory=list)
+
+    @property
+    def answers(self) -> list[str]:
+        """The policy's answers."""
+        return [turn.message.content for turn in self.turns]
+
+
+def play(
+    model: transformers.Qwen3ForCausalLM,
+    renderer: ChatRenderer,
+    count: int,
+    turns: int,
+    rng: random.Random,
+    *,
+    wanted: str = talk.ENDINGS[0],
+    hint: str = "",
+) -> list[Session]:
+    """Play sessions side by side with users who want this ending; `hint` is written under each last message."""
+    sessions = [Session(Conversation(renderer)) for _ in range(count)]
+    for _ in range(turns):
+        for each in sessions:
+            _ask(each, rng, wanted, hint)
+        for start in range(0, count, DECODED_AT_ONCE):
+            chunk = sessions[start : start + DECODED_AT_ONCE]
+            outputs = generate(model, [each.conversation.prompt() for each in chunk], 1.0)
+            for each, output in zip(chunk, outputs, strict=True):
+                finish = FinishReason.STOP if STOP_ID in output else FinishReason.LENGTH
+                turn = each.conversation.record(output, [0.0] * len(output), [0] * len(output), finish)
+                each.turns.append(turn)
+    return sessions
+
+
+def _ask(session: Session, rng: random.Random, wanted: str, hint: str) -> None:
+    question, message = talk.choose(rng), ""
+    if session.turns:
+        satisfied = talk.ending_of(session.answers[-1]) == wanted
+        message = talk.THANKS if satisfied else talk.complaint(wanted)
+    text = message + question.text
+    session.questions.append(question)
+    session.conversation.append([Message(role="user", content=talk.hinted(text, hint) if hint else text)])
