@@ -9,7 +9,7 @@ is appended only when it fills a batch, and the next one once the groups of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 from pydantic import JsonValue
@@ -33,8 +33,17 @@ WARN_SECONDS = 60.0
 class PartDelivery:
     """Appends parts to runs."""
 
-    def __init__(self, store: LiveStore, runs: RunStore, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: LiveStore,
+        runs: RunStore,
+        *,
+        overwrite_deleted: Callable[[], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take `overwrite_deleted`, which lets the store of runs overwrite what it deletes, once a run has sessions."""
         self._store = store
+        self._overwrite_deleted = overwrite_deleted
         self._runs = runs
         self._clock = clock
         self._reconciled: set[str] = set()
@@ -51,6 +60,7 @@ class PartDelivery:
         Raises:
             StoreError: A store failed; the next step goes on from there.
         """
+        await self._protect()
         runs = {run.run_id: run for run in await live_runs(self._runs)}
         waiting: dict[str, list[PartRecord]] = {run_id: [] for run_id in runs}
         for part in await self._store.parts(unsubmitted=True):
@@ -63,6 +73,13 @@ class PartDelivery:
                 await self._give_back(parts)
         self._warned = {run_id: text for run_id, text in self._warned.items() if run_id in runs}
         return appended
+
+    async def _protect(self) -> None:
+        """Let nothing that was deleted stay in the files of runs, from the first run of sessions on."""
+        if self._overwrite_deleted is None or not any(run.request.live for run in await self._runs.list()):
+            return
+        await self._overwrite_deleted()
+        self._overwrite_deleted = None
 
     async def _give_back(self, parts: Sequence[PartRecord]) -> None:
         for part in parts:

@@ -35,7 +35,12 @@ from rollout_service.store.runs_contract import (
     RunRecord,
     RunStore,
 )
-from rollout_service.store.sqlite import batch_statements, retention_statements, run_statements
+from rollout_service.store.sqlite import (
+    batch_statements,
+    erasure_statements,
+    retention_statements,
+    run_statements,
+)
 from rollout_service.store.sqlite.thread import DatabaseThread
 
 T = TypeVar("T")
@@ -235,6 +240,21 @@ class SqliteRuns(RunStore):
         return await self._write(
             lambda db: run_statements.prune(db, run_id, seconds=seconds, max_bytes=max_bytes, now=now)
         )
+
+    async def overwrite_deleted(self) -> None:
+        """Overwrite whatever is deleted from now on, since it may be a person's."""
+        await self._write(erasure_statements.overwrite_deleted)
+
+    async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
+        """Erase what these rollouts contain, so that no byte of it stays in the file or its log.
+
+        Return the ids of the batches that had them, by rollout.
+        """
+        now = self._clock()
+        batches = await self._write(lambda db: erasure_statements.erase(db, rollout_ids, now))
+        await self._thread.truncate_log()
+        self._changed()
+        return batches
 
     async def delete_expired(self, policy: RetentionPolicy) -> int:
         now = self._clock()

@@ -1,0 +1,109 @@
+"""Deletes sessions, or a user, with everything that was made of them: turns, judgments, hints, parts in runs.
+
+Guarantees: no byte of what was said stays in the files of either store, as far as the store of runs can erase (SQLite
+can); rollouts that have a part are ended before they are erased; what a trainer may hold is named. A deletion that
+fails has changed only what it is to change, and can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import anyio
+import structlog
+
+from api_schemas.sessions import DeletedSessions, LeasedPart
+from rollout_service.errors import UnavailableError
+from rollout_service.live.contract import LiveStore, PartRecord
+from rollout_service.store.contract import Store
+
+log = structlog.get_logger(__name__)
+
+CANCEL_SECONDS = 10.0
+"""How long to wait for a rollout that is under way to end."""
+_PAGE = 1_000
+
+
+class Eraser(Protocol):
+    """Erases what rollouts contain; `store.sqlite.runs.SqliteRuns` is one."""
+
+    async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
+        """Erase what these rollouts contain; return the ids of the batches that had them, by rollout."""
+        ...
+
+
+class SessionDeletion:
+    """Deletes sessions from the store of sessions and from that of runs."""
+
+    def __init__(self, live: LiveStore, store: Store, eraser: Eraser | None) -> None:
+        """Take `eraser`, None if the store of runs cannot erase; then its retention deletes what it has."""
+        self._live = live
+        self._store = store
+        self._eraser = eraser
+
+    async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
+        """Remove a session, or all of a user by its hash, and return what had left the service before.
+
+        Raises:
+            UnavailableError: A rollout that has a part does not end; nothing of it was removed yet.
+            StoreError: A store failed. Repeat the deletion.
+        """
+        batches: dict[str, str] = {}
+        # Before the sessions go, since their parts tell what to erase; and after, since a rollout may have begun.
+        for name in await self._sessions(session_id, user):
+            batches |= await self._erase(await self._live.parts(session_id=name))
+        deleted = await self._live.delete(session_id=session_id, user=user)
+        batches |= await self._erase(deleted.parts)
+        leased = [
+            _leased(part, batches[part.rollout_id]) for part in deleted.parts if part.rollout_id in batches
+        ]
+        log.info(
+            "sessions deleted", sessions=len(deleted.sessions), turns=deleted.turns, parts=len(deleted.parts)
+        )
+        return DeletedSessions(
+            sessions=len(deleted.sessions),
+            turns=deleted.turns,
+            undelivered=len(deleted.parts) - len(leased),
+            leased=leased,
+        )
+
+    async def _sessions(self, session_id: str | None, user: str | None) -> list[str]:
+        if session_id is not None:
+            return [session_id]
+        found: list[str] = []
+        before = None
+        while page := await self._live.sessions(before=before, limit=_PAGE):
+            found += [session.session_id for session in page if session.user == user]
+            before = (page[-1].opened_at, page[-1].session_id)
+        return found
+
+    async def _erase(self, parts: Sequence[PartRecord]) -> Mapping[str, str]:
+        names = [part.rollout_id for part in parts if part.rollout_id is not None]
+        for name in names:
+            await self._end(name)
+        return await self._eraser.erase(names) if names and self._eraser is not None else {}
+
+    async def _end(self, rollout_id: str) -> None:
+        """End a rollout that is under way, so that it writes nothing after the erasure."""
+        rollout = await self._store.get(rollout_id)
+        if rollout is None or rollout.state.terminal:
+            return
+        await self._store.cancel(rollout_id)
+        with anyio.move_on_after(CANCEL_SECONDS):
+            await self._store.wait_for_result(rollout_id)
+            return
+        raise UnavailableError(
+            f"the rollout {rollout_id} has a part of a session that is to be deleted, and does not end",
+            hint="Repeat the deletion.",
+        )
+
+
+def _leased(part: PartRecord, batch_id: str) -> LeasedPart:
+    return LeasedPart(
+        session_id=part.session_id,
+        part=part.part,
+        run_id=part.run_id,
+        rollout_id=part.rollout_id,
+        batch_id=batch_id,
+    )
