@@ -106,6 +106,30 @@ CREATE TABLE version_values (
     PRIMARY KEY (pool, version)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TRIGGER a_turn_is_recorded AFTER INSERT ON turns BEGIN
+    INSERT INTO totals VALUES ('served', 1), ('recorded', 1), ('waiting', 1)
+    ON CONFLICT (name) DO UPDATE SET count = count + excluded.count;
+END;
+CREATE TRIGGER a_turn_is_decided AFTER UPDATE OF part, dropped ON turns
+WHEN OLD.part IS NOT NEW.part OR OLD.dropped IS NOT NEW.dropped BEGIN
+    INSERT INTO totals VALUES (
+        CASE WHEN OLD.dropped IS NOT NULL THEN 'dropped:' || OLD.dropped
+            WHEN OLD.part IS NULL THEN 'waiting' ELSE 'delivered' END, -1
+    ), (
+        CASE WHEN NEW.dropped IS NOT NULL THEN 'dropped:' || NEW.dropped
+            WHEN NEW.part IS NULL THEN 'waiting' ELSE 'delivered' END, 1
+    ) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count;
+END;
+CREATE TRIGGER a_turn_is_judged AFTER UPDATE OF value ON turns
+WHEN (OLD.value IS NULL) != (NEW.value IS NULL) BEGIN
+    INSERT INTO totals VALUES ('judged', iif(NEW.value IS NULL, -1, 1))
+    ON CONFLICT (name) DO UPDATE SET count = count + excluded.count;
+END;
+CREATE TRIGGER a_turn_is_opted_out AFTER UPDATE OF opted_out ON sessions WHEN NEW.opted_out != OLD.opted_out BEGIN
+    INSERT INTO totals VALUES
+        ('served', NEW.opted_out - OLD.opted_out), ('dropped:opted_out', NEW.opted_out - OLD.opted_out)
+    ON CONFLICT (name) DO UPDATE SET count = count + excluded.count;
+END;
 CREATE TABLE earlier_sessions (user TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 """
 
