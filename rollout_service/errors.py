@@ -19,6 +19,7 @@ ServiceError
  |   `- LeadershipLostError       another service now does what one alone may do          503
  |- RecordLostError               one record of the store is gone or damaged            500
  |- UnavailableError              the service cannot do this now                        503
+ |   `- TryLaterError             ... but will; the client is told when to come back
  |- StageTimeoutError             a stage's deadline passed
  |- AttemptsExhaustedError        the service crashed while running the rollout, too often
  |- ConfigurationError            the service cannot run as it is configured
@@ -35,6 +36,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from typing import Any, ClassVar, Self
 
 from api_schemas.errors import Boundary, ErrorInfo, FieldError
@@ -192,6 +194,16 @@ class UnavailableError(ServiceError):
     code = "unavailable"
     status = 503
     retryable = True
+
+
+class TryLaterError(UnavailableError):
+    """The service cannot do this now; `retry_after` says when to ask again."""
+
+    code = "try_later"
+
+    def __init__(self, message: str, *, hint: str = "", seconds: float = 1.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after = max(1, ceil(seconds))
 
 
 class StageTimeoutError(ServiceError):

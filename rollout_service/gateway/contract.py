@@ -256,6 +256,10 @@ class Capture(Protocol[P]):
 class TurnObserver(Protocol):
     """Keeps the turn of one call, in the place of `Capture.record`."""
 
+    @property
+    def unrecorded_because(self) -> str:
+        """Why the turn will not be kept; empty if it is to be."""
+
     async def record(self, generation: Generation, *, delivered: bool) -> None:
         """Keep the turn, or decide not to; its last event leaves only after this has returned.
 

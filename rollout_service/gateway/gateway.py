@@ -6,8 +6,8 @@ of them end with the block of `running`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from socket import socket
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from rollout_service.gateway.contract import Capture
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
+from rollout_service.gateway.server.keyed import KeyedApp, KeyedApps
 from rollout_service.gateway.server.serving import address_of, bind, serving
 from rollout_service.gateway.sessions.keys import GatewaySessions, OneSession
 from rollout_service.gateway.sessions.sampling import PolicyEngines, StreamingGenerator
@@ -68,7 +69,9 @@ class Gateway:
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._sessions = GatewaySessions()
+        self._others: list[KeyedApp] = []
         self._tasks: TaskGroup | None = None
+        self.metrics = parts.metrics
         self.url = ""
         """The address that programs are told, once the gateway runs."""
 
@@ -82,7 +85,7 @@ class Gateway:
         parts = self._parts
         listener = bind(parts.settings)
         self.url = address_of(listener, parts.settings)
-        app = GatewayApp(self._sessions, parts.settings, parts.metrics)
+        app = KeyedApps(GatewayApp(self._sessions, parts.settings, parts.metrics), self._others)
         limits = ConnectionLimits.within(descriptor_limit() // DESCRIPTOR_SHARE)
         async with anyio.create_task_group() as self._tasks:
             async with serving(app, listener, parts.settings, limits, parts.observe):
@@ -121,6 +124,15 @@ class Gateway:
         self._sessions.add(session)
         parts.metrics.count_sessions(1)
         return session
+
+    @contextmanager
+    def also_serving(self, app: KeyedApp) -> Iterator[None]:
+        """Let another application answer the requests with its keys, within the block."""
+        self._others.append(app)
+        try:
+            yield
+        finally:
+            self._others.remove(app)
 
     def close(self, session: GatewaySession) -> None:
         """End a session: its key becomes invalid, and what is being answered is cut off. Idempotent."""

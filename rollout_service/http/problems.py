@@ -17,7 +17,14 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from api_schemas.errors import FieldError, Problem, sentences
-from rollout_service.errors import InvalidFieldError, MalformedBodyError, ServiceError, describe, did_you_mean
+from rollout_service.errors import (
+    InvalidFieldError,
+    MalformedBodyError,
+    ServiceError,
+    TryLaterError,
+    describe,
+    did_you_mean,
+)
 from rollout_service.validation import known_fields, path_as_sent
 from sandboxes.errors import SandboxError
 
@@ -64,6 +71,8 @@ def install(app: FastAPI) -> None:
 
 async def _service_error(_: Request, error: Exception) -> Response:
     problem = to_problem(error)
+    if isinstance(error, TryLaterError):
+        return problem_response(problem, {"Retry-After": str(error.retry_after)})
     return problem_response(
         problem, {"Retry-After": "1"} if problem.status == HTTPStatus.SERVICE_UNAVAILABLE else None
     )

@@ -104,6 +104,8 @@ class GenerateRequest:
     """How many of the first ids were sent or sampled in an earlier turn, and checked then."""
     chunk_tokens: int = 1
     """How many tokens a chunk of a streamed answer may wait for; engines that cannot be told send smaller ones."""
+    cache_salt: str = ""
+    """Requests with different ones share no cached prefix, on engines that can keep them apart."""
 
     def __post_init__(self) -> None:
         if not _REQUEST_ID.fullmatch(self.request_id):

@@ -4,7 +4,8 @@ Guarantees of every dialect:
 
 - `read` returns a call, or raises an error of the request that names the field; whatever the bytes, nothing else;
 - the deltas of a stream are, put together, the parts of the whole answer;
-- no error is told as 429 or 503, nor as anything else that makes clients give up on a service that is busy.
+- no error is told as 429 or 503, nor as anything else that makes clients give up on a service that is busy; except
+  a `TryLaterError`, which says when to come back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import ClassVar
 import orjson
 
 from api_schemas.errors import sentences
-from rollout_service.errors import ServiceError, describe
+from rollout_service.errors import ServiceError, TryLaterError, describe
 from rollout_service.gateway.contract import AnswerEvent, Dialect, Lane, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.fields import Fields
@@ -40,6 +41,8 @@ class ErrorAnswer:
 
     status: int
     body: bytes
+    retry_after: int | None = None
+    """After how many seconds the client should ask again."""
 
 
 class AnswerStream(ABC):
@@ -124,6 +127,11 @@ COMMENT = b": keep-alive\n\n"
 """A comment of a stream of server-sent events."""
 
 
+def retry_after(error: BaseException) -> int | None:
+    """Return after how many seconds a client should ask again, if the error says so."""
+    return error.retry_after if isinstance(error, TryLaterError) else None
+
+
 def describe_failure(error: BaseException) -> tuple[int, str]:
     """Return the status and the message for an exception.
 
@@ -131,6 +139,8 @@ def describe_failure(error: BaseException) -> tuple[int, str]:
     them. A status that makes clients give up on a busy service is never used.
     """
     info = describe(error)
+    if isinstance(error, TryLaterError):
+        return int(error.status), sentences(info.message, info.hint)
     status = error.status if isinstance(error, ServiceError) else HTTPStatus.INTERNAL_SERVER_ERROR
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
         return int(HTTPStatus.INTERNAL_SERVER_ERROR), f"the service could not answer ({info.code})"

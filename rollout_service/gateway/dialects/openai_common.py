@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from rollout_service.errors import InvalidFieldError
-from rollout_service.gateway.dialects.base import ErrorAnswer, ListedModel, describe_failure
+from rollout_service.gateway.dialects.base import ErrorAnswer, ListedModel, describe_failure, retry_after
 from rollout_service.gateway.dialects.fields import Fields, invalid, kind
 from rollout_service.gateway.errors import ContextOverflowError
 
@@ -19,6 +19,8 @@ _CODES = {
     HTTPStatus.GONE: "session_ended",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.INTERNAL_SERVER_ERROR: "server_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable",
 }
 
 
@@ -45,13 +47,15 @@ def error_object(error: BaseException) -> dict[str, Any]:
         code, param, message = "context_length_exceeded", "messages", _overflow(error)
     is_defect = status >= HTTPStatus.INTERNAL_SERVER_ERROR
     kind = "server_error" if is_defect else "invalid_request_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
     return {"message": message, "type": kind, "param": param, "code": code}
 
 
 def error_answer(error: BaseException) -> ErrorAnswer:
     """Return an exception as the answer to a request."""
     status, _ = describe_failure(error)
-    return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}))
+    return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}), retry_after(error))
 
 
 def _overflow(error: ContextOverflowError) -> str:

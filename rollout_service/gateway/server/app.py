@@ -6,6 +6,7 @@ the form of the API that was spoken. No more of a body is read than the settings
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio.to_thread
@@ -20,6 +21,7 @@ from rollout_service.gateway.errors import UnknownModelError
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.delivery import JSON, AnswerResponse, send_error
 from rollout_service.gateway.server.paths import Action, GatewayRequest
+from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import SessionSource
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.http.connections import find_slot
@@ -60,7 +62,7 @@ class GatewayApp:
     ) -> ASGIApp:
         if request.action is Action.ALIVE:
             return Response()
-        session = self._sessions.find(request.key)
+        session = await self._find(request, scope)
         _admit(scope)
         match request.action:
             case Action.ANSWER:
@@ -77,6 +79,16 @@ class GatewayApp:
                 self._log_unknown(request)
                 raise NotFoundError(f"there is no route {request.method} {request.path}")
 
+    async def _find(self, request: GatewayRequest, scope: Scope) -> GatewaySession:
+        """Return the session of a request.
+
+        Raises:
+            UnauthorizedError: No session has its key.
+            RolloutEndedError: Its session has ended.
+        """
+        _ = scope
+        return self._sessions.find(request.key)
+
     async def _answer(
         self, request: GatewayRequest, codec: DialectCodec, session: GatewaySession, receive: Receive
     ) -> ASGIApp:
@@ -89,10 +101,15 @@ class GatewayApp:
             for number in range(call.n):
                 sibling = call.fingerprint + number.to_bytes(4) if call.fingerprint else b""
                 answers.append(await session.answer(replace(call, fingerprint=sibling)))
+        return self._response(codec, call, answers)
+
+    def _response(self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer]) -> ASGIApp:
         return AnswerResponse(codec, call, answers, self._settings.keep_alive_seconds)
 
     async def _read(self, request: GatewayRequest, codec: DialectCodec, receive: Receive) -> ModelCall:
-        body = await self._body(request, receive)
+        return await self._parse(request, codec, await self._body(request, receive))
+
+    async def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
         if len(body) <= INLINE_BYTES:
             return codec.read(body, request.headers, request.target)
         return await anyio.to_thread.run_sync(codec.read, body, request.headers, request.target)

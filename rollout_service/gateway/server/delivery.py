@@ -28,14 +28,25 @@ class AnswerResponse:
     """The response to one call; an ASGI application."""
 
     def __init__(
-        self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer], keep_alive_seconds: float
+        self,
+        codec: DialectCodec,
+        call: ModelCall,
+        answers: Sequence[LiveAnswer],
+        keep_alive_seconds: float,
+        *,
+        head_seconds: float | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Take more than one answer only for a call that asks for `n`."""
+        """Take more than one answer only for a call that asks for `n`.
+
+        `head_seconds` is how long the head of a whole answer waits for it; `headers` are added to it.
+        """
         self._codec = codec
         self._call = call
         self._answers = answers
         self._keep_alive_seconds = keep_alive_seconds
-        self._head_seconds = min(HEAD_SECONDS, 2 * keep_alive_seconds)
+        self._head_seconds = head_seconds or min(HEAD_SECONDS, 2 * keep_alive_seconds)
+        self._headers = headers
         self._is_sent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +75,7 @@ class AnswerResponse:
     async def _stream(self, send: Send) -> bool:
         """Send all events; return whether the response is complete, as it always is."""
         answer, stream = self._answers[0], self._codec.open_stream(self._call)
-        await send(_head(200, stream.media_type))
+        await send(_head(200, stream.media_type, more=self._headers))
         seen, is_last, is_whole = 0, False, False
         while not is_last:
             events = await answer.after(seen, self._keep_alive_seconds)
@@ -87,7 +98,7 @@ class AnswerResponse:
         is_begun = False
         while not await self._wait(self._keep_alive_seconds if is_begun else self._head_seconds):
             if not is_begun:
-                await send(_head(200, JSON))
+                await send(_head(200, JSON, more=self._headers))
                 is_begun = True
             await send(_body(BLANK, more=True))
         error = next((answer.error for answer in self._answers if answer.error is not None), None)
@@ -109,7 +120,7 @@ class AnswerResponse:
     async def _send_body(self, send: Send, *, is_begun: bool) -> None:
         body = self._codec.whole(self._call, [WholeAnswer.of(answer.events) for answer in self._answers])
         if not is_begun:
-            await send(_head(200, JSON, len(body)))
+            await send(_head(200, JSON, len(body), self._headers))
         await send(_body(body))
         for answer in self._answers:
             answer.deliver()
@@ -117,12 +128,16 @@ class AnswerResponse:
 
 async def send_error(error: ErrorAnswer, send: Send) -> None:
     """Send an error in the form of its dialect."""
-    await send(_head(error.status, JSON, len(error.body)))
+    later = error.retry_after
+    more = [(b"retry-after", b"%d" % later)] if later is not None else []
+    await send(_head(error.status, JSON, len(error.body), more))
     await send(_body(error.body))
 
 
-def _head(status: int, media_type: str, length: int | None = None) -> Message:
-    headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-store")]
+def _head(
+    status: int, media_type: str, length: int | None = None, more: Sequence[tuple[bytes, bytes]] = ()
+) -> Message:
+    headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-store"), *more]
     if length is not None:
         headers.append((b"content-length", b"%d" % length))
     return {"type": "http.response.start", "status": status, "headers": headers}

@@ -52,6 +52,8 @@ class PolicyEngines:
     sampling: Sampling
     exports: TokenExtras
     obey_sampling: bool = False
+    cache_salt: str = ""
+    """Keeps cached prefixes apart from those of requests with another one."""
 
     def room(self, prompt_tokens: int) -> int:
         """Return how many tokens an answer to a prompt may have; below 1 if there is no room."""
@@ -72,6 +74,7 @@ class PolicyEngines:
             self._extras(planned),
             planned.known,
             chunk_tokens=1 if call.stream else UNSTREAMED_CHUNK,
+            cache_salt=self.cache_salt,
         )
         return await self.pool.generate(request, affinity=self.affinity, on_tokens=on_tokens)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from rollout_service.gateway.dialects.base import ErrorAnswer, describe_failure
+from rollout_service.gateway.dialects.base import ErrorAnswer, describe_failure, retry_after
 from rollout_service.gateway.errors import ContextOverflowError
 
 _TYPES = {
@@ -16,6 +16,8 @@ _TYPES = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
 }
 
 
@@ -30,4 +32,5 @@ def error_object(error: BaseException) -> dict[str, Any]:
 def error_answer(error: BaseException) -> ErrorAnswer:
     """Return an exception as the answer to a request."""
     status, _ = describe_failure(error)
-    return ErrorAnswer(status, orjson.dumps({"type": "error", "error": error_object(error)}))
+    body = orjson.dumps({"type": "error", "error": error_object(error)})
+    return ErrorAnswer(status, body, retry_after(error))

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from rollout_service.errors import InvalidFieldError
-from rollout_service.gateway.dialects.base import ErrorAnswer, describe_failure
+from rollout_service.gateway.dialects.base import ErrorAnswer, describe_failure, retry_after
 from rollout_service.gateway.errors import ContextOverflowError
 
 _STATUSES = {
@@ -17,6 +17,8 @@ _STATUSES = {
     HTTPStatus.NOT_FOUND: "NOT_FOUND",
     HTTPStatus.GONE: "NOT_FOUND",
     HTTPStatus.INTERNAL_SERVER_ERROR: "INTERNAL",
+    HTTPStatus.TOO_MANY_REQUESTS: "RESOURCE_EXHAUSTED",
+    HTTPStatus.SERVICE_UNAVAILABLE: "UNAVAILABLE",
 }
 
 
@@ -43,4 +45,4 @@ def error_object(error: BaseException) -> dict[str, Any]:
 def error_answer(error: BaseException) -> ErrorAnswer:
     """Return an exception as the answer to a request."""
     status, _ = describe_failure(error)
-    return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}))
+    return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}), retry_after(error))

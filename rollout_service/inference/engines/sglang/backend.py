@@ -47,7 +47,7 @@ class SGLangBackend(HttpBackend):
             return await self._sample_streaming(request, started, on_tokens)
         body = generate_body(request)
         if self._info is not None:
-            body["extra_key"] = kv_key(self._info)
+            body["extra_key"] = kv_key(self._info, request.cache_salt)
         answer = await self._call(
             "POST",
             "/generate",
@@ -67,7 +67,7 @@ class SGLangBackend(HttpBackend):
     ) -> Generation:
         body = generate_body(request, stream_interval(request, is_incremental=self._streams_incrementally))
         if self._info is not None:
-            body["extra_key"] = kv_key(self._info)
+            body["extra_key"] = kv_key(self._info, request.cache_salt)
         stream = SGLangStream(request, self._info, self._id, on_tokens)
         await self._stream("/generate", dump_request(body), stream, generation_bytes(request, self._info))
         if stream.is_incremental is not None:

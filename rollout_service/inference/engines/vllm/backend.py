@@ -67,7 +67,7 @@ class VllmBackend(HttpBackend):
         wire.refuse_other_distribution(request.sampling, self._mode, self._id)
         body = wire.generate_body(request, stream=on_tokens is not None)
         if self._info is not None:
-            body["cache_salt"] = kv_key(self._info)
+            body["cache_salt"] = kv_key(self._info, request.cache_salt)
         stream = VllmStream(request, self._info, self._id, on_tokens) if on_tokens is not None else None
         self._open_ids.add(request.request_id)
         try:
