@@ -28,6 +28,7 @@ from rollout_service.api.routes import (
     rollouts,
     runs,
     sandboxes,
+    sessions,
 )
 from rollout_service.errors import describe, root_cause
 from rollout_service.http import problems
@@ -36,13 +37,14 @@ from rollout_service.http.allowed_hosts import AllowedHosts
 from rollout_service.http.host_middleware import HostMiddleware
 from rollout_service.http.keyring import Keyring
 from rollout_service.http.shutdown_middleware import ShutdownMiddleware
+from rollout_service.live.serving.app import SessionCalls
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.service import open_service
 from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.telemetry.metrics import Metrics
 
-MODULES = (health, rollouts, runs, backends, environments, sandboxes, nodes, events, prorl)
+MODULES = (health, rollouts, runs, backends, environments, sandboxes, nodes, events, prorl, sessions)
 """In the order in which their routes are matched: probes first, since matching is a large part of their cost."""
 
 log = structlog.get_logger(__name__)
@@ -91,6 +93,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
             Middleware(ShutdownMiddleware, shutdown=ending),
             Middleware(HostMiddleware, hosts=hosts),
             Middleware(BearerAuthMiddleware, keyring=keyring),
+            Middleware(SessionCalls),
             Middleware(JsonBodyMiddleware),
             Middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes),
         ],

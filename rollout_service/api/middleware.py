@@ -1,6 +1,7 @@
 """Middleware of every route, after `HostMiddleware`: authentication, limits on bodies, and request metrics.
 
-Guarantees: with keys configured, only the probes and the API's description answer without one. Keys are compared in
+Guarantees: with keys configured, only the probes and the API's description answer without one, and only the model APIs
+of a live session to another key, which is the session's own. Keys are compared in
 constant time. No more of a body is read than the limit allows. All are plain ASGI, so streamed responses are never
 buffered.
 """
@@ -20,10 +21,12 @@ from rollout_service.errors import (
     UnauthorizedError,
     UnavailableError,
 )
-from rollout_service.http.api_keys import ApiKey, needed_role
+from rollout_service.gateway.server.paths import GatewayRequest
+from rollout_service.http.api_keys import ApiKey, Role, needed_role
 from rollout_service.http.connections import find_slot
 from rollout_service.http.keyring import Keyring
 from rollout_service.http.problems import problem_response, to_problem
+from rollout_service.live.serving.app import MAY_USE_ALL, is_session_call
 from rollout_service.telemetry.metrics import Metrics
 
 PROBES = frozenset({"/health", "/ready"})
@@ -62,6 +65,9 @@ class BearerAuthMiddleware:
             ForbiddenError: The key's role does not allow the request.
             UnavailableError: All connections are busy.
         """
+        if is_session_call(scope):
+            self._note_role(scope)
+            return  # its connection is admitted once the session is found
         if self._keyring.is_needed:
             key = self._key(Headers(scope=scope))
             needed = needed_role(scope["method"], scope["path"])
@@ -78,6 +84,12 @@ class BearerAuthMiddleware:
                 "all connections are busy",
                 hint="Try again later, or raise the setting `http.max_connections`.",
             )
+
+    def _note_role(self, scope: Scope) -> None:
+        """Note whether a call of a session has a key of the service; else it needs the session's own."""
+        key = self._keyring.find(GatewayRequest.of(scope).key)
+        may = not self._keyring.is_needed or (key is not None and key.role.allows(Role.SUBMIT))
+        scope.setdefault("state", {})[MAY_USE_ALL] = may
 
     def _key(self, headers: Headers) -> ApiKey:
         scheme, _, given = headers.get("authorization", "").partition(" ")

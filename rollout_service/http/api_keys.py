@@ -23,8 +23,10 @@ KEY_COMMAND = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
 ALPHABET = re.compile(r"[!-+\--~]+")
 """Visible ASCII without the comma, which separates keys in a variable."""
 READ_METHODS = frozenset({"GET", "HEAD"})
-SUBMIT_PATHS = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/process", "/cancel")
+SUBMIT_PATHS = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/v1/sessions", "/process", "/cancel")
 """The paths that the role `submit` may send changes to, with everything below them."""
+ADMIN_PATHS = frozenset({"/v1/sessions/canary"})
+"""Those among them that it may not, since they decide which weights serve."""
 
 
 class Role(StrEnum):
@@ -47,7 +49,9 @@ def needed_role(method: str, path: str) -> Role:
     """Return the lowest role that may send a request."""
     if method in READ_METHODS:
         return Role.READ
-    if any(path == start or path.startswith(f"{start}/") for start in SUBMIT_PATHS):
+    if path not in ADMIN_PATHS and any(
+        path == start or path.startswith(f"{start}/") for start in SUBMIT_PATHS
+    ):
         return Role.SUBMIT
     return Role.ADMIN
 

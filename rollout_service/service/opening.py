@@ -35,6 +35,7 @@ from rollout_service.runs import Delivery, RunManager
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
+from rollout_service.service.live import open_live
 from rollout_service.service.membership import ClusterMember, Suitability
 from rollout_service.service.parts import (
     claiming_less_ahead,
@@ -73,6 +74,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         sandboxes = SandboxSource(node.pool, settings.pipeline.artifacts_bytes)
         serving = await _open_serving(stack, settings, store, owner, state_dir, metrics)
         gateway = await _open_gateway(stack, settings, serving, metrics)
+        live = await stack.enter_async_context(open_live(settings, state_dir, serving, gateway, metrics))
         metrics.registry.register(
             HealthMetrics(serving.views, serving.frozen_version_changes, store, node.free_bytes)
         )
@@ -136,6 +138,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             concurrency=_concurrency(context, node, settings, manager),
             serving=serving,
             external=context.external,
+            live=live,
             metrics=metrics,
             run_service=run_service,
             delivery=Delivery(store.runs, manager),

@@ -30,6 +30,7 @@ from rollout_service.runs import Delivery
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
+from rollout_service.service.live import Live
 from rollout_service.service.membership import Suitability
 from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
@@ -54,6 +55,7 @@ class Service:
     concurrency: Concurrency
     serving: PolicyServing
     external: ExternalAgents
+    live: Live
     metrics: Metrics
     run_service: RunService
     delivery: Delivery

@@ -69,6 +69,7 @@ TAGS = {
     "inference": "The engines of each pool, and the weights that they serve.",
     "environments": "The environments that tasks can name, and the instances that ship with them.",
     "sandboxes": "Live sandboxes.",
+    "sessions": "Live sessions: users' own agents are served, and what they do next trains the policy.",
     "nodes": "The nodes that share the store, and how much this one runs at once.",
     "events": "What happens in the service, in order, as server-sent events.",
     "health": "Liveness and readiness probes, and metrics.",

@@ -18,8 +18,8 @@ from api_schemas.inference import (
     WeightsRequest,
 )
 from rollout_service.api.openapi.responses import raises
-from rollout_service.api.routes.dependencies import ServiceDep
-from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.api.routes.support.dependencies import ServiceDep
+from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.inference.errors import (
     BackendProtocolError,
     BackendRejected,

@@ -11,8 +11,8 @@ from pydantic import JsonValue
 from api_schemas.base import MAX_INT, Name
 from api_schemas.environments import EnvironmentView
 from rollout_service.api.openapi.responses import raises
-from rollout_service.api.routes.dependencies import ServiceDep
-from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.api.routes.support.dependencies import ServiceDep
+from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.environments.splits import select_split
 from rollout_service.errors import InvalidFieldError, NotFoundError
 

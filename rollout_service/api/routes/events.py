@@ -19,8 +19,8 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from api_schemas.base import MAX_INT
 from rollout_service.api.openapi.responses import media_response
-from rollout_service.api.routes.dependencies import ServiceDep
-from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.api.routes.support.dependencies import ServiceDep
+from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.service import Service
 from rollout_service.shutdown import ShuttingDownError
 

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from api_schemas.nodes import Health, Readiness
 from rollout_service import __version__
 from rollout_service.api.openapi.responses import extra_response, media_response, raises
-from rollout_service.api.routes.dependencies import ServiceDep
+from rollout_service.api.routes.support.dependencies import ServiceDep
 from rollout_service.errors import UnavailableError
 from rollout_service.shutdown import Shutdown
 

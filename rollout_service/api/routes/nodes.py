@@ -8,8 +8,8 @@ from fastapi import APIRouter
 
 from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView
 from rollout_service.api.openapi.responses import raises
-from rollout_service.api.routes.dependencies import ServiceDep
-from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.api.routes.support.dependencies import ServiceDep
+from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.errors import ConflictError, NotFoundError
 
 router = APIRouter(prefix="/v1", tags=["nodes"], route_class=StrictRoute)

@@ -22,9 +22,9 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling
 from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import Trajectory
 from rollout_service.api.openapi.responses import raises
-from rollout_service.api.routes.dependencies import ServiceDep
-from rollout_service.api.routes.disconnects import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
-from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.api.routes.support.dependencies import ServiceDep
+from rollout_service.api.routes.support.disconnects import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
+from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.errors import ConflictError, InvalidFieldError
 from rollout_service.inference.errors import (
     BackendProtocolError,

@@ -25,9 +25,9 @@ from api_schemas.rollouts.trees import AgentNode, RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.api.elsewhere import pass_on, wait_for_access
 from rollout_service.api.openapi.responses import extra_response, raises
-from rollout_service.api.routes.dependencies import ServiceDep, as_json, role_of
-from rollout_service.api.routes.disconnects import cancel_on_disconnect
-from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.api.routes.support.dependencies import ServiceDep, as_json, role_of
+from rollout_service.api.routes.support.disconnects import cancel_on_disconnect
+from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.errors import ConflictError, NotFoundError, UnavailableError
 from rollout_service.http.api_keys import Role
 from rollout_service.inference.errors import NoBackendError

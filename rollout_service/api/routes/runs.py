@@ -31,10 +31,10 @@ from api_schemas.runs import (
     RunRequest,
 )
 from rollout_service.api.openapi.responses import extra_response, media_response, raises
-from rollout_service.api.routes.buffered_response import BufferedResponse
-from rollout_service.api.routes.dependencies import ServiceDep, as_json
-from rollout_service.api.routes.disconnects import cancel_on_disconnect
-from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.api.routes.support.buffered_response import BufferedResponse
+from rollout_service.api.routes.support.dependencies import ServiceDep, as_json
+from rollout_service.api.routes.support.disconnects import cancel_on_disconnect
+from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.runs.delivery import RunOverError

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from fastapi import APIRouter
 
 from api_schemas.sandboxes import SandboxView
-from rollout_service.api.routes.dependencies import ServiceDep
-from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.api.routes.support.dependencies import ServiceDep
+from rollout_service.api.routes.support.strict import StrictRoute
 
 router = APIRouter(prefix="/v1", tags=["sandboxes"], route_class=StrictRoute)
 

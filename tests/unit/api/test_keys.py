@@ -35,6 +35,11 @@ SUBMIT = {
     ("POST", "/v1/runs/{run_id}/batches/{batch_id}/ack"),
     ("POST", "/v1/runs/{run_id}/batches/{batch_id}/renew"),
     ("POST", "/v1/runs/{run_id}/batches/{batch_id}/nack"),
+    ("POST", "/v1/sessions"),
+    ("DELETE", "/v1/sessions"),
+    ("POST", "/v1/sessions/{session_id:path}/end"),
+    ("POST", "/v1/sessions/{session_id:path}/feedback"),
+    ("DELETE", "/v1/sessions/{session_id:path}"),
     ("POST", "/process"),
     ("POST", "/cancel"),
 }

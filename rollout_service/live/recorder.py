@@ -1,0 +1,236 @@
+"""Records the turns of one live session, as its gateway session serves them.
+
+Guarantees: a turn is in the store before its last event can leave, or its client gets an error instead. Nothing of a
+request without consent is stored, nor of a later one that contains its answer, nor of a turn in which a detector finds
+something; such turns are counted. What followed an answer is set when the next request arrives, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from api_schemas.rollouts.sessions import MaskReason, TurnKind
+from api_schemas.trajectories import FinishReason, SegmentRole
+from rollout_service.errors import StoreError
+from rollout_service.gateway.capture import PlannedTurn, TurnCapture
+from rollout_service.gateway.capture.answer import SentAnswer
+from rollout_service.gateway.capture.history import canonical
+from rollout_service.gateway.contract import ClientMessage, ModelCall
+from rollout_service.inference.contract import Generation
+from rollout_service.live.contract import KINDS, LiveStore, SessionRecord, TurnRecord
+from rollout_service.live.detectors import Detectors
+from rollout_service.live.metrics import LiveMetrics
+from rollout_service.live.next_state import next_state
+from rollout_service.live.replay import encode
+from rollout_service.tokens.output import check_output
+
+log = structlog.get_logger(__name__)
+
+OPTED_OUT = "opted-out"
+INLINE_IDS = 32_768
+"""Turns with more new ids are encoded in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingParts:
+    """What the recorders of all sessions share."""
+
+    store: LiveStore
+    detectors: Detectors
+    metrics: LiveMetrics
+    tasks: TaskGroup
+    """Runs the writes that no client waits for."""
+    clock: Callable[[], float] = time.time
+
+    def later(self, write: Callable[[], Awaitable[object]]) -> None:
+        """Write without anybody waiting for it."""
+        self.tasks.start_soon(self._write, write)
+
+    async def _write(self, write: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await write()
+        except StoreError as error:
+            log.error("a live session cannot be written", error=str(error), hint=error.hint)
+
+
+@dataclass(slots=True)
+class SessionRecorder:
+    """Sees the calls of one session; implements `gateway.contract.CallObserver`."""
+
+    session: SessionRecord
+    capture: TurnCapture
+    parts: RecordingParts
+    default_kind: TurnKind
+    has_opted_out: bool = False
+    """Whether a turn of the session was not stored for want of consent."""
+    sent: set[int] = field(default_factory=set)
+    """The turns whose last token was sent."""
+
+    def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
+        """Note what a request says of the answer before it, and return what keeps its turn."""
+        kind = self._kind(call, planned)
+        is_recorded = self._consents(call, planned)
+        self._note_echo(planned)
+        if is_recorded:
+            self._note_repeat(planned)
+            if kind is TurnKind.MAIN:
+                self._follow(planned)
+        else:
+            self.has_opted_out = True
+        return LiveTurn(self, planned, kind, "" if is_recorded else OPTED_OUT)
+
+    def _kind(self, call: ModelCall, planned: PlannedTurn) -> TurnKind:
+        if call.kind:
+            return KINDS[call.kind]
+        if self.default_kind is TurnKind.SIDE or call.lane.purpose in ("side", "subagent"):
+            return TurnKind.SIDE
+        is_main = self.capture.role_of(planned) is SegmentRole.MAIN
+        return TurnKind.MAIN if is_main else TurnKind.SIDE
+
+    def _consents(self, call: ModelCall, planned: PlannedTurn) -> bool:
+        """Whether a turn may be stored; one whose history has an answer that was not stored may not."""
+        agreed = self.session.train if call.train is None else call.train
+        return agreed and not (self.has_opted_out and planned.match.has_foreign)
+
+    def _note_echo(self, planned: PlannedTurn) -> None:
+        """A client that sends an answer back has received it."""
+        before = planned.follows
+        if before is not None:
+            self.note_sent(before.turn.turn_id)
+
+    def _note_repeat(self, planned: PlannedTurn) -> None:
+        """Mask earlier answers to the same messages that their client did not get."""
+        store, session_id = self.parts.store, self.session.session_id
+        for each in self.capture.same_as(planned):
+            turn = each.turn.turn_id
+            if turn not in self.sent:
+                self.parts.later(partial(store.mask, session_id, turn, MaskReason.SUPERSEDED))
+
+    def _follow(self, planned: PlannedTurn) -> None:
+        before = planned.follows
+        if before is not None and planned.since:
+            calls = {call.id: call.name for call in before.sent.calls}
+            self.parts.later(partial(self._set_next_state, before.turn.turn_id, planned.since, calls))
+
+    async def _set_next_state(
+        self, turn: int, messages: Sequence[ClientMessage], calls: dict[str, str]
+    ) -> None:
+        state = next_state(messages, self.parts.clock(), calls)
+        if state is None:
+            return
+        store, session_id = self.parts.store, self.session.session_id
+        if found := await self.parts.detectors.search([state.text]):
+            self.parts.metrics.redacted(found)
+            await store.mask(session_id, turn, MaskReason.REDACTED)
+        else:
+            await store.follow(session_id, turn, state)
+
+    def note_sent(self, turn: int) -> None:
+        """Note that a turn's last token was sent."""
+        if turn not in self.sent:
+            self.sent.add(turn)
+            self.parts.later(partial(self.parts.store.deliver, self.session.session_id, turn))
+
+
+@dataclass(slots=True)
+class LiveTurn:
+    """Keeps the turn of one call; implements `gateway.contract.TurnObserver`."""
+
+    recorder: SessionRecorder
+    planned: PlannedTurn
+    kind: TurnKind
+    unrecorded_because: str
+    """Why it is not stored; empty if it is to be."""
+    turn: int | None = None
+    """Its id, once it is stored."""
+
+    async def record(self, generation: Generation, *, delivered: bool) -> None:
+        """Keep the turn, or count that it was served.
+
+        Raises:
+            RecordError: The engine's answer cannot be trained on.
+            StoreError: The turn cannot be stored.
+        """
+        recorder, parts = self.recorder, self.recorder.parts
+        if self.unrecorded_because:
+            await parts.store.served(recorder.session.session_id, parts.clock(), opted_out=True)
+            return
+        planned = self.planned
+        check_output(generation.output_ids, generation.logprobs, generation.versions)
+        planned.complete(generation)
+        found = await parts.detectors.search(list(self._texts(generation)))
+        if found:
+            parts.metrics.redacted(found)
+            await parts.store.record(self._record(generation, None))
+            recorder.capture.skip()
+            return
+        body = await self._encode(generation, delivered=delivered)
+        turn = recorder.capture.next_id
+        await parts.store.record(self._record(generation, body))
+        recorder.capture.record(planned, generation, delivered=delivered)
+        self.turn = turn
+
+    def sent(self) -> None:
+        """Note that the client was sent the last token."""
+        if self.turn is not None:
+            self.recorder.note_sent(self.turn)
+
+    async def _encode(self, generation: Generation, *, delivered: bool) -> bytes:
+        make = partial(encode, self.recorder.capture, self.planned, generation, delivered=delivered)
+        new = len(self.planned.prompt_ids) - self.planned.known + len(generation.output_ids)
+        return await anyio.to_thread.run_sync(make) if new > INLINE_IDS else make()
+
+    def _texts(self, generation: Generation) -> Iterator[str]:
+        """Yield all texts of the turn that no stored turn has."""
+        planned = self.planned
+        messages = planned.messages
+        if planned.prompt.parent is not None:
+            messages = messages[planned.match.begin :]
+        for message in messages:
+            yield message.text
+            yield message.reasoning or ""
+            yield from (call.arguments for call in message.calls)
+        yield self.recorder.capture.renderer.decode(generation.output_ids)
+
+    def _record(self, generation: Generation, body: bytes | None) -> TurnRecord:
+        """Return the turn for the store; without a body, nothing that was said is part of it."""
+        planned, sent = self.planned, self.planned.splitter.sent
+        return TurnRecord(
+            session_id=self.recorder.session.session_id,
+            turn=self.recorder.capture.next_id,
+            kind=self.kind,
+            answer="" if body is None else answer_text(sent),
+            version=max(generation.versions, default=0),
+            truncated=generation.finish_reason is FinishReason.LENGTH,
+            malformed=planned.splitter.malformed,
+            calls=() if body is None else tuple(_calls(sent)),
+            recorded_at=self.recorder.parts.clock(),
+            mask=self._mask(body),
+            body=body or b"",
+        )
+
+    def _mask(self, body: bytes | None) -> MaskReason | None:
+        if body is None:
+            return MaskReason.REDACTED
+        if self.kind is TurnKind.SIDE:
+            return MaskReason.SIDE
+        return MaskReason.FOREIGN if self.planned.call.json_schema is not None else None
+
+
+def answer_text(sent: SentAnswer) -> str:
+    """Return an answer with its tool calls as one text, as a judge reads it."""
+    calls = [f"[call {call.name}]\n{call.arguments}" for call in sent.calls]
+    return "\n\n".join(filter(None, [sent.text, *calls]))
+
+
+def _calls(sent: SentAnswer) -> Iterator[str]:
+    for call in sent.calls:
+        yield json.dumps([call.name, canonical(call.arguments)])

@@ -1,0 +1,1 @@
+"""How live sessions are served: their requests, limits, and engines."""

@@ -1,0 +1,153 @@
+"""The ASGI app of live sessions: the same model APIs as the gateway's, for users' own agents.
+
+Guarantees: a request reaches the session of its key, or, below `/v1/sessions/{id}`, that session alone. Every answer
+says in `X-Rollout-Recorded` whether its turn is to be recorded, and if not, why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_service.gateway.contract import ModelCall
+from rollout_service.gateway.dialects import DialectCodec
+from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.gateway.server.app import GatewayApp
+from rollout_service.gateway.server.delivery import AnswerResponse
+from rollout_service.gateway.server.paths import Action, GatewayRequest
+from rollout_service.gateway.sessions.answer import LiveAnswer
+from rollout_service.gateway.sessions.keys import GatewaySessions
+from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.live.serving.wishes import SESSION_HEADER, read_wishes
+from rollout_service.settings.gateway import GatewaySettings
+
+PREFIX = "/v1/sessions/"
+OWN_ROUTES = frozenset({"end", "feedback"})
+"""What stands below a session and is no model API."""
+SESSION_ID, MAY_USE_ALL = "live_session_id", "may_use_all_sessions"
+"""Where the state of a request has the id in its path, and whether its key is one of the service."""
+_HEAD_MARGIN = 5.0
+_CALLS = frozenset({Action.ANSWER, Action.COUNT, Action.LIST_MODELS, Action.SHOW_MODEL})
+_MODEL_API = re.compile(r"/v\d\w*/(?:chat/|responses|messages|models|tokenize)")
+"""What may be the path of a model API: a quick look, since every request of the API is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallsRoute:
+    """The route under which metrics count the calls of sessions."""
+
+    path: str
+
+
+CALLS = CallsRoute("/v1/sessions/{session_id}/{call}")
+
+
+class SessionFinder(Protocol):
+    """Finds sessions to serve; `live.sessions.LiveSessions` does."""
+
+    def knows(self, key: str) -> bool:
+        """Return whether a key looks like one of a session."""
+        ...
+
+    async def serve_key(self, key: str, client_id: str) -> GatewaySession:
+        """Return the session of a key."""
+        ...
+
+    async def serve_id(self, session_id: str, key: str | None) -> GatewaySession:
+        """Return a session by its id."""
+        ...
+
+
+class LiveApp(GatewayApp):
+    """Answers the calls of users' agents; an ASGI application."""
+
+    def __init__(
+        self,
+        finder: SessionFinder,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        hold_seconds: float,
+    ) -> None:
+        super().__init__(GatewaySessions(), settings, metrics)
+        self._finder = finder
+        self._hold_seconds = hold_seconds
+        self._keep_alive_seconds = settings.keep_alive_seconds
+
+    def knows(self, key: str) -> bool:
+        """Return whether a key looks like one of a session."""
+        return self._finder.knows(key)
+
+    async def _find(self, request: GatewayRequest, scope: Scope) -> GatewaySession:
+        state = scope.get("state", {})
+        session_id: str | None = state.get(SESSION_ID)
+        if session_id is None:
+            return await self._finder.serve_key(request.key, request.headers.get(SESSION_HEADER, ""))
+        return await self._finder.serve_id(session_id, None if state.get(MAY_USE_ALL) else request.key)
+
+    async def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
+        wishes, body = read_wishes(request.headers, body)
+        call = await super()._parse(request, codec, body)
+        return replace(call, **wishes.apply(call))
+
+    def _response(self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer]) -> ASGIApp:
+        return AnswerResponse(
+            codec,
+            call,
+            answers,
+            self._keep_alive_seconds,
+            head_seconds=self._hold_seconds + _HEAD_MARGIN,  # so that a refusal has a status of its own
+            headers=[(b"x-rollout-recorded", _recorded(answers))],
+        )
+
+
+def _recorded(answers: Sequence[LiveAnswer]) -> bytes:
+    observer = answers[0].observer
+    because = observer.unrecorded_because if observer is not None else ""
+    return f"no; reason={because}".encode() if because else b"yes"
+
+
+class SessionCalls:
+    """Passes the calls of model APIs to the live sessions' own app; middleware of the API.
+
+    They are below `/v1/sessions/{id}`, or where clients with only a key expect them, such as `/v1/chat/completions`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not is_session_call(scope):
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        if (split := split_session_path(scope)) is not None:
+            session_id, path = split
+            scope.setdefault("state", {})[SESSION_ID] = session_id
+        scope["route"] = CALLS
+        live: ASGIApp = scope["app"].state.service.live.app
+        await live({**scope, "path": path}, receive, send)
+
+
+def is_session_call(scope: Scope) -> bool:
+    """Return whether a request is one to a model API, which takes other keys than the service's."""
+    path: str = scope["path"]
+    if path.startswith(PREFIX):
+        return split_session_path(scope) is not None
+    return _MODEL_API.match(path) is not None and GatewayRequest.of(scope).action in _CALLS
+
+
+def split_session_path(scope: Scope) -> tuple[str, str] | None:
+    """Return the id of a session and the path below it, if the path is one of a session's model APIs."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    path = raw.split(b"?")[0].decode("latin-1")
+    if not path.startswith(PREFIX):
+        return None
+    session_id, slash, rest = path.removeprefix(PREFIX).partition("/")
+    if not slash or not session_id or rest.strip("/") in OWN_ROUTES:
+        return None
+    return unquote(session_id), "/" + unquote(rest)

@@ -1,0 +1,172 @@
+"""Gateway sessions of live sessions: their engines, and how they sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NoReturn, Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from api_schemas.rollouts import Sampling, TokenExtras
+from rollout_service.episodes import EpisodeLimits
+from rollout_service.errors import UnavailableError
+from rollout_service.gateway.capture import TurnCapture
+from rollout_service.gateway.contract import CallObserver, ModelCall, PlannedAnswer
+from rollout_service.gateway.dialects import ListedModel
+from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.gateway.sessions.sampling import PolicyEngines
+from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
+from rollout_service.inference.contract import Generation
+from rollout_service.inference.errors import NoBackendError
+from rollout_service.live.contract import SessionRecord
+from rollout_service.live.errors import PoolHeldError
+from rollout_service.live.metrics import LiveMetrics
+from rollout_service.live.replay import LIVE
+from rollout_service.live.serving.holding import HeldPool, PausablePool
+from rollout_service.policies.serving import ServedModel
+from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.live import LiveSettings
+from rollout_service.tokens import ChatRenderer
+
+_NO_LIMIT = 2**53
+LIMITS = EpisodeLimits(max_turns=_NO_LIMIT, max_tokens=_NO_LIMIT, max_turn_tokens=_NO_LIMIT)
+"""A session has no limits but its model's context."""
+_SALT_BYTES = 8
+_NO_ENGINE_SECONDS = 5.0
+
+
+class LivePolicies(Protocol):
+    """The models and engines of the pools; `policies.serving.PolicyServing` has them."""
+
+    def check(self, pool: str) -> None:
+        """Check that a pool is served.
+
+        Raises:
+            NoBackendError: It is not.
+        """
+        ...
+
+    def connect(self, pool: str) -> tuple[ServedModel, PausablePool]:
+        """Return the model that a pool serves, and its engines.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unrecorded:
+    """Sees calls that are served and not kept; implements `CallObserver` and `TurnObserver`."""
+
+    unrecorded_because: str
+
+    def planned(self, call: ModelCall, planned: PlannedAnswer) -> Unrecorded:
+        """Note nothing."""
+        _ = call, planned
+        return self
+
+    async def record(self, generation: Generation, *, delivered: bool) -> None:
+        """Keep nothing."""
+        _ = generation, delivered
+
+    def sent(self) -> None:
+        """Note nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEngines:
+    """Connects live sessions with the engines of their pools."""
+
+    policies: LivePolicies
+    settings: LiveSettings
+    gateway: GatewaySettings
+    tasks: TaskGroup
+    """Runs the sampling of answers."""
+    metrics: GatewayMetrics
+    live_metrics: LiveMetrics
+    changed: Callable[[], anyio.Event]
+    """Returns the event of the next change of any pool."""
+    url: str
+    """The address of the gateway."""
+
+    def check(self, pool: str) -> None:
+        """Check that a pool is served.
+
+        Raises:
+            NoBackendError: It is not.
+        """
+        self.policies.check(pool)
+
+    def renderer(self, pool: str) -> ChatRenderer:
+        """Return the chat format of a pool.
+
+        Raises:
+            PoolHeldError: The pool is not served, or not yet again.
+        """
+        return self._connect(pool)[0].renderer
+
+    def open(
+        self, record: SessionRecord, capture: TurnCapture, observer: CallObserver[Any]
+    ) -> GatewaySession:
+        """Return the gateway session of a live session.
+
+        Raises:
+            PoolHeldError: The pool is not served, or not yet again.
+        """
+        return self._open(record.pool, record.tenant, record.session_id, capture, observer)
+
+    def open_unrecorded(self, pool: str, tenant: str, observer: CallObserver[Any]) -> GatewaySession:
+        """Return a gateway session for one request that belongs to no session.
+
+        Raises:
+            PoolHeldError: The pool is not served, or not yet again.
+        """
+        return self._open(pool, tenant, "", TurnCapture(self.renderer(pool), LIVE), observer)
+
+    def _connect(self, pool: str) -> tuple[ServedModel, PausablePool]:
+        try:
+            return self.policies.connect(pool)
+        except NoBackendError as error:
+            raise PoolHeldError(
+                f"no engine serves the pool {pool!r} at the moment",
+                hint="Repeat the request later.",
+                seconds=_NO_ENGINE_SECONDS,
+            ) from error
+
+    def _open(
+        self, pool: str, tenant: str, session_id: str, capture: TurnCapture, observer: CallObserver[Any]
+    ) -> GatewaySession:
+        model, engines = self._connect(pool)
+        salt = "" if self.settings.share_prefixes else _salt(tenant)
+        policy = PolicyEngines(
+            HeldPool(pool, engines, self.changed, self.settings.hold_seconds, self.live_metrics),
+            affinity=f"live/{tenant}/{session_id}",
+            context_length=model.context_length,
+            stop_token_ids=model.renderer.stop_token_ids,
+            sampling=Sampling(),
+            exports=TokenExtras(),
+            obey_sampling=self.gateway.obey_sampling,
+            cache_salt=salt,
+        )
+        place = SessionPlace(
+            url=self.url,
+            model=ListedModel(pool, model.context_length),
+            serve=_refuse,
+            tasks=self.tasks,
+            metrics=self.metrics,
+            retry_seconds=self.gateway.retry_seconds,
+            observer=observer,
+        )
+        return GatewaySession(capture, policy, LIMITS, place)
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise UnavailableError("a live session has no listener of its own", hint="Use its URL and key.")
+
+
+def _salt(tenant: str) -> str:
+    return blake2b(tenant.encode(), digest_size=_SALT_BYTES).hexdigest()

@@ -1,0 +1,96 @@
+"""Opens live sessions: their store, the sessions, and everything that works on them in the background.
+
+Guarantees: within the block, sessions are served and nothing of them waits for another part; at its end, what is being
+answered is cut off before the store is closed. Sessions stay open over a shutdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from rollout_service.gateway.gateway import Gateway
+from rollout_service.live.canary import Canaries
+from rollout_service.live.contract import LiveStore
+from rollout_service.live.deletion import StoreDeletion
+from rollout_service.live.detectors import Detectors
+from rollout_service.live.metrics import LiveFunnel, LiveMetrics
+from rollout_service.live.recorder import RecordingParts
+from rollout_service.live.serving.app import LiveApp
+from rollout_service.live.serving.connecting import SessionEngines
+from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.sessions import LiveSessionParts, LiveSessions
+from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.policies.serving import PolicyServing
+from rollout_service.settings import Settings
+from rollout_service.telemetry.metrics import Metrics
+
+STORE_FILE, SALT_FILE, CANARY_FILE = "live.sqlite3", "live-users.salt", "live-canaries.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The live sessions of a running service."""
+
+    sessions: LiveSessions
+    app: LiveApp
+    """Answers the calls of users' agents."""
+    store: LiveStore
+    canaries: Canaries
+    funnel: LiveFunnel
+    metrics: LiveMetrics
+
+
+@asynccontextmanager
+async def open_live(
+    settings: Settings, state_dir: Path, serving: PolicyServing, gateway: Gateway, metrics: Metrics
+) -> AsyncIterator[Live]:
+    """Open live sessions, and work on them until the block is left.
+
+    Raises:
+        ConfigurationError: The settings name an unknown detector, or a file of the state folder cannot be used.
+        StoreError: The store cannot be opened.
+    """
+    live = settings.live
+    detectors = await anyio.to_thread.run_sync(Detectors.load, live.detectors)
+    live_metrics = LiveMetrics(metrics.registry)
+    canaries = Canaries(state_dir / CANARY_FILE, lambda pool: pool in serving.in_service()[0])
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(SqliteLiveStore(state_dir / STORE_FILE))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        stack.callback(tasks.cancel_scope.cancel)
+        engines = SessionEngines(
+            policies=serving,
+            settings=live,
+            gateway=settings.gateway,
+            tasks=tasks,
+            metrics=gateway.metrics,
+            live_metrics=live_metrics,
+            changed=lambda: serving.in_service()[1],
+            url=gateway.url,
+        )
+        sessions = LiveSessions(
+            LiveSessionParts(
+                settings=live,
+                store=store,
+                users=UserHashes.load(state_dir / SALT_FILE),
+                engines=engines,
+                recording=RecordingParts(store, detectors, live_metrics, tasks),
+                deletion=StoreDeletion(store),
+                choose_pool=canaries.choose,
+            )
+        )
+        await sessions.start()
+        funnel = LiveFunnel(store, open_sessions=lambda: sessions.open_sessions)
+        metrics.registry.register(funnel)
+        app = LiveApp(sessions, settings.gateway, gateway.metrics, live.hold_seconds)
+        tasks.start_soon(store.failed)
+        tasks.start_soon(sessions.expire)
+        tasks.start_soon(sessions.prune)
+        with gateway.also_serving(app):
+            yield Live(sessions, app, store, canaries, funnel, live_metrics)

@@ -1,0 +1,306 @@
+"""A user's own agent is served through its session, and what it did is recorded as its consent allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote
+
+import anyio
+import pytest
+
+from api_schemas.rollouts.sessions import MaskReason, TurnKind
+from rollout_service.live.replay import rebuild
+from rollout_service.tokens import ChatRenderer, check_invariants
+from tests.support.gateway.service import END, POLICY, scripted
+from tests.support.live.service import LiveService, live_service
+
+pytestmark = pytest.mark.anyio
+BARE = "a-configured-key-of-an-operator"
+KEYS = {"keys": [{"name": "chat", "key": BARE, "train": True}]}
+
+
+def stored(folder: Path) -> bytes:
+    """Return the bytes of all files of a service."""
+    return b"".join(path.read_bytes() for path in folder.glob("*") if path.is_file())
+
+
+async def until(check, seconds: float = 10.0):
+    """Wait until a coroutine function returns something true, and return it."""
+    with anyio.fail_after(seconds):
+        while not (result := await check()):
+            await anyio.sleep(0.01)
+    return result
+
+
+async def delivered(service: LiveService, session_id: str, count: int):
+    """Wait until so many turns of a session were delivered, and return all."""
+
+    async def look():
+        turns = await service.turns(session_id)
+        return turns if sum(turn.delivered for turn in turns) >= count else None
+
+    return await until(look)
+
+
+async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_next(tmp_path: Path) -> None:
+    async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open(user="alice", metadata={"a": 1})
+        assert opened.key is not None
+        first = await service.ask(opened.key, "Hi")
+        assert first.headers["x-rollout-recorded"] == "yes"
+        assert first.json()["choices"][0]["message"]["content"] == "Hello."
+        second = await service.ask(opened.key, "Hi", "Hello.", "Not so short!")
+        assert second.status_code == 200
+        turns = await delivered(service, opened.session.session_id, 2)
+        assert [turn.answer for turn in turns] == ["Hello.", "Better?"]
+        followed = await until(lambda: service.store.turn(opened.session.session_id, 0))
+        assert followed.next_state is not None
+        assert "Not so short!" in followed.next_state.text
+        trajectory = rebuild(ChatRenderer.load(POLICY), turns).trajectory()
+        check_invariants(trajectory)
+        [segment] = trajectory.segments
+        sampled = [token for token, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]
+        assert sampled == ChatRenderer.load(POLICY).encode(f"Hello.{END}Better?{END}")
+        shown = await service.show(opened.session.session_id)
+        assert shown.counts.served == shown.counts.waiting == 2
+        assert shown.user != "alice"
+
+
+async def test_the_same_apis_answer_below_the_sessions_url(tmp_path: Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    async with scripted("One.", "Two.", "Three.") as engine, live_service(tmp_path, [engine]) as service:
+        odd = "a/b ü"
+        opened = await service.open(session_id=odd)
+        assert opened.url == f"http://localhost/v1/sessions/{quote(odd, safe='')}"
+        chat = await service.http.post(f"{opened.url}/v1/chat/completions", json=body)
+        assert chat.json()["choices"][0]["message"]["content"] == "One."
+        claude = await service.http.post(
+            f"{opened.url}/v1/messages", json=body | {"max_tokens": 100}, headers={"anthropic-version": "1"}
+        )
+        assert claude.json()["content"][0]["text"] == "One."
+        bare = await service.http.post(
+            "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {opened.key}"}
+        )
+        assert bare.json()["choices"][0]["message"]["content"] == "One."
+        assert (await service.http.get(f"{opened.url}/models")).json()["data"][0]["id"] == "policy"
+        assert len(await delivered(service, odd, 3)) == 3
+        assert (await service.http.get(f"/v1/sessions/{quote(odd, safe='')}")).status_code == 200
+
+
+async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_session(tmp_path: Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    admin, reader = "an-admin-key-for-tests", "a-reader-key-for-tests"
+    keys = [{"name": "a", "key": admin}, {"name": "r", "key": reader, "role": "read"}]
+    async with scripted(*["Hi."] * 9) as engine, live_service(tmp_path, [], keys=keys) as service:
+        admin_headers = {"authorization": f"Bearer {admin}"}
+        added = await service.http.post("/v1/backends", json={"url": engine.url}, headers=admin_headers)
+        assert added.is_success
+        assert (await service.http.post("/v1/sessions", json={})).status_code == 401
+        one, two = [
+            (await service.http.post("/v1/sessions", json={}, headers=admin_headers)).json() for _ in range(2)
+        ]
+        for key, status in ((one["key"], 200), (admin, 200), (reader, 401), (two["key"], 401), ("", 401)):
+            answer = await service.http.post(
+                f"{one['url']}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}
+            )
+            assert answer.status_code == status, key
+            by_anthropic = await service.http.post(
+                f"{one['url']}/v1/messages", json=body | {"max_tokens": 9}, headers={"x-api-key": key}
+            )
+            assert by_anthropic.status_code == status, key
+        assert (
+            await service.http.get("/v1/sessions", headers={"authorization": f"Bearer {one['key']}"})
+        ).status_code == 401
+
+
+async def test_opting_out_in_the_middle_leaves_later_turns_nowhere(tmp_path: Path) -> None:
+    async with (
+        scripted("One.", "Two.", "Three.", "Four.") as engine,
+        live_service(tmp_path, [engine]) as service,
+    ):
+        opened = await service.open(user="alice")
+        assert opened.key is not None
+        await service.ask(opened.key, "first words")
+        no = await service.ask(opened.key, "first words", "One.", "sesame words", headers={"X-Train": "no"})
+        assert no.headers["x-rollout-recorded"] == "no; reason=opted-out"
+        later = await service.ask(opened.key, "first words", "One.", "sesame words", "Two.", "more of it")
+        assert later.headers["x-rollout-recorded"] == "no; reason=opted-out"
+        fresh = await service.ask(opened.key, "other words")
+        assert fresh.headers["x-rollout-recorded"] == "yes"
+        turns = await delivered(service, opened.session.session_id, 2)
+        assert [turn.answer for turn in turns] == ["One.", "One."]
+        assert turns[0].next_state is None
+        counts = (await service.show(opened.session.session_id)).counts
+        assert (counts.served, counts.recorded) == (4, 2)
+        assert counts.dropped == {MaskReason.OPTED_OUT: 2}
+    files = stored(tmp_path)
+    for text in (b"sesame", b"more of it", b"alice"):
+        assert text not in files
+
+
+async def test_nothing_is_recorded_without_consent(tmp_path: Path) -> None:
+    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open(train=None)
+        assert opened.key is not None
+        assert (await service.ask(opened.key, "a")).headers["x-rollout-recorded"] == "no; reason=opted-out"
+        yes = await service.ask(opened.key, "b", train="yes", turn_type="side")
+        assert yes.headers["x-rollout-recorded"] == "yes"
+        [turn] = await delivered(service, opened.session.session_id, 1)
+        assert (turn.kind, turn.mask) == (TurnKind.SIDE, MaskReason.SIDE)
+
+
+@pytest.mark.parametrize(("field", "value"), [("X-Turn-Type", "Other"), ("X-Train", "perhaps")])
+async def test_an_unknown_wish_is_refused_in_the_form_of_the_api(
+    tmp_path: Path, field: str, value: str
+) -> None:
+    async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
+        assert opened.key is not None
+        answer = await service.ask(opened.key, "a", headers={field: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert not await service.turns(opened.session.session_id)
+
+
+async def test_a_configured_key_needs_a_session_id_to_be_recorded(tmp_path: Path) -> None:
+    async with scripted(*"abcd") as engine, live_service(tmp_path, [engine], live=KEYS) as service:
+        alone = await service.ask(BARE, "Hi")
+        assert alone.headers["x-rollout-recorded"] == "no; reason=no-session"
+        for text in ("u1", "u2"):
+            answer = await service.ask(BARE, "Hi", headers={"X-Session-Id": text})
+            assert answer.headers["x-rollout-recorded"] == "yes"
+        page = (await service.http.get("/v1/sessions")).json()
+        assert sorted(session["session_id"] for session in page["sessions"]) == ["chat:u1", "chat:u2"]
+        assert len({session["user"] for session in page["sessions"]}) == 2
+        too_long = await service.ask(BARE, "Hi", headers={"X-Session-Id": "x" * 257})
+        assert too_long.status_code == 400
+
+
+async def test_an_ended_session_takes_no_requests(tmp_path: Path) -> None:
+    async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
+        assert opened.key is not None
+        ended = await service.http.post(f"/v1/sessions/{opened.session.session_id}/end")
+        assert ended.json()["closed_because"] == "explicit"
+        assert (await service.ask(opened.key, "a")).status_code == 410
+        assert (await service.http.post(f"{opened.url}/v1/chat/completions", json={})).status_code == 410
+        assert (await service.http.post("/v1/sessions/none/end")).status_code == 404
+        assert (await service.ask("sk-live-none", "a")).status_code == 401
+
+
+async def test_an_idle_session_is_closed_and_a_clients_own_id_goes_on_as_another(tmp_path: Path) -> None:
+    live = KEYS | {"idle_seconds": 0.3}
+    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine], live=live) as service:
+        await service.ask(BARE, "Hi", headers={"X-Session-Id": "u"})
+
+        async def closed() -> bool:
+            return (await service.show("chat:u")).closed_because == "idle"
+
+        await until(closed)
+        again = await service.ask(BARE, "Hi", "One.", "more", headers={"X-Session-Id": "u"})
+        assert again.status_code == 200
+        assert (await service.show("chat:u~2")).continues == "chat:u"
+
+
+async def test_feedback_wins_is_idempotent_and_does_not_change(tmp_path: Path) -> None:
+    async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
+        assert opened.key is not None
+        path = f"/v1/sessions/{opened.session.session_id}/feedback"
+        assert (await service.http.post(path, json={"value": 1})).status_code == 404
+        await service.ask(opened.key, "a")
+        await delivered(service, opened.session.session_id, 1)
+        first = await service.http.post(path, json={"value": 0.5, "text": "fine"})
+        assert first.json() == {"turn": 0, "value": 0.5, "revised": False}
+        assert (await service.http.post(path, json={"value": 0.5, "turn": 0})).status_code == 200
+        assert (await service.http.post(path, json={"value": -1})).status_code == 409
+        assert (await service.http.post(path, json={"value": 2})).status_code == 422
+        [mark] = (await service.show(opened.session.session_id)).turns
+        assert (mark.value, mark.source, mark.usable) == (0.5, "explicit", True)
+
+
+async def test_a_session_goes_on_after_a_restart_with_exact_ids(tmp_path: Path) -> None:
+    async with scripted("One.", "Two.") as engine:
+        async with live_service(tmp_path, [engine]) as service:
+            opened = await service.open()
+            assert opened.key is not None
+            await service.ask(opened.key, "a")
+        async with live_service(tmp_path, [engine]) as service:
+            answer = await service.ask(opened.key, "a", "One.", "b")
+            assert answer.status_code == 200
+            turns = await delivered(service, opened.session.session_id, 2)
+        [segment] = rebuild(ChatRenderer.load(POLICY), turns).trajectory().segments
+        sampled = [token for token, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]
+        assert sampled == ChatRenderer.load(POLICY).encode(f"One.{END}Two.{END}")
+        assert turns[0].next_state is not None
+
+
+async def test_the_same_open_request_returns_the_session_without_its_key(tmp_path: Path) -> None:
+    async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
+        assert (await service.open(session_id="s", user="u")).key is not None
+        assert (await service.open(session_id="s", user="u")).key is None
+        other = await service.http.post("/v1/sessions", json={"session_id": "s", "user": "v"})
+        assert other.status_code == 409
+        unknown = await service.http.post("/v1/sessions", json={"pool": "none"})
+        assert unknown.status_code >= 400
+
+
+async def test_too_many_sessions_or_requests_are_told_when_to_come_back(tmp_path: Path) -> None:
+    live = {"max_sessions": 1, "requests_per_minute": 1}
+    async with scripted("One.") as engine, live_service(tmp_path, [engine], live=live) as service:
+        opened = await service.open(user="u")
+        assert opened.key is not None
+        refused = await service.http.post("/v1/sessions", json={})
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 0
+        assert (await service.ask(opened.key, "a")).status_code == 200
+        limited = await service.ask(opened.key, "b")
+        assert limited.status_code == 429
+        assert limited.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 0 < int(limited.headers["retry-after"]) <= 60
+        await service.http.post(f"/v1/sessions/{opened.session.session_id}/end")
+        await service.open(user="v")
+
+
+async def test_deleting_a_user_leaves_no_byte(tmp_path: Path) -> None:
+    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine]) as service:
+        mine = [await service.open(user="alice") for _ in range(2)]
+        other = await service.open(user="bob")
+        for opened in (*mine, other):
+            assert opened.key is not None
+            await service.ask(opened.key, f"words of {opened.session.session_id}")
+        answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
+        assert answer.json()["sessions"] == 2
+        assert (await service.ask(mine[0].key or "", "a")).status_code == 401
+        assert (await service.http.get("/v1/sessions")).json()["counts"]["served"] == 3
+        gone = await service.http.delete(f"/v1/sessions/{other.session.session_id}")
+        assert gone.json()["turns"] == 1
+    files = stored(tmp_path)
+    for opened in (*mine, other):
+        assert opened.session.session_id.encode() not in files
+
+
+async def test_a_secret_is_stored_in_no_form(tmp_path: Path) -> None:
+    secret = "ghp_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
+    async with scripted("One.", "Two.", "Three.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
+        assert opened.key is not None
+        await service.ask(opened.key, "a")
+        await service.ask(opened.key, "a", "One.", f"use {secret}")
+        await service.ask(opened.key, "a", "One.", f"use {secret}", "Two.", "thanks")
+
+        async def all_recorded():
+            turns = await service.turns(opened.session.session_id)
+            return turns if len(turns) == 3 else None
+
+        turns = await until(all_recorded)
+        assert [turn.mask for turn in turns][1:] == [MaskReason.REDACTED] * 2
+        assert [bool(turn.body) for turn in turns] == [True, False, False]
+
+        async def is_masked() -> bool:
+            first = await service.store.turn(opened.session.session_id, 0)
+            return first is not None and first.mask is MaskReason.REDACTED and first.next_state is None
+
+        await until(is_masked)
+        rebuilt = rebuild(ChatRenderer.load(POLICY), turns)
+        assert (rebuilt.next_id, list(rebuilt.turns)) == (3, [0])
