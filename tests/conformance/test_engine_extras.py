@@ -13,6 +13,7 @@ pytestmark = pytest.mark.anyio
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 LONG = 600
 GIVE_ALL = [
+    pytest.param("embedded"),
     pytest.param(
         "sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]
     ),
@@ -78,9 +79,3 @@ async def test_an_interruption_changes_nothing_of_it(model_engine):
     assert resumed.extras.prompt_logprobs[1:] == pytest.approx(whole.extras.prompt_logprobs[1:], abs=1e-3)
     for row, expected in zip(resumed.extras.top_logprobs, whole.extras.top_logprobs, strict=True):
         assert [value for _, value in row] == pytest.approx([value for _, value in expected], abs=1e-3)
-
-
-@pytest.mark.parametrize("model_engine", ["embedded"], indirect=True)
-async def test_an_engine_that_gives_nothing_more_is_known_for_it(model_engine):
-    info = await check_backend(model_engine.backend, seconds=60)
-    assert info.extras == frozenset()

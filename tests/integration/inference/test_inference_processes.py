@@ -172,7 +172,7 @@ async def test_a_stream_has_each_token_once(engine, interval):
         ({"input_ids": [1], "sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"input_ids": [1] * 1490, "sampling_params": {"max_new_tokens": 100}}, "context length"),
-        ({"input_ids": [1], "logprob_start_len": 0}, "logprob_start_len"),
+        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len"),
     ],
 )
 async def test_an_unsupported_option_is_a_400_that_names_it(engine, body, message):

@@ -13,10 +13,16 @@ from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts.sessions import MarkReason
-from api_schemas.trajectories import FinishReason
+from api_schemas.trajectories import FinishReason, Message
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
-from rollout_service.inference.contract import Generation
+from rollout_service.inference.contract import (
+    GenerateRequest,
+    Generation,
+    SamplingOptions,
+    new_request_id,
+)
+from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.judging.judge import PoolJudge
@@ -44,7 +50,9 @@ HINT = "End each answer with an equals sign."
 
 
 @asynccontextmanager
-async def serving_pools(folder: Path, **engines: ScriptedEngine) -> AsyncIterator[PolicyServing]:
+async def serving_pools(
+    folder: Path, **engines: ScriptedEngine | EmbeddedEngine
+) -> AsyncIterator[PolicyServing]:
     with anyio.fail_after(60):
         async with Pools(PoolOptions()) as pools:
             serving = PolicyServing(pools, FileBackends(folder / "backends.json", backend_id_of_spec))
@@ -53,7 +61,7 @@ async def serving_pools(folder: Path, **engines: ScriptedEngine) -> AsyncIterato
             yield serving
 
 
-async def register(serving: PolicyServing, pool: str, engine: ScriptedEngine) -> None:
+async def register(serving: PolicyServing, pool: str, engine: ScriptedEngine | EmbeddedEngine) -> None:
     await serving.register(BackendSpec(url=HttpUrl(engine.url), pool=pool), remember=False)
 
 
@@ -156,3 +164,30 @@ async def test_a_teacher_that_leaves_logprobs_out_is_no_teacher(tmp_path: Path) 
             assert reading.teacher is None
             assert reading.reason
             policy._faults.clear()
+
+
+async def test_without_a_hint_the_policy_teaches_itself_nothing(tmp_path: Path) -> None:
+    async with EmbeddedEngine(POLICY) as policy, serving_pools(tmp_path, policy=policy) as serving:
+        prompt = RENDERER.render([Message(role="user", content="What is 2 + 2?")])
+        sampling = SamplingOptions(max_new_tokens=40)
+        _, engines = serving.connect("policy")
+        turn = await engines.generate(GenerateRequest(new_request_id(), prompt, sampling))
+        reading = await make_teacher(LiveJudgeSettings(), serving).read("policy", prompt, turn.output_ids)
+    assert reading.teacher is not None, reading.reason
+    assert reading.teacher.logprobs == pytest.approx(turn.logprobs, abs=1e-3)
+    assert reading.teacher.model == f"{POLICY}@0"
+
+
+async def test_of_two_hints_the_engines_choose_by_overlap(tmp_path: Path) -> None:
+    one, other = ("Answer with the number alone.", "Tell a long story about it first, please.")
+    says = [f"[HINT_START]{hint}[HINT_END] \\boxed{{1}}" for hint in (one, other)]
+    async with (
+        scripted(*says) as judge,
+        EmbeddedEngine(POLICY) as policy,
+        serving_pools(tmp_path, judge=judge, policy=policy) as serving,
+        recorded_turn() as store,
+    ):
+        mark = await judge_it(store, serving, hints=True, hint_selection="overlap", overrides=["tool_error"])
+    assert mark.hint is not None, mark.hint_dropped
+    assert mark.hint.selected_by == "overlap"
+    assert mark.hint.text in (one, other)

@@ -45,7 +45,8 @@ class GenerateBody(_Body):
     rid: str | None = Field(None, min_length=1)
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
-    logprob_start_len: Literal[-1] = -1
+    logprob_start_len: int = Field(-1, ge=-1)
+    top_logprobs_num: int = Field(0, ge=0)
     extra_key: str | None = Field(None, max_length=256)
     stream: bool = False
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_service.inference.engines.embedded.extras import Entry, PromptReading
 from rollout_service.inference.engines.embedded.sampler import SamplerSettings
 
 _ID_BITS = 32
@@ -23,10 +24,15 @@ class EngineJob:
     notify: Callable[[], object]
     """Called on the engine's thread when the job has ended, and after each token if `streams`."""
     streams: bool = False
+    reading: PromptReading | None = None
+    """The prompt's logprobs, if they are asked for."""
+    likely: int = 0
+    """How many likely tokens are asked for at each position."""
     namespace: int = 0
     """Jobs of different namespaces share no KV."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likeliest: list[list[Entry]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     """SGLang's finish_reason, once the job has ended."""
     cached_tokens: int = 0
@@ -48,6 +54,13 @@ class EngineJob:
         return [first + (self.namespace << _ID_BITS), *rest]
 
     @property
+    def cacheable(self) -> int:
+        """How many tokens' KV may come from the cache: the logits of the others are needed."""
+        if self.reading is None or self.reading.is_whole:
+            return self.length - 1
+        return min(self.length - 1, self.reading.start)
+
+    @property
     def length(self) -> int:
         """Number of tokens of prompt and output."""
         return len(self.prompt) + len(self.output)
@@ -57,8 +70,10 @@ class EngineJob:
         """Number of tokens that it may grow to."""
         return len(self.prompt) + self.max_new_tokens
 
-    def append(self, token: int, logprob: float, version: str) -> None:
+    def append(self, token: int, logprob: float, version: str, likeliest: list[Entry] | None = None) -> None:
         """Add a sampled token."""
+        if likeliest is not None:
+            self.likeliest.append(likeliest)
         if not self._version_starts or self._version_starts[-1][0] != version:
             self._version_starts.append((version, len(self.output)))
         self.output.append(token)
@@ -90,6 +105,11 @@ class EngineJob:
             "output_token_logprobs_length": count,
             "e2e_latency": time.monotonic() - self._created,
         }
+        if self.reading is not None and count:
+            meta["input_token_logprobs"] = self.reading.entries()
+        if self.likely:
+            rows = self.likeliest[since:count]
+            meta["output_top_logprobs"] = [[[value, token, None] for value, token in row] for row in rows]
         if len(starts) > 1:
             ends = [start for _, start in starts[1:]] + [count]
             meta["weight_versions"] = [

@@ -106,7 +106,9 @@ class Qwen3:
         self._head = np.ascontiguousarray(head.T)
         self._cosines, self._sines = _rotations(config)
 
-    def forward(self, ids: Ids, positions: Ids, store: KVStore, slot: int) -> Array:
+    def forward(
+        self, ids: Ids, positions: Ids, store: KVStore, slot: int, *, every_position: bool = False
+    ) -> Array:
         """Run `ids` of the sequences in slots `slot` to `slot + len(ids)` and store their KV.
 
         Args:
@@ -114,9 +116,11 @@ class Qwen3:
             positions: the positions of `ids`, in the same shape; everything before them is in `store`.
             store: where keys and values are kept.
             slot: the first sequence's slot.
+            every_position: whether to return the logits after each id.
 
         Returns:
-            Logits after each sequence's last id: `[sequences, vocab_size]`, float32.
+            Logits after each sequence's last id: `[sequences, vocab_size]`, float32; or after each id:
+            `[sequences, count, vocab_size]`.
         """
         length = int(positions.max()) + 1
         store.reserve(length)
@@ -127,8 +131,8 @@ class Qwen3:
         for index, layer in enumerate(self._layers):
             hidden += self._attention(index, layer, hidden, positions, (cosines, sines), mask, store, slot)
             hidden += self._mlp(layer, hidden)
-        last = _rms_norm(hidden[:, -1], self._final_norm, self.config.rms_norm_eps)
-        return np.asarray(last @ self._head)
+        wanted = hidden if every_position else hidden[:, -1]
+        return np.asarray(_rms_norm(wanted, self._final_norm, self.config.rms_norm_eps) @ self._head)
 
     def _attention(
         self,

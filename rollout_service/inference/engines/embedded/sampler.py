@@ -52,7 +52,7 @@ def sample(
     Returns:
         Token ids and their logprobs, `[rows]` each.
     """
-    logprobs = _log_softmax(logits, settings)
+    logprobs = log_softmax(logits, settings)
     weights = np.exp(logprobs)
     for row, each in enumerate(settings):
         if each.is_restricted:
@@ -68,7 +68,8 @@ def sample(
     return tokens, logprobs[np.arange(len(tokens)), tokens]
 
 
-def _log_softmax(logits: Array, settings: Sequence[SamplerSettings]) -> NDArray[np.float64]:
+def log_softmax(logits: Array, settings: Sequence[SamplerSettings]) -> NDArray[np.float64]:
+    """Return the logprobs of every token in each row, under the distribution that its logprobs are reported of."""
     temperatures = np.array([1.0 if each.is_greedy else each.temperature for each in settings])
     scaled = logits.astype(np.float64) / temperatures[:, None]
     scaled -= scaled.max(axis=-1, keepdims=True)

@@ -22,6 +22,7 @@ import numpy as np
 
 from api_schemas.inference import PauseMode
 from rollout_service.inference.engines.embedded.cache import PrefixCache
+from rollout_service.inference.engines.embedded.extras import likeliest
 from rollout_service.inference.engines.embedded.job import EngineJob
 from rollout_service.inference.engines.embedded.model import KVStore, Qwen3
 from rollout_service.inference.engines.embedded.sampler import sample
@@ -257,6 +258,9 @@ class EngineCore:
                 continue
             update.model.config = self._model.config
             self._model, self.model_path = update.model, update.path
+            if (filling := self._filling) is not None and filling.reading is not None:
+                filling.reading.restart()  # all of its logprobs are to be of the same weights
+                self._filled = 0
             self.weight_version = update.version
             if update.flush_cache:
                 self._cache.clear()
@@ -304,7 +308,9 @@ class EngineCore:
         self._filling = job
         slot, self._filled = self.options.max_running, 0
         # At least one token must be run, because only that gives logits.
-        matched, pieces = self._cache.match(job.cache_ids[:-1])
+        matched, pieces = self._cache.match(job.cache_ids[: job.cacheable])
+        if job.reading is not None and not job.reading.is_whole:
+            job.reading.restart()
         for keys, values in pieces:
             self._store.write(slot, self._filled, keys, values)
             self._filled += keys.shape[2]
@@ -324,7 +330,13 @@ class EngineCore:
             tokens = job.tokens
             stop = min(len(tokens), self._filled + left)
             ids = np.array([tokens[self._filled : stop]])
-            logits = self._model.forward(ids, np.arange(self._filled, stop)[None], self._store, slot)
+            places, reading = np.arange(self._filled, stop)[None], job.reading
+            if reading is None or reading.is_whole:
+                logits = self._model.forward(ids, places, self._store, slot)
+            else:
+                every = self._model.forward(ids, places, self._store, slot, every_position=True)
+                reading.read(every[0], self._filled)
+                logits = every[:, -1]
             left -= stop - self._filled
             self._filled = stop
             if stop == len(tokens):
@@ -346,8 +358,10 @@ class EngineCore:
     ) -> None:
         tokens, logprobs = sample(logits, [job.sampler for job in jobs], [job.length for job in jobs])
         self.stats.generated_tokens += len(jobs)
-        for job, token, logprob in zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True):
-            job.append(token, logprob, self.weight_version)
+        sampled = zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True)
+        for row, (job, token, logprob) in enumerate(sampled):
+            likely = likeliest(logits[row], job.sampler, job.likely) if job.likely else None
+            job.append(token, logprob, self.weight_version, likely)
             finish = self._finish_reason(job)
             if finish is not None:
                 self._leave(job)

@@ -1,8 +1,8 @@
 """The embedded engine over HTTP, with SGLang's routes, bodies and answers.
 
 It is stricter than SGLang in one way: it answers token ids outside the vocabulary with a 400. It streams as SGLang does
-with `--incremental-streaming-output`. It does not support text prompts, batches of prompts, JSON schemas, or logprobs
-of prompt tokens; asking for them is a 400 that says so.
+with `--incremental-streaming-output`. It does not support text prompts, batches of prompts, or JSON schemas; asking for
+them is a 400 that says so.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from rollout_service.inference.engines.embedded.bodies import (
     UpdateBody,
     VersionBody,
 )
+from rollout_service.inference.engines.embedded.extras import PromptReading
 from rollout_service.inference.engines.embedded.job import EngineJob
 from rollout_service.inference.engines.embedded.sampler import SamplerSettings
 from rollout_service.inference.engines.embedded.scheduler import EngineBusyError, EngineCore, EngineOptions
@@ -174,8 +175,21 @@ def _make_job(body: GenerateBody, engine: EngineCore, notify: Callable[[], objec
         stop_texts=tuple([params.stop] if isinstance(params.stop, str) else params.stop or ()),
         notify=notify,
         streams=body.stream,
+        reading=_reading(body),
+        likely=body.top_logprobs_num if body.return_logprob else 0,
         namespace=int.from_bytes((body.extra_key or "").encode()),
     )
+
+
+def _reading(body: GenerateBody) -> PromptReading | None:
+    start = body.logprob_start_len
+    if start < 0 or not body.return_logprob:
+        return None
+    if start >= len(body.input_ids):
+        raise BadRequestError(
+            f"logprob_start_len is {start}, but the input has {len(body.input_ids)} tokens."
+        )
+    return PromptReading(body.input_ids, start)
 
 
 def _check_ids(ids: list[int], vocab_size: int) -> None:

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api_schemas.inference import PauseMode
+from rollout_service.inference.engines.embedded.extras import PromptReading
 from rollout_service.inference.engines.embedded.job import EngineJob
 from rollout_service.inference.engines.embedded.sampler import SamplerSettings
 from rollout_service.inference.engines.embedded.scheduler import EngineBusyError, EngineCore, EngineOptions
@@ -42,7 +43,7 @@ def make_engine(folder):
 class Asked:
     """A request whose progress a test can follow."""
 
-    def __init__(self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset()):
+    def __init__(self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset(), start=None):
         self._changed = threading.Semaphore(0)
         self.job = EngineJob(
             rid=rid,
@@ -52,6 +53,7 @@ class Asked:
             stop_ids=stop_ids,
             notify=self._changed.release,
             streams=True,
+            reading=None if start is None else PromptReading(list(prompt), start),
         )
         engine.submit(self.job)
 
@@ -235,3 +237,43 @@ def test_the_counters_add_up(make_engine):
     assert (engine.stats.prompt_tokens, engine.stats.cached_tokens) == (80, 39)
     assert engine.stats.generated_tokens == 10
     assert (engine.stats.running, engine.stats.waiting, engine.stats.reserved_tokens) == (0, 0, 0)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chunk=st.integers(1, 40), start=st.integers(0, 39), repeats=st.integers(1, 3))
+def test_chunks_and_the_cache_change_no_logprob_of_a_prompt(make_engine, chunk, start, repeats):
+    turn = Asked(make_engine(), range(1, 11), budget=30).result()
+    engine = make_engine(prefill_chunk=chunk)
+    for _ in range(repeats):
+        job = Asked(engine, turn.tokens, budget=2, start=start).result()
+        assert len(job.reading.logprobs) == 39 - start
+        expected = turn.logprobs[max(0, start - 9) :]
+        assert job.reading.logprobs[-len(expected) :] == pytest.approx(expected, abs=1e-4)
+        [first, *rest] = job.meta_info("1")["input_token_logprobs"]
+        assert first == [None, turn.tokens[start], None]
+        assert [token for _, token, _ in rest] == turn.tokens[start + 1 :]
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+def test_an_interrupted_prompt_is_read_anew_with_the_weights_that_follow(make_engine, folder, tmp_path, mode):
+    other = write_random_checkpoint(tmp_path / "other", SMALL, seed=9)
+    prompt = [1 + i % 250 for i in range(400)]
+    engine = EngineCore(str(folder), EngineOptions(prefill_chunk=150))
+    asked = Asked(engine, prompt, budget=1, start=0)
+    engine._obey()
+    engine._prefill()
+    assert len(asked.job.reading.logprobs) == 150
+    engine.pause(mode)
+    engine.update_weights(str(other), "2", flush_cache=mode is PauseMode.RETRACT)
+    engine._obey()
+    engine._apply_updates()
+    engine.resume()
+    engine.start()
+    try:
+        job = asked.result()
+    finally:
+        engine.stop()
+    fresh = make_engine()
+    fresh.update_weights(str(other), "2", flush_cache=True).result(SECONDS)
+    expected = Asked(fresh, prompt, budget=1, start=0).result()
+    assert job.reading.logprobs == pytest.approx(expected.reading.logprobs, abs=1e-4)
