@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, JsonValue, StringConstraints
+from pydantic import Field, JsonValue, StringConstraints, field_validator
 
 from api_schemas.base import (
     Count,
@@ -28,6 +28,9 @@ from api_schemas.runs import BatchId, RunId
 
 SessionId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """Any text of up to 256 characters; nothing is read into it."""
+
+RESERVED_IDS = frozenset({"canary", "feedback"})
+"""What stands at the place of an id in the paths of other routes."""
 
 
 class SessionRequest(WireModel):
@@ -52,6 +55,13 @@ class SessionRequest(WireModel):
     have ended."""
     metadata: dict[str, JsonValue] = {}
     """Data of the caller, returned unchanged."""
+
+    @field_validator("session_id")
+    @classmethod
+    def _is_no_route(cls, session_id: str | None) -> str | None:
+        if session_id in RESERVED_IDS:
+            raise ValueError(f"{session_id!r} is the name of a route; choose another id")
+        return session_id
 
 
 class SessionState(StrEnum):

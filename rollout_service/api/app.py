@@ -20,6 +20,7 @@ from rollout_service.api.middleware import (
 from rollout_service.api.openapi import pages
 from rollout_service.api.routes import (
     backends,
+    canaries,
     environments,
     events,
     health,
@@ -44,7 +45,19 @@ from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.telemetry.metrics import Metrics
 
-MODULES = (health, rollouts, runs, backends, environments, sandboxes, nodes, events, prorl, sessions)
+MODULES = (
+    health,
+    rollouts,
+    runs,
+    backends,
+    environments,
+    sandboxes,
+    nodes,
+    events,
+    prorl,
+    canaries,
+    sessions,
+)
 """In the order in which their routes are matched: probes first, since matching is a large part of their cost."""
 
 log = structlog.get_logger(__name__)

@@ -46,6 +46,7 @@ REQUESTS: dict[str, Any] = {
     },
     "open_session": {"user": "alice", "train": True, "metadata": {"client": "chat"}},
     "give_feedback": {"value": -1.0, "text": "answer in French"},
+    "set_canary": {"pool": "policy", "candidate": "policy-next", "share": 0.05},
     "register_backend": {"url": "http://127.0.0.1:30000", "pool": "policy", "kind": "sglang"},
     "update_weights": {"path": "/checkpoints/step-10", "version": 10},
     "join_weights_group": {"master_address": "10.0.0.1", "master_port": 29500, "world_size": 3},

@@ -1,0 +1,93 @@
+"""A canary over HTTP: new sessions go to the candidate, keep their place, and are judged by version."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import HttpUrl
+
+from api_schemas.inference import BackendSpec
+from api_schemas.sessions import Canary, OpenedSession, SessionRequest
+from rollout_client.client import InvalidRequestError, UnavailableError
+from rollout_service.http.api_keys import Role, needed_role
+from tests.support.live_service import Echoes, LiveService, RecordingEngine, live_service
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+CANARY = Canary(pool="policy", candidate="next", share=1.0)
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[LiveService]:
+    async with live_service(tmp_path / "state") as found, RecordingEngine(Echoes()) as engine:
+        await found.client.add_backend(BackendSpec(url=HttpUrl(engine.url), pool="next"))
+        yield found
+
+
+async def opened(service: LiveService) -> OpenedSession:
+    return await service.client.open_session(SessionRequest(train=True))
+
+
+async def say(session: OpenedSession, word: str) -> str:
+    body = {"model": "any", "messages": [{"role": "user", "content": f"Please say {word}"}]}
+    async with httpx.AsyncClient(timeout=30) as http:
+        headers = {"authorization": f"Bearer {session.key}"}
+        answer = await http.post(f"{session.url}/v1/chat/completions", json=body, headers=headers)
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+async def test_new_sessions_try_the_candidate_and_keep_it(service: LiveService) -> None:
+    client = service.client
+    before = await opened(service)
+    assert await client.set_canary(CANARY) == CANARY
+    during = await opened(service)
+    assert await client.canaries() == [CANARY]
+    await client.remove_canary()
+    after = await opened(service)
+    assert await client.canaries() == []
+    assert [one.session.pool for one in (before, during, after)] == ["policy", "next", "policy"]
+    await client.update_weights("scripted", 3, pool="next")
+    for one, value in ((before, -1.0), (during, 1.0), (after, -0.5)):
+        assert await say(one, "hello") == "You said hello."
+        await client.feedback(one.session.session_id, value)
+    figures = [
+        (one.pool, one.turns, one.value_mean, one.satisfied) for one in await client.feedback_by_version()
+    ]
+    assert figures == [("next", 1, 1.0, 1.0), ("policy", 2, -0.75, 0.0)]
+    async with httpx.AsyncClient(base_url=client.base_url) as http:
+        metrics = (await http.get("/metrics")).text
+    assert 'rollout_live_satisfied_share{pool="next",version="3"} 1.0' in metrics
+    assert "rollout_live_sessions 3.0" in metrics
+
+
+@pytest.mark.parametrize(
+    ("canary", "error"),
+    [
+        (Canary(pool="policy", candidate="policy", share=0.5), InvalidRequestError),
+        (Canary(pool="policy", candidate="nowhere", share=0.5), (InvalidRequestError, UnavailableError)),
+    ],
+)
+async def test_a_canary_that_cannot_be_is_refused(service: LiveService, canary: Canary, error) -> None:
+    service.client.patience_seconds = 0
+    with pytest.raises(error) as caught:
+        await service.client.set_canary(canary)
+    assert caught.value.problem.code in ("invalid_field", "no_backend")
+    assert await service.client.canaries() == []
+
+
+@pytest.mark.parametrize("name", ["canary", "feedback"])
+async def test_a_session_cannot_have_the_name_of_a_route(service: LiveService, name: str) -> None:
+    body = {"session_id": name}
+    async with httpx.AsyncClient(base_url=service.client.base_url) as http:
+        answer = await http.post("/v1/sessions", json=body)
+    assert answer.status_code == 422
+    assert name in answer.text
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_only_administrators_change_canaries(method: str) -> None:
+    assert needed_role(method, "/v1/sessions/canary") is Role.ADMIN
+    assert needed_role("GET", "/v1/sessions/canary") is Role.READ
