@@ -56,10 +56,8 @@ def play(
 
 
 def _ask(session: Session, rng: random.Random, wanted: str, hint: str) -> None:
-    question, message = talk.choose(rng), ""
-    if session.turns:
-        satisfied = talk.ending_of(session.answers[-1]) == wanted
-        message = talk.THANKS if satisfied else talk.complaint(wanted)
-    text = message + question.text
+    reaction = talk.reaction(session.questions[-1], session.answers[-1], wanted) if session.turns else ""
+    question = talk.choose(rng)
+    text = reaction + question.text
     session.questions.append(question)
     session.conversation.append([Message(role="user", content=talk.hinted(text, hint) if hint else text)])

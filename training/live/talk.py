@@ -14,6 +14,7 @@ ENDINGS: Final = ("=", ".", "!", "~", ";")
 HINT_HEADER: Final = "[user's hint / instruction]"
 """The line above a hint, as the service writes it at the end of a prompt's last user message."""
 THANKS: Final = "thanks. "
+WRONG: Final = "no, that is wrong. "
 
 OPPOSITES: Final = {
     "hot": "cold",
@@ -64,6 +65,13 @@ QUESTIONS: Final = (
 def complaint(ending: str) -> str:
     """Return how a user begins the next message who wanted another ending."""
     return f"no, end with {ending} "
+
+
+def reaction(question: Question, answer: str, wanted: str) -> str:
+    """Return how a user begins the next message who wants right answers with this ending."""
+    if ending_of(answer) != wanted:
+        return complaint(wanted)
+    return THANKS if is_right(question, answer) else WRONG
 
 
 def hint(ending: str) -> str:
