@@ -48,6 +48,8 @@ class RecordingParts:
     metrics: LiveMetrics
     tasks: TaskGroup
     """Runs the writes that no client waits for."""
+    followed: Callable[[], None] = lambda: None
+    """Is told that a turn has got its next state."""
     clock: Callable[[], float] = time.time
 
     def later(self, write: Callable[[], Awaitable[object]]) -> None:
@@ -130,8 +132,8 @@ class SessionRecorder:
         if found := await self.parts.detectors.search([state.text]):
             self.parts.metrics.redacted(found)
             await store.mask(session_id, turn, MaskReason.REDACTED)
-        else:
-            await store.follow(session_id, turn, state)
+        elif await store.follow(session_id, turn, state):
+            self.parts.followed()
 
     def note_sent(self, turn: int) -> None:
         """Note that a turn's last token was sent."""

@@ -15,10 +15,13 @@ import anyio
 import anyio.to_thread
 
 from rollout_service.gateway.gateway import Gateway
+from rollout_service.judging.contract import Judge
 from rollout_service.live.canary import Canaries
 from rollout_service.live.contract import LiveStore
 from rollout_service.live.deletion import StoreDeletion
 from rollout_service.live.detectors import Detectors
+from rollout_service.live.judging.opening import make_judge_stage
+from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.serving.app import LiveApp
@@ -41,6 +44,7 @@ class Live:
     app: LiveApp
     """Answers the calls of users' agents."""
     store: LiveStore
+    judging: JudgeStage
     canaries: Canaries
     funnel: LiveFunnel
     metrics: LiveMetrics
@@ -48,12 +52,18 @@ class Live:
 
 @asynccontextmanager
 async def open_live(
-    settings: Settings, state_dir: Path, serving: PolicyServing, gateway: Gateway, metrics: Metrics
+    settings: Settings,
+    state_dir: Path,
+    serving: PolicyServing,
+    gateway: Gateway,
+    judge: Judge,
+    metrics: Metrics,
 ) -> AsyncIterator[Live]:
     """Open live sessions, and work on them until the block is left.
 
     Raises:
-        ConfigurationError: The settings name an unknown detector, or a file of the state folder cannot be used.
+        ConfigurationError: The settings name an unknown detector or rule, a prompt of the judge is not valid, or a
+            file of the state folder cannot be used.
         StoreError: The store cannot be opened.
     """
     live = settings.live
@@ -64,6 +74,7 @@ async def open_live(
         store = await stack.enter_async_context(SqliteLiveStore(state_dir / STORE_FILE))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
+        judging = await make_judge_stage(live.judge, store, judge, serving, [live_metrics])
         engines = SessionEngines(
             policies=serving,
             settings=live,
@@ -80,17 +91,20 @@ async def open_live(
                 store=store,
                 users=UserHashes.load(state_dir / SALT_FILE),
                 engines=engines,
-                recording=RecordingParts(store, detectors, live_metrics, tasks),
+                recording=RecordingParts(store, detectors, live_metrics, tasks, judging.wake),
                 deletion=StoreDeletion(store),
                 choose_pool=canaries.choose,
             )
         )
         await sessions.start()
-        funnel = LiveFunnel(store, open_sessions=lambda: sessions.open_sessions)
+        funnel = LiveFunnel(
+            store, open_sessions=lambda: sessions.open_sessions, judge_queue=lambda: judging.waiting
+        )
         metrics.registry.register(funnel)
         app = LiveApp(sessions, settings.gateway, gateway.metrics, live.hold_seconds)
         tasks.start_soon(store.failed)
+        tasks.start_soon(judging.run)
         tasks.start_soon(sessions.expire)
         tasks.start_soon(sessions.prune)
         with gateway.also_serving(app):
-            yield Live(sessions, app, store, canaries, funnel, live_metrics)
+            yield Live(sessions, app, store, judging, canaries, funnel, live_metrics)

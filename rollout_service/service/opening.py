@@ -74,11 +74,14 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         sandboxes = SandboxSource(node.pool, settings.pipeline.artifacts_bytes)
         serving = await _open_serving(stack, settings, store, owner, state_dir, metrics)
         gateway = await _open_gateway(stack, settings, serving, metrics)
-        live = await stack.enter_async_context(open_live(settings, state_dir, serving, gateway, metrics))
+        sampler = PoolTextSampler(serving)
+        judge = PoolJudge(sampler, JudgeMetrics(metrics.registry))
+        live = await stack.enter_async_context(
+            open_live(settings, state_dir, serving, gateway, judge, metrics)
+        )
         metrics.registry.register(
             HealthMetrics(serving.views, serving.frozen_version_changes, store, node.free_bytes)
         )
-        sampler = PoolTextSampler(serving)
         slots = FairSlots(settings.pipeline.subagent_slots)
         metrics.registry.register(SlotMetrics(lambda: slots.held, lambda: slots.waiting, slots.total))
         context = AttemptContext(
@@ -93,7 +96,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             max_attempts=settings.pipeline.max_attempts,
             turn_writer=await _open_turn_writer(stack, settings, store, owner, metrics),
             gateway=gateway,
-            judge=PoolJudge(sampler, JudgeMetrics(metrics.registry)),
+            judge=judge,
             sampler=sampler,
             subagent_slots=slots,
             is_stopping=lambda: shutdown.begun,

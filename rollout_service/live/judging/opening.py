@@ -60,7 +60,7 @@ async def make_judge_stage(
 
 
 def make_teacher(settings: LiveJudgeSettings, serving: PolicyServing) -> TeacherReader:
-    """Return the reader of answers, for runs that ask for a teacher."""
+    """Return the reader of recorded answers, for runs that ask for a teacher."""
     return TeacherReader(serving, settings.teacher_pool)
 
 
