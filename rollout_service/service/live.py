@@ -14,15 +14,16 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge
 from rollout_service.live.canary import Canaries
 from rollout_service.live.contract import LiveStore
-from rollout_service.live.deletion import StoreDeletion
 from rollout_service.live.detectors import Detectors
-from rollout_service.live.judging.opening import make_judge_stage
+from rollout_service.live.judging.opening import make_judge_stage, make_teacher
 from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
+from rollout_service.live.parts.work import SessionTraining
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.serving.app import LiveApp
 from rollout_service.live.serving.connecting import SessionEngines
@@ -31,6 +32,7 @@ from rollout_service.live.sessions import LiveSessionParts, LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.settings import Settings
+from rollout_service.store.contract import Store
 from rollout_service.telemetry.metrics import Metrics
 
 STORE_FILE, SALT_FILE, CANARY_FILE = "live.sqlite3", "live-users.salt", "live-canaries.json"
@@ -45,6 +47,7 @@ class Live:
     """Answers the calls of users' agents."""
     store: LiveStore
     judging: JudgeStage
+    training: SessionTraining
     canaries: Canaries
     funnel: LiveFunnel
     metrics: LiveMetrics
@@ -54,12 +57,14 @@ class Live:
 async def open_live(
     settings: Settings,
     state_dir: Path,
+    runs: Store,
+    environments: EnvironmentRegistry,
     serving: PolicyServing,
     gateway: Gateway,
     judge: Judge,
     metrics: Metrics,
 ) -> AsyncIterator[Live]:
-    """Open live sessions, and work on them until the block is left.
+    """Open live sessions, and work on them until the block is left; add the environment of their parts.
 
     Raises:
         ConfigurationError: The settings name an unknown detector or rule, a prompt of the judge is not valid, or a
@@ -85,6 +90,15 @@ async def open_live(
             changed=lambda: serving.in_service()[1],
             url=gateway.url,
         )
+        training = SessionTraining.make(
+            store,
+            runs,
+            serving,
+            judge_pool=live.judge.pool,
+            teacher=make_teacher(live.judge, serving),
+            trained_pool=canaries.main_of,
+        )
+        environments.add(training.environment, "live sessions")
         sessions = LiveSessions(
             LiveSessionParts(
                 settings=live,
@@ -92,7 +106,7 @@ async def open_live(
                 users=UserHashes.load(state_dir / SALT_FILE),
                 engines=engines,
                 recording=RecordingParts(store, detectors, live_metrics, tasks, judging.wake),
-                deletion=StoreDeletion(store),
+                deletion=training.deletion,
                 choose_pool=canaries.choose,
             )
         )
@@ -104,7 +118,8 @@ async def open_live(
         app = LiveApp(sessions, settings.gateway, gateway.metrics, live.hold_seconds)
         tasks.start_soon(store.failed)
         tasks.start_soon(judging.run)
+        tasks.start_soon(training.run)
         tasks.start_soon(sessions.expire)
         tasks.start_soon(sessions.prune)
         with gateway.also_serving(app):
-            yield Live(sessions, app, store, judging, canaries, funnel, live_metrics)
+            yield Live(sessions, app, store, judging, training, canaries, funnel, live_metrics)

@@ -77,7 +77,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         sampler = PoolTextSampler(serving)
         judge = PoolJudge(sampler, JudgeMetrics(metrics.registry))
         live = await stack.enter_async_context(
-            open_live(settings, state_dir, serving, gateway, judge, metrics)
+            open_live(settings, state_dir, store, environments, serving, gateway, judge, metrics)
         )
         metrics.registry.register(
             HealthMetrics(serving.views, serving.frozen_version_changes, store, node.free_bytes)

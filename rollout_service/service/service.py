@@ -205,7 +205,7 @@ class Service:
         """Return the problems that do not keep the service from working."""
         problems = self.environments.problems.items()
         unusable = [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
-        return unusable + self._waiting_for_subagents()
+        return unusable + self._waiting_for_subagents() + self.live.training.delivery.warnings()
 
     def _waiting_for_subagents(self) -> list[str]:
         """Return a sentence for each pool of sub-agents that was served, or will be, and is out of service."""

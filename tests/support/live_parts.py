@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -90,9 +91,8 @@ class LiveBench:
         """Serve a session with a main turn for each value, None for one without a next state; then end it."""
         ended = fields.pop("ended", True)
         await self.live.open(a_session(session_id, **{"retention_seconds": 1e6} | fields))
-        stored = Stored(Random(session_id), is_plain=True)
+        stored = _stored(session_id, len(values))
         for number, value in enumerate(values):
-            stored.step()
             record = stored.records[number]
             await self.live.record(
                 replace(record, turn=number, session_id=session_id, answer=f"answer {number}", delivered=True)
@@ -132,6 +132,17 @@ class LiveBench:
             return None
         pieces = [piece async for piece in self.batches.as_json(leased)]
         return Batch.model_validate_json(b"".join(pieces))
+
+
+def _stored(seed: str, turns: int) -> Stored:
+    """Return a session of which everything was kept."""
+    for number in count():
+        stored = Stored(Random(f"{seed} {number}"), is_plain=True)
+        for _ in range(turns):
+            stored.step()
+        if all(record.body for record in stored.records):
+            return stored
+    raise AssertionError("some seed keeps everything")
 
 
 @asynccontextmanager

@@ -7,17 +7,18 @@ mean of their values. Tasks of it come from the service alone.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import NoReturn
 
+import anyio
 import anyio.to_thread
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
-from api_schemas.rollouts.sessions import Hint, SessionInfo, Teacher, TurnMark
+from api_schemas.rollouts.sessions import Hint, SessionInfo, TurnMark
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, PolicyTurn, Score
@@ -25,6 +26,7 @@ from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.ids import SampleId
 from rollout_service.live import replay
 from rollout_service.live.contract import LiveStore, PartRecord, SessionRecord, TurnRecord
+from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.parts.delivery import ENVIRONMENT
 from rollout_service.live.parts.marks import session_info, turn_mark
 from rollout_service.live.parts.orders import order_of
@@ -34,9 +36,6 @@ from rollout_service.tokens.selection import train_on
 
 RendererOf = Callable[[str], ChatRenderer]
 """Returns the renderer of a pool; raises NoBackendError if the pool is not served."""
-
-Teach = Callable[[SessionRecord, Hint, Sequence[int]], Awaitable[Teacher | None]]
-"""Reads a turn's sampled ids after the hint's prompt; None if no teacher could."""
 
 
 class PartGoneError(EnvironmentFailedError):
@@ -102,12 +101,12 @@ class SessionParts:
     """The parts of sessions as policies; implements `environments.contract.RecordedPolicies`."""
 
     def __init__(
-        self, store: LiveStore, runs: RunStore, renderer_of: RendererOf, teach: Teach | None = None
+        self, store: LiveStore, runs: RunStore, renderer_of: RendererOf, teacher: TeacherReader | None = None
     ) -> None:
         self._store = store
         self._runs = runs
         self._renderer_of = renderer_of
-        self._teach = teach
+        self._teacher = teacher
 
     async def open(self, request: RolloutRequest) -> ServedPolicy:
         """Return the part that a rollout has, or claim one for it.
@@ -166,21 +165,21 @@ class SessionParts:
     ) -> list[TurnMark]:
         order = order_of(await self._runs.get(SampleId.parse(request.rollout_id or "").run))
         marks = [turn_mark(turn, part, with_text=order.next_state) for turn in turns]
-        if not order.teacher or self._teach is None:
+        if not order.teacher or self._teacher is None:
             return marks
-        return [await self._taught(session, mark, trajectory, self._teach) for mark in marks]
+        taught: dict[int, TurnMark] = {}
 
-    async def _taught(
-        self, session: SessionRecord, mark: TurnMark, trajectory: Trajectory, teach: Teach
-    ) -> TurnMark:
-        """Return a mark with what a teacher says, which has one entry per sampled token or is left out."""
-        if not mark.usable or mark.hint is None:
-            return mark
-        sampled = _sampled(trajectory, mark.turn)
-        teacher = await teach(session, mark.hint, sampled)
-        if teacher is None or len(teacher.logprobs) != len(sampled):
-            return mark
-        return mark.model_copy(update={"teacher": teacher})
+        async def ask(mark: TurnMark, hint: Hint, teacher: TeacherReader) -> None:
+            sampled = _sampled(trajectory, mark.turn)
+            reading = await teacher.read(session.pool, hint.prompt_ids, sampled)
+            if reading.teacher is not None:
+                taught[mark.turn] = mark.model_copy(update={"teacher": reading.teacher})
+
+        async with anyio.create_task_group() as tasks:
+            for mark in marks:
+                if mark.usable and mark.hint is not None:
+                    tasks.start_soon(ask, mark, mark.hint, self._teacher)
+        return [taught.get(mark.turn, mark) for mark in marks]
 
 
 class SessionEnvironment(Environment):

@@ -12,16 +12,19 @@ import pytest
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RescoreRun
 from api_schemas.rollouts import Rollout, RolloutRequest
-from api_schemas.rollouts.sessions import MaskReason, RolloutKind
+from api_schemas.rollouts.sessions import Hint, MaskReason, RolloutKind, Teacher
 from api_schemas.runs import AppendTasks, Batch, RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError, InvalidFieldError
+from rollout_service.live.judging.teacher import TeacherReading
+from rollout_service.live.parts.environment import SessionParts
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.tokens import check_invariants
 from tests.support.live_parts import LiveBench, live_bench
-from tests.support.live_store import explicit
+from tests.support.live_store import explicit, judged
+from tests.unit.live.test_replay import RENDERER
 
 pytestmark = pytest.mark.anyio
 
@@ -307,3 +310,34 @@ async def test_a_part_is_scored_again_by_its_recorded_values() -> None:
         (refused,) = [one async for one in await rescorer.rescore_run("run", RescoreRun(replay="always"))]
         assert refused.error is not None
         assert refused.error.code == "not_replayable"
+
+
+class OneTeacher:
+    """A teacher that reads every answer but the last."""
+
+    async def read(self, pool: str, prompt_ids: list[int], sampled_ids: list[int]) -> TeacherReading:
+        if prompt_ids == [9]:
+            return TeacherReading(None, "timeout")
+        return TeacherReading(Teacher(model=f"{pool}@1", logprobs=[-0.25] * len(sampled_ids)))
+
+
+async def test_a_teacher_is_asked_only_for_runs_that_want_it() -> None:
+    async with live_bench() as bench:
+        parts = SessionParts(bench.live, bench.store.runs, lambda _: RENDERER, cast(Any, OneTeacher()))
+        bench.environment.recorded = parts
+        for number, wanted in enumerate((True, False)):
+            run_id = f"run{number}"
+            await bench.create_run(run_id, live={"teacher": wanted})
+            await bench.serve(f"s{number}", [None, None], ended=False)
+            for turn in range(2):
+                hint = Hint(text="use =", prompt_ids=[turn * 9], candidates=1, selected_by="longest")
+                await bench.live.mark(f"s{number}", turn, judged(1.0, hint=hint))
+            await bench.live.close_session(f"s{number}", cast(Any, "idle"), bench.now)
+            await bench.drive()
+            (rollout,) = rollouts(await bench.lease(run_id))
+            lengths = [len(mark.teacher.logprobs) if mark.teacher else None for mark in rollout.turn_marks]
+            assert rollout.trajectory is not None
+            first = sum(segment.turn_ids.count(0) for segment in rollout.trajectory.segments)
+            assert lengths == ([first, None] if wanted else [None, None])
+            assert all(mark.hint is not None for mark in rollout.turn_marks)
+            await bench.store.runs.update(run_id, state=RunState.ENDED)
