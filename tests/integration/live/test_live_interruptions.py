@@ -1,0 +1,210 @@
+"""Sessions under pauses, clients that go away at any byte, and a service that is killed: nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import pytest
+from anyio.abc import SocketStream
+
+from api_schemas.rollouts.sessions import MaskReason
+from rollout_service.live.contract import TurnRecord
+from rollout_service.live.replay import rebuild
+from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.tokens import ChatRenderer
+from tests.support.gateway.service import END, POLICY, scripted
+from tests.support.live.service import LiveService, live_service
+from tests.support.processes import service as processes
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "seven words are said in this answer"
+RENDERER = ChatRenderer.load(POLICY)
+AT_ONCE = 16
+
+
+async def pause(service: LiveService, order: str) -> None:
+    answer = await service.http.post(f"/v1/{order}", json={"pool": "policy"})
+    assert answer.status_code == 200
+
+
+def sampled(turns: list[TurnRecord] | Any) -> dict[int, list[int]]:
+    """Return the sampled ids of all stored turns by their ids."""
+    capture = rebuild(RENDERER, turns)
+    return {turn: recorded.turn.output_ids for turn, recorded in capture.turns.items()}
+
+
+async def test_a_paused_pool_holds_a_request_and_then_refuses_it(tmp_path: Path) -> None:
+    live = {"hold_seconds": 0.3}
+    async with scripted(TEXT) as engine, live_service(tmp_path, [engine], live=live) as service:
+        opened = await service.open()
+        assert opened.key is not None
+        await pause(service, "pause")
+        refused = await service.ask(opened.key, "a")
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert refused.json()["error"]["code"] == "service_unavailable"
+        stream = await service.ask(opened.key, "b", stream=True)
+        assert stream.status_code == 200
+        assert '"code":"service_unavailable"' in stream.text
+        assert "[DONE]" not in stream.text
+        assert not await service.turns(opened.session.session_id)
+        await pause(service, "resume")
+        assert (await service.ask(opened.key, "a")).status_code == 200
+        assert (await service.show(opened.session.session_id)).counts.served == 1
+        metrics = (await service.http.get("/metrics")).text
+        assert 'rollout_live_held_seconds_count{outcome="refused",pool="policy"} 2.0' in metrics
+
+
+async def test_a_short_pause_is_waited_for_and_a_stream_kept_alive(tmp_path: Path) -> None:
+    gateway = {"keep_alive_seconds": 0.1}
+    async with scripted(TEXT) as engine, live_service(tmp_path, [engine], gateway=gateway) as service:
+        opened = await service.open()
+        await pause(service, "pause")
+        answers: list[httpx.Response] = []
+
+        async def ask() -> None:
+            answers.append(await service.ask(opened.key or "", "a", stream=True))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.sleep(0.5)  # several signs of life
+            assert not answers
+            await pause(service, "resume")
+        assert answers[0].text.count(": keep-alive") >= 2
+        assert "[DONE]" in answers[0].text
+
+
+def request_bytes(key: str) -> bytes:
+    body = json.dumps(
+        {"model": "p", "stream": True, "messages": [{"role": "user", "content": "Go."}]}
+    ).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def read(url: str, key: str, most: int | None) -> bytes:
+    """Send a request, read up to so many bytes of its answer, or all, and close the connection."""
+    address = httpx.URL(url)
+    async with await anyio.connect_tcp(address.host, address.port or 0) as connection:
+        await connection.send(request_bytes(key))
+        data = b""
+        while (most is None or len(data) < most) and not data.endswith(b"0\r\n\r\n"):
+            data += await connection.receive(65_536 if most is None else most - len(data))
+        _close_at_once(connection)
+    return data
+
+
+def _close_at_once(connection: SocketStream) -> None:
+    from socket import SO_LINGER, SOL_SOCKET
+
+    raw = connection.extra(anyio.abc.SocketAttribute.raw_socket)
+    raw.setsockopt(SOL_SOCKET, SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+
+
+def said(stream: bytes) -> str:
+    """Return the text of a whole streamed answer."""
+    chunks = [line for line in stream.decode().splitlines() if line.startswith("data: {")]
+    deltas = [json.loads(chunk.removeprefix("data: "))["choices"] for chunk in chunks]
+    return "".join(choice["delta"].get("content") or "" for choices in deltas for choice in choices)
+
+
+async def test_a_client_may_go_away_at_every_byte_and_ask_again(tmp_path: Path) -> None:
+    async with scripted(TEXT) as engine, live_service(tmp_path, [engine]) as service:
+        whole = await read(service.gateway_url, (await service.open()).key or "", None)
+        assert said(whole) == TEXT
+        limit = anyio.CapacityLimiter(AT_ONCE)
+        wrong: list[Any] = []
+
+        async def cut(at: int) -> None:
+            async with limit:
+                opened = await service.open(session_id=f"s-{at}")
+                await read(service.gateway_url, opened.key or "", at)
+                again = await read(service.gateway_url, opened.key or "", None)
+                turns = await service.turns(f"s-{at}")
+                ids = sampled(turns)
+                if said(again) != TEXT or any(each != RENDERER.encode(TEXT + END) for each in ids.values()):
+                    wrong.append((at, said(again), ids))
+
+        async with anyio.create_task_group() as tasks:
+            for at in range(1, len(whole)):
+                tasks.start_soon(cut, at)
+        assert not wrong
+        counts = (await service.http.get("/v1/sessions")).json()["counts"]
+        assert counts["served"] == counts["waiting"] + sum(counts["dropped"].values())
+
+
+async def test_an_answer_that_its_client_did_not_get_is_superseded(tmp_path: Path) -> None:
+    gateway = {"retry_seconds": 0.0}
+    async with (
+        scripted(TEXT, latency=0.5) as engine,
+        live_service(tmp_path, [engine], gateway=gateway) as service,
+    ):
+        opened = await service.open()
+        await read(service.gateway_url, opened.key or "", 400)
+        assert said(await read(service.gateway_url, opened.key or "", None)) == TEXT
+
+        async def settled() -> bool:
+            turns = await service.turns(opened.session.session_id)
+            return [(turn.mask, turn.delivered) for turn in turns] == [
+                (MaskReason.SUPERSEDED, False),
+                (None, True),
+            ]
+
+        with anyio.fail_after(10):
+            while not await settled():
+                await anyio.sleep(0.01)
+        ids = sampled(await service.turns(opened.session.session_id))
+        expected = RENDERER.encode(TEXT + END)
+        assert ids[1] == expected
+        assert ids[0] == expected[: len(ids[0])]
+
+
+async def test_a_killed_service_goes_on_with_what_clients_have_seen(tmp_path: Path) -> None:
+    await anyio.to_thread.run_sync(_kill_and_go_on, tmp_path)
+    async with SqliteLiveStore(tmp_path / "state" / "live.sqlite3") as store:
+        turns = await store.turns("s")
+    ids = sampled(turns)
+    assert list(ids.values()) == [RENDERER.encode(f"Hello.{END}")] * 4
+    [segment] = rebuild(RENDERER, turns).trajectory().segments
+    assert sum(segment.loss_mask) == sum(map(len, ids.values()))
+    assert [turn.next_state is not None for turn in turns] == [True, True, True, False]
+
+
+def _kill_and_go_on(folder: Path) -> None:
+    key, messages = "", []
+    with processes.scripted_engine(folder, delay=0.0, turn=f"Hello.{END}") as engine:
+        for number in range(4):
+            with processes.service(folder, engine.url) as server, httpx.Client(timeout=60) as http:
+                if not key:
+                    opened = http.post(f"{server.url}/v1/sessions", json={"session_id": "s", "train": True})
+                    key = opened.json()["key"]
+                messages.append({"role": "user", "content": f"Say it {number}."})
+                answer = _post(http, f"{server.url}/v1/chat/completions", key, messages)
+                messages.append({"role": "assistant", "content": answer})
+                server.stop(signal.SIGKILL)
+                server.ended(30)
+    with sqlite3.connect(folder / "state" / "live.sqlite3") as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    database.close()
+
+
+def _post(http: httpx.Client, url: str, key: str, messages: list[dict[str, str]]) -> str:
+    """Ask until the restarted service has its engine back."""
+    headers = {"authorization": f"Bearer {key}"}
+    while True:
+        answer = http.post(url, json={"model": "p", "messages": messages}, headers=headers)
+        if answer.status_code == 200:
+            content: str = answer.json()["choices"][0]["message"]["content"]
+            return content
+        assert answer.status_code == 503, answer.text
