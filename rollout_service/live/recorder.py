@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import anyio
 import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
@@ -58,7 +59,8 @@ class RecordingParts:
 
     async def _write(self, write: Callable[[], Awaitable[object]]) -> None:
         try:
-            await write()
+            with anyio.CancelScope(shield=True):  # a shutdown waits for it
+                await write()
         except StoreError as error:
             log.error("a live session cannot be written", error=str(error), hint=error.hint)
 
@@ -75,6 +77,9 @@ class SessionRecorder:
     """Whether a turn of the session was not stored for want of consent."""
     sent: set[int] = field(default_factory=set)
     """The turns whose last token was sent."""
+    latest: dict[bytes, int] = field(default_factory=dict)
+    """The number of the last call with the same messages, by their state."""
+    calls: int = 0
 
     def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
         """Note what a request says of the answer before it, and return what keeps its turn."""
@@ -87,7 +92,10 @@ class SessionRecorder:
                 self._follow(planned)
         else:
             self.has_opted_out = True
-        return LiveTurn(self, planned, kind, "" if is_recorded else OPTED_OUT)
+        self.calls += 1
+        if is_recorded:
+            self.latest[planned.match.state] = self.calls
+        return LiveTurn(self, planned, kind, "" if is_recorded else OPTED_OUT, self.calls)
 
     def _kind(self, call: ModelCall, planned: PlannedTurn) -> TurnKind:
         if call.kind:
@@ -151,6 +159,8 @@ class LiveTurn:
     kind: TurnKind
     unrecorded_because: str
     """Why it is not stored; empty if it is to be."""
+    number: int
+    """Its number among the calls that this process has seen."""
     turn: int | None = None
     """Its id, once it is stored."""
 
@@ -171,12 +181,12 @@ class LiveTurn:
         found = await parts.detectors.search(list(self._texts(generation)))
         if found:
             parts.metrics.redacted(found)
-            await parts.store.record(self._record(generation, None))
+            await parts.store.record(self._record(generation, None, delivered=delivered))
             recorder.capture.skip()
             return
         body = await self._encode(generation, delivered=delivered)
         turn = recorder.capture.next_id
-        await parts.store.record(self._record(generation, body))
+        await parts.store.record(self._record(generation, body, delivered=delivered))
         recorder.capture.record(planned, generation, delivered=delivered)
         self.turn = turn
 
@@ -202,7 +212,7 @@ class LiveTurn:
             yield from (call.arguments for call in message.calls)
         yield self.recorder.capture.renderer.decode(generation.output_ids)
 
-    def _record(self, generation: Generation, body: bytes | None) -> TurnRecord:
+    def _record(self, generation: Generation, body: bytes | None, *, delivered: bool) -> TurnRecord:
         """Return the turn for the store; without a body, nothing that was said is part of it."""
         planned, sent = self.planned, self.planned.splitter.sent
         return TurnRecord(
@@ -215,11 +225,13 @@ class LiveTurn:
             malformed=planned.splitter.malformed,
             calls=() if body is None else tuple(_calls(sent)),
             recorded_at=self.recorder.parts.clock(),
-            mask=self._mask(body),
+            mask=self._mask(body, delivered=delivered),
             body=body or b"",
         )
 
-    def _mask(self, body: bytes | None) -> MaskReason | None:
+    def _mask(self, body: bytes | None, *, delivered: bool) -> MaskReason | None:
+        if not delivered and self.recorder.latest.get(self.planned.match.state) != self.number:
+            return MaskReason.SUPERSEDED
         if body is None:
             return MaskReason.REDACTED
         if self.kind is TurnKind.SIDE:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
@@ -18,7 +19,7 @@ import anyio.to_thread
 import structlog
 
 from api_schemas.errors import FieldError
-from api_schemas.rollouts.sessions import ClosedBecause, MarkReason, TurnKind
+from api_schemas.rollouts.sessions import ClosedBecause, TurnKind
 from api_schemas.sessions import (
     DeletedSessions,
     FeedbackAnswer,
@@ -27,16 +28,13 @@ from api_schemas.sessions import (
     SessionPage,
     SessionRequest,
 )
-from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundError
+from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundError, StoreError
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.sessions.keys import unknown_key
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.live.contract import (
     LiveStore,
-    NextStateRecord,
     SessionRecord,
-    TurnMarkRecord,
-    TurnRecord,
 )
 from rollout_service.live.errors import RateLimitedError, SessionEndedError
 from rollout_service.live.recorder import RecordingParts, SessionRecorder
@@ -44,6 +42,7 @@ from rollout_service.live.replay import LIVE, rebuild
 from rollout_service.live.serving.active import ActiveSession, ActiveSessions
 from rollout_service.live.serving.connecting import SessionEngines, Unrecorded
 from rollout_service.live.serving.cursors import decode_cursor, encode_cursor
+from rollout_service.live.serving.feedback import take_feedback
 from rollout_service.live.serving.limits import RequestRate
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.serving.views import show_counts, show_session, show_turn
@@ -264,49 +263,7 @@ class LiveSessions:
             ConflictError: The user said something else of it before.
         """
         await self._known(session_id)
-        turn = await self._judged_turn(session_id, feedback.turn)
-        before = turn.mark
-        answer = FeedbackAnswer(
-            turn=turn.turn, value=feedback.value, revised=turn.part is not None or turn.dropped is not None
-        )
-        if before is not None and before.reason is MarkReason.EXPLICIT:
-            if before.value != feedback.value:
-                raise ConflictError(
-                    f"turn {turn.turn} has feedback with another value",
-                    hint="Feedback that was given stays as it is.",
-                    context={"value": before.value},
-                )
-            return answer
-        await self._set_feedback(turn, feedback)
-        if before is not None and before.value is not None:
-            self._parts.recording.metrics.compared(judged=before.value, explicit=feedback.value)
-        return answer
-
-    async def _judged_turn(self, session_id: str, number: int | None) -> TurnRecord:
-        if number is not None:
-            turn = await self._store.turn(session_id, number)
-        else:
-            turns = await self._store.turns(session_id)
-            main = [each for each in turns if each.delivered and each.kind is TurnKind.MAIN]
-            turn = main[-1] if main else None
-        if turn is None:
-            named = f"no turn {number}" if number is not None else "no main turn that was delivered"
-            raise NotFoundError(
-                f"the session has {named}", hint="GET /v1/sessions/{session_id} lists its recorded turns."
-            )
-        return turn
-
-    async def _set_feedback(self, turn: TurnRecord, feedback: SessionFeedback) -> None:
-        recording, now = self._parts.recording, self._parts.clock()
-        if feedback.text and turn.next_state is None:
-            if found := await recording.detectors.search([feedback.text]):
-                recording.metrics.redacted(found)
-            else:
-                state = NextStateRecord(role="user", text=feedback.text, arrived_at=now)
-                await self._store.follow(turn.session_id, turn.turn, state)
-        mark = TurnMarkRecord(value=feedback.value, reason=MarkReason.EXPLICIT, source="explicit", at=now)
-        await self._store.mark(turn.session_id, turn.turn, mark)
-        recording.metrics.judged(turn, mark)
+        return await take_feedback(self._parts.recording, session_id, feedback)
 
     async def _known(self, session_id: str) -> SessionRecord:
         record = await self._store.session(session_id)
@@ -396,6 +353,9 @@ class LiveSessions:
 
     async def _load(self, record: SessionRecord) -> ActiveSession:
         """Return a session with what its stored turns say of its conversations."""
+        record = await self._known(record.session_id)  # it may have ended meanwhile
+        if record.closed_because is not None:
+            raise SessionEndedError(record.closed_because)
         engines = self._parts.engines
         turns = await self._store.turns(record.session_id)
         renderer = engines.renderer(record.pool)
@@ -417,24 +377,36 @@ class LiveSessions:
 
     async def expire(self) -> None:
         """Close sessions that are idle or old, and forget those that nobody uses; runs until it is cancelled."""
-        settings = self._settings
-        shortest = min(settings.idle_seconds, settings.max_age_seconds) / 4
+        shortest = min(self._settings.idle_seconds, self._settings.max_age_seconds) / 4
         while True:
             await anyio.sleep(min(max(shortest, _SHORTEST_LOOK), _LONGEST_LOOK))
-            now = self._parts.clock()
-            for session_id, because in await self._store.expired(
-                now, settings.idle_seconds, settings.max_age_seconds
-            ):
-                active = self._active.find(session_id)
-                if because is ClosedBecause.MAX_AGE or active is None or not active.gateway.is_busy:
-                    await self._close(session_id, because)
+            with _trying_again():
+                await self._expire()
             self._active.forget_idle()
+
+    async def _expire(self) -> None:
+        settings, now = self._settings, self._parts.clock()
+        expired = await self._store.expired(now, settings.idle_seconds, settings.max_age_seconds)
+        for session_id, because in expired:
+            active = self._active.find(session_id)
+            if because is ClosedBecause.MAX_AGE or active is None or not active.gateway.is_busy:
+                await self._close(session_id, because)
 
     async def prune(self) -> None:
         """Remove what need not be kept any longer; runs until it is cancelled."""
         while True:
-            await self._store.prune(self._parts.clock(), self._settings.retention_bytes)
+            with _trying_again():
+                await self._store.prune(self._parts.clock(), self._settings.retention_bytes)
             await anyio.sleep(PRUNE_SECONDS)
+
+
+@contextmanager
+def _trying_again() -> Iterator[None]:
+    """Log a store that fails, since the next time it may not."""
+    try:
+        yield
+    except StoreError as error:
+        log.error("live sessions cannot be looked after", error=str(error), hint=error.hint)
 
 
 def _client_session_id(key_name: str, client_id: str, number: int) -> str:

@@ -38,7 +38,8 @@ class Wishes:
     def apply(self, call: ModelCall) -> dict[str, Any]:
         """Return the fields of a call that they change; a repeated request must wish the same."""
         said = f"{self.kind}/{self.train}".encode()
-        return {"kind": self.kind, "train": self.train, "fingerprint": call.fingerprint + said}
+        fingerprint = call.fingerprint + said if call.fingerprint else b""
+        return {"kind": self.kind, "train": self.train, "fingerprint": fingerprint}
 
 
 def read_wishes(headers: Mapping[str, str], body: bytes) -> tuple[Wishes, bytes]:

@@ -1,0 +1,151 @@
+"""How much a session's users may send, what they may wish, and how they are named."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_service.errors import ConfigurationError, InvalidFieldError
+from rollout_service.live.errors import RateLimitedError
+from rollout_service.live.serving.app import split_session_path
+from rollout_service.live.serving.cursors import decode_cursor, encode_cursor
+from rollout_service.live.serving.limits import RequestRate
+from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.serving.wishes import Wishes, read_wishes
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def taken(rate: RequestRate, user: str) -> bool:
+    try:
+        rate.take(user)
+    except RateLimitedError:
+        return False
+    return True
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), max_size=60), most=st.integers(1, 6)
+)
+def test_no_user_sends_more_than_twice_its_limit_in_a_minute(
+    steps: list[tuple[str, float]], most: int
+) -> None:
+    clock = Clock()
+    rate = RequestRate(most, clock)
+    served: dict[str, list[float]] = {"a": [], "b": []}
+    for user, pause in steps:
+        clock.now += pause
+        if taken(rate, user):
+            served[user].append(clock.now)
+    for times in served.values():
+        for begin in times:
+            # What was left at the beginning, and what a minute gives back.
+            assert len([at for at in times if begin <= at < begin + 60]) <= 2 * most
+
+
+def test_a_refused_user_is_served_after_the_time_that_it_was_told() -> None:
+    clock = Clock()
+    rate = RequestRate(2, clock)
+    assert [taken(rate, "a") for _ in range(3)] == [True, True, False]
+    assert taken(rate, "b")
+    with pytest.raises(RateLimitedError) as refused:
+        rate.take("a")
+    clock.now += refused.value.retry_after
+    assert taken(rate, "a")
+
+
+def test_users_of_long_ago_are_forgotten() -> None:
+    clock = Clock()
+    rate = RequestRate(1, clock)
+    for number in range(1_000):
+        rate.take(str(number))
+    clock.now = 61.0
+    rate.take("x")
+    assert len(rate._users) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "expected"),
+    [
+        ({}, b'{"a": 1}', Wishes("", None)),
+        ({"x-turn-type": "Side", "x-train": "no"}, b"{}", Wishes("side", False)),
+        ({}, b'{"turn_type": "main", "train": true}', Wishes("main", True)),
+        ({"x-train": "yes"}, b'{"train": "no"}', Wishes("", True)),
+        ({}, b'{"messages": [{"content": "\\"train\\""}]}', Wishes("", None)),
+        ({}, b'not "train"', Wishes("", None)),
+        ({}, b'["train"]', Wishes("", None)),
+    ],
+)
+def test_wishes_are_read_from_headers_before_fields(
+    headers: dict[str, str], body: bytes, expected: Wishes
+) -> None:
+    assert read_wishes(headers, body)[0] == expected
+
+
+def test_fields_of_wishes_are_taken_out_of_the_body_and_others_stay() -> None:
+    _, body = read_wishes({}, b'{"train": "yes", "a": {"train": 1}, "turn_type": "side", "session_id": "x"}')
+    assert body == b'{"a":{"train":1}}'
+    same = b'{ "a": 1 }'
+    assert read_wishes({}, same)[1] is same
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"train": 3}', b'{"train": "x"}', b'{"turn_type": 1}', b'{"turn_type": []}']
+)
+def test_an_unknown_wish_names_its_field(body: bytes) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        read_wishes({}, body)
+    assert refused.value.status == 400
+    assert refused.value.fields[0].path in ("train", "turn_type")
+
+
+def test_a_users_hash_is_the_same_after_a_restart_and_another_at_another_service(tmp_path: Path) -> None:
+    one, again = UserHashes.load(tmp_path / "a"), UserHashes.load(tmp_path / "a")
+    other = UserHashes.load(tmp_path / "b")
+    assert one.hash("alice") == again.hash("alice") != other.hash("alice")
+    assert one.hash("x") != one.of_session("x")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+    (tmp_path / "a").write_bytes(b"short")
+    with pytest.raises(ConfigurationError, match="32 bytes"):
+        UserHashes.load(tmp_path / "a")
+
+
+@given(at=st.floats(0, 2**40), session_id=st.text(min_size=1))
+def test_a_cursor_is_read_as_it_was_written(at: float, session_id: str) -> None:
+    last = (at, session_id.encode("utf-8", "replace").decode())
+    assert decode_cursor(encode_cursor(last)) == last
+
+
+@given(cursor=st.text(max_size=30))
+def test_another_cursor_is_refused(cursor: str) -> None:
+    try:
+        decode_cursor(cursor)
+    except InvalidFieldError:
+        return
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/v1/sessions/s/v1/messages", ("s", "/v1/messages")),
+        ("/v1/sessions/a%2Fb/chat/completions", ("a/b", "/chat/completions")),
+        ("/v1/sessions/s", None),
+        ("/v1/sessions/s/end", None),
+        ("/v1/sessions/s/feedback", None),
+        ("/v1/sessions", None),
+        ("/v1/sessions//end", None),
+        ("/v1/runs/s/end", None),
+    ],
+)
+def test_the_path_of_a_call_is_split_behind_the_id(path: str, expected: tuple[str, str] | None) -> None:
+    assert split_session_path({"path": path, "raw_path": path.encode()}) == expected
