@@ -51,6 +51,8 @@ class RecordingParts:
     """Runs the writes that no client waits for."""
     followed: Callable[[], None] = lambda: None
     """Is told that a turn has got its next state."""
+    rated: Callable[[str, int], None] = lambda *_: None
+    """Is told the session and the turn that a user has rated."""
     clock: Callable[[], float] = time.time
 
     def later(self, write: Callable[[], Awaitable[object]]) -> None:

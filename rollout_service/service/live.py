@@ -105,7 +105,9 @@ async def open_live(
                 store=store,
                 users=UserHashes.load(state_dir / SALT_FILE),
                 engines=engines,
-                recording=RecordingParts(store, detectors, live_metrics, tasks, judging.wake),
+                recording=RecordingParts(
+                    store, detectors, live_metrics, tasks, judging.wake, judging.note_feedback
+                ),
                 deletion=training.deletion,
                 choose_pool=canaries.choose,
             )

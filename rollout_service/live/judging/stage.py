@@ -9,8 +9,10 @@ that says so, and stops nobody.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Final, Protocol
 
 import anyio
@@ -22,7 +24,7 @@ from rollout_service.errors import StoreError, describe
 from rollout_service.inference.errors import InferenceError, NoBackendError
 from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import LOOKBACK
-from rollout_service.live.judging.turn_judge import TurnJudge
+from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
 from rollout_service.signals import ChangeSignal
 
 log = structlog.get_logger(__name__)
@@ -76,6 +78,7 @@ class JudgeStage:
         self._observers = observers
         self._retry_seconds = retry_seconds
         self._held: set[TurnKey] = set()
+        self._rated: deque[TurnKey] = deque(maxlen=queue)
         self._changed = ChangeSignal()
 
     @property
@@ -86,6 +89,15 @@ class JudgeStage:
     def wake(self) -> None:
         """Look for turns now: one has got its next state, or was delivered."""
         self._changed.notify()
+
+    def note_feedback(self, session_id: str, turn: int) -> None:
+        """Ask for a hint for a turn that its user has rated, if hints are asked for.
+
+        Such turns are not in the store's queue: those that wait when the service ends, or that are too many, get none.
+        """
+        if self._judge.asks_for_hints:
+            self._rated.append((session_id, turn))
+            self._changed.notify()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -107,6 +119,9 @@ class JudgeStage:
         while True:
             changed = self._changed.next
             room = self._queue - send.statistics().current_buffer_used
+            while self._rated and room > 0:
+                self._take(send, self._rated.popleft())
+                room = self._queue - send.statistics().current_buffer_used
             if 2 * room >= self._queue:  # so that a long queue is not read again for each turn
                 await self._fill(send, room)
             with anyio.move_on_after(POLL_SECONDS):
@@ -120,6 +135,10 @@ class JudgeStage:
             return
         found = [(turn.session_id, turn.turn) for turn in turns]
         for key in [key for key in found if key not in self._held][:room]:
+            self._take(send, key)
+
+    def _take(self, send: MemoryObjectSendStream[TurnKey], key: TurnKey) -> None:
+        if key not in self._held:
             self._held.add(key)
             send.send_nowait(key)
 
@@ -148,12 +167,22 @@ class JudgeStage:
 
     async def _judge_once(self, session_id: str, turn_id: int, *, is_last_try: bool) -> None:
         turn = await self._store.turn(session_id, turn_id)
+        if turn is not None and _lacks_hint(turn) and self._judge.asks_for_hints:
+            await self._add_hint(turn, await self._judge.hint(turn))
         if turn is None or not _is_open(turn):
             return
         mark = await self._mark(turn, is_last_try=is_last_try)
         if await self._store.mark(session_id, turn_id, mark):
             for observer in self._observers:
                 observer.judged(turn, mark)
+        elif (rated := await self._store.turn(session_id, turn_id)) is not None and _lacks_hint(rated):
+            await self._add_hint(rated, FoundHint(mark.hint, mark.hint_dropped))
+
+    async def _add_hint(self, turn: TurnRecord, found: FoundHint) -> None:
+        """Add a hint to the value that a user has given."""
+        if turn.mark is not None and (found.hint is not None or found.dropped):
+            mark = replace(turn.mark, hint=found.hint, hint_dropped=found.dropped)
+            await self._store.mark(turn.session_id, turn.turn, mark)
 
     async def _mark(self, turn: TurnRecord, *, is_last_try: bool) -> TurnMarkRecord:
         earlier = await self._earlier(turn)
@@ -186,6 +215,14 @@ class JudgeStage:
             if self._judge.pool in pools:
                 return
             await changed.wait()
+
+
+def _lacks_hint(turn: TurnRecord) -> bool:
+    """Return whether a turn has a user's value, and could have a hint that nobody looked for."""
+    mark = turn.mark
+    if mark is None or mark.reason is not MarkReason.EXPLICIT or mark.hint is not None or mark.hint_dropped:
+        return False
+    return turn.next_state is not None and turn.mask is None and turn.part is None
 
 
 def _is_open(turn: TurnRecord) -> bool:

@@ -59,6 +59,15 @@ class TurnJudge:
         """The pool that judges."""
         return self._rubric.settings.pool
 
+    @property
+    def asks_for_hints(self) -> bool:
+        """Whether the judge is asked for hints."""
+        return self._hints is not None
+
+    async def hint(self, turn: TurnRecord) -> FoundHint:
+        """Return a hint for a turn that has its value from elsewhere; nothing if hints are not asked for."""
+        return FoundHint(None) if self._hints is None else await self._hints.find(turn)
+
     async def mark(
         self, turn: TurnRecord, earlier: Sequence[TurnRecord] = (), *, is_last_try: bool = False
     ) -> TurnMarkRecord:
@@ -72,13 +81,12 @@ class TurnJudge:
         """
         found = FoundHint(None)
 
-        async def find_hint(hints: HintFinder) -> None:
+        async def find_hint() -> None:
             nonlocal found
-            found = await hints.find(turn)
+            found = await self.hint(turn)
 
         async with open_task_group() as tasks:
-            if self._hints is not None:
-                tasks.start_soon(find_hint, self._hints)
+            tasks.start_soon(find_hint)
             if (decided := self.overrides.decide(turn, earlier)) is not None:
                 mark = _overridden(*decided)
             else:

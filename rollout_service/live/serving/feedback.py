@@ -59,4 +59,5 @@ async def _set(parts: RecordingParts, turn: TurnRecord, feedback: SessionFeedbac
             await parts.store.follow(turn.session_id, turn.turn, state)
     mark = TurnMarkRecord(value=feedback.value, reason=MarkReason.EXPLICIT, source="explicit", at=now)
     await parts.store.mark(turn.session_id, turn.turn, mark)
+    parts.rated(turn.session_id, turn.turn)
     parts.metrics.judged(turn, mark)

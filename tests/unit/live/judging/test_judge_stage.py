@@ -6,11 +6,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from api_schemas.rollouts.sessions import MarkReason, TurnKind
+from api_schemas.rollouts.sessions import Hint, MarkReason, TurnKind
 from rollout_service.errors import StoreError
 from rollout_service.inference.errors import BackendUnreachable
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.stage import JudgeStage
+from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live_judge import MarksSeen, SaysNext, ServedPools, a_judge
 from tests.support.live_store import a_session, a_state, a_turn, explicit
@@ -164,6 +165,57 @@ async def test_feedback_that_comes_while_the_judge_thinks_wins(store: SqliteLive
     assert turn is not None
     assert turn.mark == explicit(-0.5)
     assert [turn for _, turn, _ in seen.marks] == [1]
+
+
+class TellsOneHint:
+    """Finds the same hint for each turn."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def find(self, turn: TurnRecord) -> FoundHint:
+        self.asked.append(turn.turn)
+        return FoundHint(Hint(text="End it with =.", prompt_ids=[1], candidates=1, selected_by="longest"))
+
+
+async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store: SqliteLiveStore) -> None:
+    finder = TellsOneHint()
+    judge = a_judge(SaysNext(GOOD), finder, votes=1)
+    stage = JudgeStage(store, judge, ServedPools("judge"), at_once=2, queue=4)
+    await add(store, 0, 1)
+    await store.record(a_turn(2))
+    for turn in range(3):
+        await store.mark("s", turn, explicit(-0.5))
+        stage.note_feedback("s", turn)
+    stage.note_feedback("gone", 7)
+    async with stage.running():
+        with anyio.fail_after(10):
+            while stage.waiting or len(finder.asked) < 2:
+                await anyio.sleep(0.01)
+    turns = await store.turns("s")
+    marks = [turn.mark for turn in turns]
+    assert [mark.value for mark in marks if mark is not None] == [-0.5] * 3
+    assert [mark.hint is not None for mark in marks if mark is not None] == [True, True, False]
+    assert sorted(finder.asked) == [0, 1]
+
+
+async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store: SqliteLiveStore) -> None:
+    sampler, seen = SaysNext(None), MarksSeen()
+    judge = a_judge(sampler, TellsOneHint(), votes=1, vote_seconds=0.2)
+    stage = JudgeStage(store, judge, ServedPools("judge"), at_once=1, queue=4, observers=[seen])
+    await add(store, 0)
+    async with stage.running():
+        await sampler.asked.wait()
+        await store.mark("s", 0, explicit(1.0))
+        with anyio.fail_after(10):
+            while stage.waiting:
+                await anyio.sleep(0.01)
+    turn = await store.turn("s", 0)
+    assert turn is not None
+    assert turn.mark is not None
+    assert (turn.mark.value, turn.mark.reason) == (1.0, MarkReason.EXPLICIT)
+    assert turn.mark.hint is not None
+    assert seen.marks == []
 
 
 async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store: SqliteLiveStore) -> None:
