@@ -335,7 +335,8 @@ class GroupSample(WireModel):
     usable: bool
     """Whether the sample counts; one that does not is masked and has no advantage."""
     masked_because: str | None = None
-    """Why it is masked: an error code, `straggler`, `cancelled` or `stale`. Stale samples keep no trajectory."""
+    """Why it is masked: an error code, `straggler`, `cancelled`, `stale`, or `deleted` with a live session. Stale and
+    deleted samples keep no trajectory."""
     reward: float | None = None
     """The reward with the run's penalties and its auxiliary rewards; null if, and only if, the sample is masked."""
     reward_weights: Annotated[RewardWeights | None, Field(exclude_if=lambda weights: weights is None)] = None

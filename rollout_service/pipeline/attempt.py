@@ -43,6 +43,10 @@ class NotServedError(Exception):
         self.pool = pool
 
 
+class ElsewhereError(NotServedError):
+    """Another node has what the rollout needs; the rollout waits in the store until that one leases it."""
+
+
 class Attempt:
     """One leased rollout on its way."""
 

@@ -97,6 +97,7 @@ async def open_live(
             judge_pool=live.judge.pool,
             teacher=make_teacher(live.judge, serving),
             trained_pool=canaries.main_of,
+            node=settings.node_name,
         )
         environments.add(training.environment, "live sessions")
         sessions = LiveSessions(

@@ -15,8 +15,11 @@ import structlog
 
 from api_schemas.sessions import DeletedSessions, LeasedPart
 from rollout_service.errors import UnavailableError
+from rollout_service.ids import SampleId
 from rollout_service.live.contract import LiveStore, PartRecord
 from rollout_service.store.contract import Store
+from rollout_service.store.runs_contract import ClosedSample, GroupClosure, RunStore
+from rollout_service.store.sqlite.erasure_statements import DELETED
 
 log = structlog.get_logger(__name__)
 
@@ -33,14 +36,45 @@ class Eraser(Protocol):
         ...
 
 
+class GroupDropping(Eraser):
+    """Drops groups that wait for a batch, in a store that cannot erase; its retention deletes what they had."""
+
+    def __init__(self, runs: RunStore) -> None:
+        self._runs = runs
+
+    async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
+        """Drop the groups of these rollouts that are in no batch; return the batches of the others."""
+        batches: dict[str, str] = {}
+        for rollout_id in rollout_ids:
+            sample = SampleId.parse(rollout_id)
+            state = (await self._runs.group_states(sample.run)).get(sample.number)
+            if state == "ready":
+                await self._drop(sample)
+            elif state in ("batched", "acknowledged"):
+                exported = await self._runs.exported_samples(sample.run, sample.number)
+                for one in exported:
+                    if one.batch_id is not None:
+                        batches[rollout_id] = one.batch_id
+        return batches
+
+    async def _drop(self, sample: SampleId) -> None:
+        group = await self._runs.group(sample.run, sample.number)
+        masked = [
+            ClosedSample(one.sample, one.rollout.rollout_id, False, DELETED, None, None)
+            for one in group.samples
+        ]
+        closure = GroupClosure(sample.number, DELETED, masked, None, None, None, None)
+        await self._runs.reclose_group(sample.run, closure)
+
+
 class SessionDeletion:
     """Deletes sessions from the store of sessions and from that of runs."""
 
-    def __init__(self, live: LiveStore, store: Store, eraser: Eraser | None) -> None:
-        """Take `eraser`, None if the store of runs cannot erase; then its retention deletes what it has."""
+    def __init__(self, live: LiveStore, store: Store, eraser: Eraser | None = None) -> None:
+        """Take `eraser`; without one, groups are dropped, and the retention of runs deletes what they had."""
         self._live = live
         self._store = store
-        self._eraser = eraser
+        self._eraser = eraser or GroupDropping(store.runs)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
         """Remove a session, or all of a user by its hash, and return what had left the service before.
@@ -82,7 +116,7 @@ class SessionDeletion:
         names = [part.rollout_id for part in parts if part.rollout_id is not None]
         for name in names:
             await self._end(name)
-        return await self._eraser.erase(names) if names and self._eraser is not None else {}
+        return await self._eraser.erase(names) if names else {}
 
     async def _end(self, rollout_id: str) -> None:
         """End a rollout that is under way, so that it writes nothing after the erasure."""

@@ -38,11 +38,15 @@ class PartDelivery:
         store: LiveStore,
         runs: RunStore,
         *,
+        node: str | None = None,
         overwrite_deleted: Callable[[], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take `overwrite_deleted`, which lets the store of runs overwrite what it deletes, once a run has sessions."""
+        """Take `node`, the name of this node if others share the store of runs, and `overwrite_deleted`, which lets the
+        store of runs overwrite what it deletes, once a run has sessions.
+        """
         self._store = store
+        self._node = node
         self._overwrite_deleted = overwrite_deleted
         self._runs = runs
         self._clock = clock
@@ -155,7 +159,7 @@ class PartDelivery:
         for number, group in enumerate(window):
             for part in group.parts:
                 await self._store.set_offset(part.session_id, part.part, run.tasks + number)
-        tasks = [_task(group) for group in window]
+        tasks = [_task(group, self._node) for group in window]
         try:
             await self._runs.append(run.run_id, tasks, offset=run.tasks, close=False)
         except ConflictError:  # another service appended first, or the run ended: the next step sees it
@@ -180,9 +184,10 @@ class PartDelivery:
         self._warned[run.run_id] = text
 
 
-def _task(group: PartGroup) -> Task:
+def _task(group: PartGroup, node: str | None) -> Task:
     named: list[JsonValue] = [[part.session_id, part.part] for part in group.parts]
-    return Task(environment=ENVIRONMENT, instance={"parts": named})
+    instance: dict[str, JsonValue] = {"parts": named}
+    return Task(environment=ENVIRONMENT, instance=instance if node is None else instance | {"node": node})
 
 
 def _parts_of(task: Task) -> list[list[JsonValue]]:

@@ -30,12 +30,17 @@ from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.parts.delivery import ENVIRONMENT
 from rollout_service.live.parts.marks import session_info, turn_mark
 from rollout_service.live.parts.orders import order_of
+from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.store.runs_contract import RunStore
 from rollout_service.tokens import ChatRenderer, ToolSpec
 from rollout_service.tokens.selection import train_on
 
 RendererOf = Callable[[str], ChatRenderer]
 """Returns the renderer of a pool; raises NoBackendError if the pool is not served."""
+
+
+ELSEWHERE_SECONDS = 0.5
+"""How long a node keeps a part of a session that another node has, before it gives it back for that one to lease."""
 
 
 class PartGoneError(EnvironmentFailedError):
@@ -101,21 +106,32 @@ class SessionParts:
     """The parts of sessions as policies; implements `environments.contract.RecordedPolicies`."""
 
     def __init__(
-        self, store: LiveStore, runs: RunStore, renderer_of: RendererOf, teacher: TeacherReader | None = None
+        self,
+        store: LiveStore,
+        runs: RunStore,
+        renderer_of: RendererOf,
+        teacher: TeacherReader | None = None,
+        node: str | None = None,
     ) -> None:
+        """Take `node`, the name of this node if others share the store of runs."""
         self._store = store
         self._runs = runs
         self._renderer_of = renderer_of
         self._teacher = teacher
+        self._node = node
 
     async def open(self, request: RolloutRequest) -> ServedPolicy:
         """Return the part that a rollout has, or claim one for it.
 
         Raises:
             PartGoneError: There is none for it, or its session was deleted.
+            ElsewhereError: Another node has the session.
             NoBackendError: The session's pool is not served.
             RecordLostError: A turn cannot be read.
         """
+        if request.task.instance.get("node") != self._node:
+            await anyio.sleep(ELSEWHERE_SECONDS)
+            raise ElsewhereError(request.pool)
         part = await self._claim(request)
         session = await self._store.session(part.session_id)
         turns = await self._store.turns(part.session_id)

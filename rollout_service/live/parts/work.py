@@ -67,8 +67,10 @@ class SessionTraining:
         judge_pool: str,
         teacher: TeacherReader,
         trained_pool: TrainedPool,
+        node: str,
     ) -> Self:
         """Make them; `trained_pool` returns the pool whose runs train on what a pool serves."""
+        shared_by = node if store.cluster.is_shared else None
         judge = InService(serving, judge_pool)
         runs = store.runs if isinstance(store.runs, SqliteRuns) else None
 
@@ -76,11 +78,14 @@ class SessionTraining:
             # A candidate's pool may be gone, and has the format of the pool that it was for.
             return serving.connect(pool if serving.expects(pool) else trained_pool(pool))[0].renderer
 
-        parts = SessionParts(live, store.runs, renderer_of, teacher)
+        parts = SessionParts(live, store.runs, renderer_of, teacher, shared_by)
         return cls(
             closer=PartCloser(live, store.runs, judging_since=judge.since, trained_pool=trained_pool),
             delivery=PartDelivery(
-                live, store.runs, overwrite_deleted=None if runs is None else runs.overwrite_deleted
+                live,
+                store.runs,
+                node=shared_by,
+                overwrite_deleted=None if runs is None else runs.overwrite_deleted,
             ),
             environment=SessionEnvironment(parts),
             deletion=SessionDeletion(live, store, runs),

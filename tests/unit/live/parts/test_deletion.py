@@ -93,6 +93,21 @@ async def test_a_part_that_waits_in_a_run_is_never_delivered() -> None:
         assert (counts["served"], counts["dropped:opted_out"], counts["waiting"]) == (1, 1, 0)
 
 
+async def test_a_store_that_cannot_erase_drops_what_waits_and_names_the_rest() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("leased", [1.0], user="u")
+        await bench.drive()
+        assert await bench.lease() is not None
+        await bench.serve("waiting", [1.0], user="u")
+        await bench.drive()
+        deleted = await SessionDeletion(bench.live, bench.store).delete(user="u")
+        assert [(part.session_id, part.batch_id) for part in deleted.leased] == [("leased", "run.b0")]
+        assert deleted.undelivered == 1
+        assert await bench.lease(key="another") is None
+        assert (await bench.store.runs.get("run")).count("dropped:deleted") == 1
+
+
 async def test_others_keep_what_they_have() -> None:
     async with live_bench() as bench:
         await bench.create_run()

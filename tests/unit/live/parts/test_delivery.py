@@ -17,7 +17,9 @@ from api_schemas.runs import AppendTasks, Batch, RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError, InvalidFieldError
 from rollout_service.live.judging.teacher import TeacherReading
+from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionParts
+from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
@@ -341,3 +343,20 @@ async def test_a_teacher_is_asked_only_for_runs_that_want_it() -> None:
             assert lengths == ([first, None] if wanted else [None, None])
             assert all(mark.hint is not None for mark in rollout.turn_marks)
             await bench.store.runs.update(run_id, state=RunState.ENDED)
+
+
+async def test_a_part_waits_for_the_node_that_has_its_session() -> None:
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("s", [1.0])
+        await bench.closer.step()
+        await PartDelivery(bench.live, bench.store.runs, node="here").step()
+        await bench.manager.step()
+        (lease,) = await bench.store.claim("here", limit=1, lease_seconds=60)
+        for node in ("there", None):
+            parts = SessionParts(bench.live, bench.store.runs, lambda _: RENDERER, node=node)
+            with pytest.raises(ElsewhereError):
+                await parts.open(lease.request)
+        assert [part.rollout_id for part in await bench.live.parts()] == [None]
+        here = SessionParts(bench.live, bench.store.runs, lambda _: RENDERER, node="here")
+        assert (await here.open(lease.request)).info.session_id == "s"
