@@ -1,0 +1,103 @@
+"""What the engines of a live session are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
+from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.inference.contract import GenerateRequest
+from rollout_service.inference.errors import NoBackendError
+from rollout_service.live.errors import PoolHeldError
+from rollout_service.live.metrics import LiveMetrics
+from rollout_service.live.serving.connecting import SessionEngines, Unrecorded
+from rollout_service.policies.serving import ServedModel
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.live import LiveSettings
+from rollout_service.signals import ChangeSignal
+from rollout_service.testing.gateway import ManualPool
+from rollout_service.tokens import ChatRenderer
+
+pytestmark = pytest.mark.anyio
+MODEL = ServedModel(ChatRenderer.load(policy_folder("calc-tuned")), 1_000)
+
+
+class OnePool(ManualPool):
+    paused = False
+    in_service = True
+
+
+class OnePolicy:
+    """Serves the pool `policy`."""
+
+    def __init__(self) -> None:
+        self.pool = OnePool()
+
+    def check(self, pool: str) -> None:
+        self.connect(pool)
+
+    def connect(self, pool: str) -> tuple[ServedModel, OnePool]:
+        if pool != "policy":
+            raise NoBackendError("none")
+        return MODEL, self.pool
+
+
+@asynccontextmanager
+async def engines(*, share_prefixes: bool) -> AsyncIterator[tuple[SessionEngines, OnePool]]:
+    registry, policy, signal = CollectorRegistry(), OnePolicy(), ChangeSignal()
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            yield (
+                SessionEngines(
+                    policies=policy,
+                    settings=LiveSettings(share_prefixes=share_prefixes),
+                    gateway=GatewaySettings(),
+                    tasks=tasks,
+                    metrics=GatewayMetrics(registry),
+                    live_metrics=LiveMetrics(registry),
+                    changed=lambda: signal.next,
+                    url="http://gateway",
+                ),
+                policy.pool,
+            )
+            tasks.cancel_scope.cancel()
+
+
+async def requests(*, share_prefixes: bool) -> list[GenerateRequest]:
+    """Return what engines are asked for one call of each of two tenants, and another of the first."""
+    async with engines(share_prefixes=share_prefixes) as (connected, pool):
+        for tenant in ("one", "two", "one"):
+            session = connected.open_unrecorded("policy", tenant, Unrecorded("no-session"))
+            call = ModelCall(dialect=Dialect.CHAT, model="p", messages=(ClientMessage("user", "hi"),))
+            await session.answer(call)
+            await anyio.wait_all_tasks_blocked()
+        return [each.request for each in pool.calls]
+
+
+async def test_tenants_share_no_cached_prefix_if_they_may_not() -> None:
+    salts = [request.cache_salt for request in await requests(share_prefixes=False)]
+    assert salts[0] == salts[2] != salts[1]
+    assert "one" not in salts[0]
+
+
+async def test_tenants_share_cached_prefixes_by_default() -> None:
+    assert {request.cache_salt for request in await requests(share_prefixes=True)} == {""}
+
+
+async def test_an_answer_may_be_as_long_as_the_context_allows() -> None:
+    [first, *_] = await requests(share_prefixes=True)
+    assert first.sampling.max_new_tokens == 1_000 - 1 - len(first.input_ids)
+
+
+async def test_a_pool_that_is_not_served_yet_is_to_be_asked_later() -> None:
+    async with engines(share_prefixes=True) as (connected, _):
+        with pytest.raises(PoolHeldError):
+            connected.open_unrecorded("none", "t", Unrecorded("no-session"))
+        with pytest.raises(NoBackendError):
+            connected.check("none")
