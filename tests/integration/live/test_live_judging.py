@@ -89,6 +89,28 @@ async def test_a_judge_that_hangs_leaves_a_reason_and_answers_go_on(tmp_path: Pa
     assert (shown.turns[0].value, shown.turns[0].reason) == (None, MarkReason.TIMEOUT)
 
 
+async def test_what_a_user_says_with_a_rating_becomes_a_hint_and_the_rating_stays(tmp_path: Path) -> None:
+    settings = {"live": {"judge": {"hints": True, "votes": 1}}}
+    said = r"[HINT_START]End each answer with an equals sign.[HINT_END] \boxed{1}"
+    async with (
+        scripted("Hello.") as policy,
+        scripted(said) as judge,
+        live_service(tmp_path, [policy], **settings) as service,
+    ):
+        await add_judge(service, judge)
+        opened = await service.open()
+        assert opened.key is not None
+        assert (await service.ask(opened.key, "Hi")).status_code == 200
+        url = f"/v1/sessions/{opened.session.session_id}/feedback"
+        rating = {"value": -1, "text": "it must end with ="}
+        assert (await service.http.post(url, json={"turn": 0} | rating)).is_success
+        with anyio.fail_after(20):
+            while (turn := (await service.show(opened.session.session_id)).turns[0]).hint is None:
+                await anyio.sleep(0.01)
+    assert (turn.value, turn.reason) == (-1.0, MarkReason.EXPLICIT)
+    assert turn.hint.text == "End each answer with an equals sign."
+
+
 @pytest.mark.parametrize("judge", [{"overrides": ["tool_eror"]}, {"prompt": "missing.jinja"}])
 async def test_a_judge_that_cannot_work_keeps_the_service_from_starting(tmp_path: Path, judge: dict) -> None:
     with pytest.raises(ExceptionGroup) as caught:
