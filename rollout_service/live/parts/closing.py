@@ -18,8 +18,9 @@ from rollout_service.store.runs_contract import RunRecord, RunStore
 
 log = structlog.get_logger(__name__)
 
-SESSIONS_AT_ONCE = 500
-"""The most sessions that one step looks at; the others follow in the next."""
+SESSIONS_AT_ONCE = 100
+"""The most sessions that one step looks at, so that turns being served wait for a few milliseconds at most; the others
+follow in the next."""
 
 
 class PartCloser:

@@ -53,6 +53,8 @@ class PartDelivery:
         self._reconciled: set[str] = set()
         """The runs of which every stored offset is known to be that of a task."""
         self._warned: dict[str, str] = {}
+        self._short: dict[str, object] = {}
+        """What each run had when its parts did not suffice, so that nothing is read again until there is more."""
 
     def warnings(self) -> list[str]:
         """Return a sentence for each run whose parts wait long for others."""
@@ -95,8 +97,15 @@ class PartDelivery:
             self._reconciled.add(run.run_id)
         if not parts or run.state is not RunState.RUNNING or run.count("open") or run.cursor < run.tasks:
             return 0
+        seen = (len(parts), max(part.closed_at for part in parts), run.count("ready"))
+        if self._short.get(run.run_id) == seen:
+            self._warn(run, parts, is_stuck=True)
+            return 0
         groups = await self._groups(run, parts)
         window = next_window(groups, await self._carried(run), run.request.batch_size, order_of(run))
+        self._short.pop(run.run_id, None)
+        if window is None and run.request.group_size == 1:
+            self._short[run.run_id] = seen
         self._warn(run, parts, is_stuck=window is None)
         return 0 if window is None else await self._append(run, window)
 

@@ -25,7 +25,7 @@ from rollout_service.store.contract import Store
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.tokens import ChatRenderer
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.2
 """How often to look for sessions to close and parts to hand over. Each look is a few short reads."""
 
 
