@@ -36,7 +36,7 @@ REAL_PARTS = frozenset(
         "trl",
     }
 )
-TORCH_MODULES = frozenset({"test_trainer_learner.py", "test_trainer_loss.py"})
+TORCH_MODULES = frozenset(f"test_trainer_{name}.py" for name in ("learner", "live", "live_demo", "loss"))
 """Modules that cannot even be imported without PyTorch."""
 SLOW_MODULES = frozenset(
     f"test_{name}.py"

@@ -20,6 +20,7 @@ LONGEST = (
     "test_reward_hacks.py",
     "test_demo.py",
     "test_trainer_run.py",
+    "test_live_demo.py",
     "test_kill9.py",
     "openapi",
     "hang_ups",
