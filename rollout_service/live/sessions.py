@@ -396,7 +396,8 @@ class LiveSessions:
         """Remove what need not be kept any longer; runs until it is cancelled."""
         while True:
             with _trying_again():
-                await self._store.prune(self._parts.clock(), self._settings.retention_bytes)
+                while await self._store.prune(self._parts.clock(), self._settings.retention_bytes):
+                    pass  # the store removes some at a time
             await anyio.sleep(PRUNE_SECONDS)
 
 
