@@ -76,6 +76,8 @@ class Plan:
     guests: int
     """The sessions that are asked for their satisfaction, before and after, with each user."""
     seed: int
+    served_teacher: bool = False
+    """Whether the service asks its own engine what a teacher with the hint says, in place of the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,9 @@ def run_request(plan: Plan) -> RunRequest:
     return RunRequest(
         run_id="live",
         source=InlineTasks(tasks=[], open=True),
-        live=LiveDelivery(close_turns=100, max_user_share=1.0, max_session_share=1.0),
+        live=LiveDelivery(
+            close_turns=100, max_user_share=1.0, max_session_share=1.0, teacher=plan.served_teacher
+        ),
         group_size=1,
         batch_size=plan.sessions,
         filters=[],
@@ -238,6 +242,7 @@ def parse() -> argparse.Namespace:
     add("--sessions", type=int, default=4, help="of a batch")
     add("--guests", type=int, default=10, help="sessions of each user before and after, without training")
     add("--seed", type=int, default=0)
+    add("--served-teacher", action="store_true", help="let the service's engine be the teacher of hints")
     add("--quick", action="store_true", help="two updates of the first arm, to see that everything works")
     add(
         "--out",

@@ -17,21 +17,12 @@ PATIENCE_SECONDS = 280
 
 
 @pytest.mark.timeout(PATIENCE_SECONDS + 30)
-@pytest.mark.parametrize("arm", ["binary", "hints"])
-def test_served_turns_become_updates_of_the_weights(tmp_path, arm):
+@pytest.mark.parametrize(("arm", "flags"), [("binary", []), ("hints", []), ("hints", ["--served-teacher"])])
+def test_served_turns_become_updates_of_the_weights(tmp_path, arm, flags):
     figures = tmp_path / "figures.json"
+    flags = [*flags, "--quick", "--arms", arm, "--out", str(tmp_path), "--json", str(figures)]
     result = subprocess.run(
-        [
-            sys.executable,
-            str(EXAMPLE),
-            "--quick",
-            "--arms",
-            arm,
-            "--out",
-            str(tmp_path),
-            "--json",
-            str(figures),
-        ],
+        [sys.executable, str(EXAMPLE), *flags],
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
