@@ -136,7 +136,7 @@ class TurnMark(WireModel):
     usable: Flag
     """Whether it is trained on in this part."""
     masked_because: MaskReason | None = None
-    """Null if, and only if, it is usable."""
+    """Null if it is usable, and where nothing is decided yet, as in an open session."""
     value: Real | None = None
     """From -1 to 1; null if nobody judged it, which is not the same as 0."""
     reason: MarkReason | None = None
