@@ -57,7 +57,7 @@ class LiveMetrics:
         )
         self._part_seconds = Histogram(
             "rollout_live_part_seconds",
-            "Time from the end of a part to the rollout that hands it to a run",
+            "Time that a part waited for others to fill a batch of its run",
             buckets=PART_SECONDS,
             registry=registry,
         )
@@ -93,7 +93,7 @@ class LiveMetrics:
         self._compared.labels("yes" if _sign(judged) == _sign(explicit) else "no").inc()
 
     def handed_over(self, seconds: float) -> None:
-        """Record how long a part waited for the rollout that hands it to a run."""
+        """Record how long a part waited for its run."""
         self._part_seconds.observe(seconds)
 
     def held(self, pool: str, seconds: float, *, refused: bool) -> None:

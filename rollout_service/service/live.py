@@ -98,6 +98,7 @@ async def open_live(
             teacher=make_teacher(live.judge, serving),
             trained_pool=canaries.main_of,
             node=settings.node_name,
+            metrics=live_metrics,
         )
         environments.add(training.environment, "live sessions")
         sessions = LiveSessions(

@@ -178,6 +178,7 @@ async def test_the_funnel_adds_up_at_every_moment(tmp_path: Path) -> None:
             "waiting": 0,
             **{reason.value: count for reason, count in dropped.items()},
         }
+        assert "rollout_live_part_seconds_count 3.0" in await metrics_text(service)
 
 
 def check(counts: SessionCounts, served: int) -> None:
@@ -186,12 +187,16 @@ def check(counts: SessionCounts, served: int) -> None:
     assert counts.served == counts.delivered + counts.waiting + sum(counts.dropped.values())
 
 
+async def metrics_text(service: LiveService) -> str:
+    """Return the metrics as they are read."""
+    async with httpx.AsyncClient(base_url=service.client.base_url) as http:
+        return (await http.get("/metrics")).text
+
+
 async def metrics_of(service: LiveService) -> dict[str, float]:
     """Return the turns by state, or by the reason why they were dropped."""
-    async with httpx.AsyncClient(base_url=service.client.base_url) as http:
-        lines = (await http.get("/metrics")).text.splitlines()
     found = {}
-    for line in lines:
+    for line in (await metrics_text(service)).splitlines():
         if line.startswith("rollout_live_turns{"):
             labels, _, value = line.rpartition(" ")
             reason, state = labels.split('"')[1], labels.split('"')[3]

@@ -40,15 +40,19 @@ class PartDelivery:
         *,
         node: str | None = None,
         overwrite_deleted: Callable[[], Awaitable[None]] | None = None,
+        handed_over: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Take `node`, the name of this node if others share the store of runs, and `overwrite_deleted`, which lets the
         store of runs overwrite what it deletes, once a run has sessions.
+
+        `handed_over` is told for how many seconds each part has waited for its run.
         """
         self._store = store
         self._node = node
         self._overwrite_deleted = overwrite_deleted
         self._runs = runs
+        self._handed_over = handed_over
         self._clock = clock
         self._reconciled: set[str] = set()
         """The runs of which every stored offset is known to be that of a task."""
@@ -175,6 +179,8 @@ class PartDelivery:
             log.info("a run changed while parts were appended", run=run.run_id)
             return 0
         self._reconciled.add(run.run_id)
+        for part in (part for group in window for part in group.parts):
+            self._handed_over(self._clock() - part.closed_at)
         log.info("parts of sessions appended", run=run.run_id, tasks=len(tasks), offset=run.tasks)
         return len(tasks)
 

@@ -14,6 +14,7 @@ import anyio
 
 from rollout_service.live.contract import LiveStore
 from rollout_service.live.judging.teacher import TeacherReader
+from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.parts.closing import PartCloser
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery
@@ -68,6 +69,7 @@ class SessionTraining:
         teacher: TeacherReader,
         trained_pool: TrainedPool,
         node: str,
+        metrics: LiveMetrics,
     ) -> Self:
         """Make them; `trained_pool` returns the pool whose runs train on what a pool serves."""
         shared_by = node if store.cluster.is_shared else None
@@ -86,6 +88,7 @@ class SessionTraining:
                 store.runs,
                 node=shared_by,
                 overwrite_deleted=None if runs is None else runs.overwrite_deleted,
+                handed_over=metrics.handed_over,
             ),
             environment=SessionEnvironment(parts),
             deletion=SessionDeletion(live, store, runs),
