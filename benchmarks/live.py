@@ -30,7 +30,7 @@ import anyio
 import psutil
 from common import HERE, START_SECONDS, Options, Server, child, report, run
 from pydantic import HttpUrl
-from support.live.trainer import Trainer
+from support.live.trainer import CLOSE_SECONDS, Trainer
 from support.live.users import Clock, User
 
 from api_schemas.inference import BackendSpec
@@ -45,10 +45,10 @@ AIMS = {
     "ttft_added_ms_p50": "<= 5",
     "leftovers": "0",
 }
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = 240.0
 """How long judging and training may take after the last answer."""
 KEPT_SECONDS = 3.0
-"""How long an abandoned session stays open, and then is kept."""
+"""How long an abandoned answer waits for its client, a session stays open, and then is kept."""
 LEFT_SECONDS = 120.0
 TABLES = ("sessions", "turns", "contents", "parts")
 
@@ -108,6 +108,7 @@ async def bench(folder: Path, plan: Plan, live: str) -> AsyncIterator[Server]:
     address, config = folder / "engines", folder / "rollout.toml"
     config.write_text(
         f'[sandbox]\nprovider = "local"\n[sandboxes.pressure]\nenabled = false\n'
+        f"[gateway]\nretry_seconds = {KEPT_SECONDS}\n"
         f"[live]\nmax_sessions = 50000\n{live}\n[live.judge]\nvotes = 1\nat_once = 64\n"
     )
     script = [str(HERE / "programs" / "live_engines.py"), "--address", str(address)]
@@ -219,7 +220,7 @@ async def _end(server: Server, users: dict[str, User], trainer: Trainer) -> dict
         batches = -1
         while batches != trainer.batches:
             batches = trainer.batches
-            await anyio.sleep(3 * 5.0)
+            await anyio.sleep(2 * CLOSE_SECONDS)
     return recorded
 
 

@@ -11,7 +11,15 @@ from rollout_service.groups.auxiliary import is_annealed, schedule_start
 
 def run_warnings(request: RunRequest, total: int | None) -> list[str]:
     """Return sentences for the caller; `total` is the number of the run's tasks over all epochs, None if unbounded."""
-    return list(_of_auxiliary(request, total))
+    return [*_of_live(request), *_of_auxiliary(request, total)]
+
+
+def _of_live(request: RunRequest) -> Iterator[str]:
+    if request.live is not None and request.group_size > 1:
+        yield (
+            f"group_size: the run takes only sessions that were opened with a `group`, once {request.group_size} of a "
+            "group have ended. With a group_size of 1 it takes every session."
+        )
 
 
 def _of_auxiliary(request: RunRequest, total: int | None) -> Iterator[str]:

@@ -394,11 +394,12 @@ class LiveSessions:
 
     async def prune(self) -> None:
         """Remove what need not be kept any longer; runs until it is cancelled."""
+        pause = min(max(self._settings.retention_seconds / 4, _SHORTEST_LOOK), PRUNE_SECONDS)
         while True:
             with _trying_again():
                 while await self._store.prune(self._parts.clock(), self._settings.retention_bytes):
                     pass  # the store removes some at a time
-            await anyio.sleep(PRUNE_SECONDS)
+            await anyio.sleep(pause)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 from api_schemas.rollouts.sessions import TurnKind
 from api_schemas.sessions import OpenedSession, SessionRequest
 from rollout_service.tokens import ChatRenderer
+from sandboxes.host.facts import find_apptainer, read_host_facts
 from tests.support.gateway.jobs import CONTEXT, IMAGE, VOCABULARY, Job, JobsScript, write_model
 from tests.support.live_service import live_service, trained
 
@@ -49,16 +50,9 @@ def codex(folder: Path, variables: Mapping[str, str]) -> Sequence[str]:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     image = Path(images or cache / "rollout-service" / "images") / f"{IMAGE}.sif"
     given = [f"--env={name}={value}" for name, value in variables.items()]
-    return [
-        "apptainer",
-        "exec",
-        "--containall",
-        f"--bind={folder}",
-        f"--pwd={folder}",
-        *given,
-        str(image),
-        "codex",
-    ]
+    privileges = ["--no-privs"] if read_host_facts().needs_no_privs else []
+    flags = [*privileges, "--containall", f"--bind={folder}", f"--pwd={folder}", *given]
+    return [str(find_apptainer()), "exec", *flags, str(image), "codex"]
 
 
 async def work(folder: Path, opened: OpenedSession, prompt: str) -> None:
