@@ -50,6 +50,9 @@ SETTLE_SECONDS = 240.0
 KEPT_SECONDS = 3.0
 """How long an abandoned answer waits for its client, a session stays open, and then is kept."""
 LEFT_SECONDS = 120.0
+PAIR_TURNS = 10
+"""The compared turns of a session. Serving alone renders the whole prompt for each turn, so in long sessions it is the
+slower of the two."""
 TABLES = ("sessions", "turns", "contents", "parts")
 
 Figures = dict[str, float | int | None]
@@ -231,9 +234,14 @@ async def overhead(folder: Path, plan: Plan) -> Figures:
         trainer = Trainer(on.client, clock)
         async with anyio.create_task_group() as background:
             background.start_soon(trainer.train)
-            learning = list((await open_users(on, plan.pair_users, clock, train=True)).values())
-            plain = list((await open_users(off, plan.pair_users, clock, train=False)).values())
-            await _take_turns(learning, plain, 1 + plan.pairs // plan.pair_users)
+            learning: list[User] = []
+            plain: list[User] = []
+            for _ in range(max(1, plan.pairs // (plan.pair_users * PAIR_TURNS))):
+                here = list((await open_users(on, plan.pair_users, clock, train=True)).values())
+                there = list((await open_users(off, plan.pair_users, clock, train=False)).values())
+                await _take_turns(here, there, 1 + PAIR_TURNS)
+                learning += here
+                plain += there
             background.cancel_scope.cancel()
     with_it, without = ([one for user in users for one in user.answers[1:]] for users in (learning, plain))
     return {
