@@ -60,7 +60,7 @@ def encode(capture: TurnCapture, planned: PlannedTurn, generation: Generation, *
         "parent": prompt.parent.turn_id if prompt.parent is not None else None,
         "after": prompt.after.turn_id if prompt.after is not None else None,
         "reason": prompt.reason,
-        "compacts": prompt.after is not None and capture.is_compaction(prompt.after.turn_id),
+        "compacts": planned.compacts,
         "ids": [shared, len(prompt.ids) - shared, len(generation.output_ids)],
         "logprobs": "f" if is_single else "d",
         "versions": [(version, len(list(run))) for version, run in groupby(generation.versions)],
@@ -174,9 +174,8 @@ class _SessionReplay:
         messages = (*before[: head["shared"]], *(_unpack(packed) for packed in head["messages"]))
         call = _unpack_call(head["call"], tools)
         match = Match(bytes.fromhex(head["state"]))
-        planned = PlannedTurn(self.capture.renderer, call, prompt, hashes, match, messages, key=head["key"])
-        if head["compacts"] and after is not None:
-            self.capture.note_compaction(after.turn_id)
+        again = {"compacts": head["compacts"], "key": head["key"]}
+        planned = PlannedTurn(self.capture.renderer, call, prompt, hashes, match, messages, **again)
         self.histories[record.turn] = messages
         generation = _generation(head, columns[4 * new :], sampled)
         planned.complete(generation)

@@ -12,7 +12,7 @@ from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskRea
 from rollout_service.errors import StoreError
 from rollout_service.live.contract import LiveStore
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from tests.support.live_store import a_session, a_state, a_turn, explicit, judged
+from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
 pytestmark = pytest.mark.anyio
 

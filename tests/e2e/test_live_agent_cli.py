@@ -15,7 +15,7 @@ from api_schemas.sessions import OpenedSession, SessionRequest
 from rollout_service.tokens import ChatRenderer
 from sandboxes.host.facts import find_apptainer, read_host_facts
 from tests.support.gateway.jobs import CONTEXT, IMAGE, VOCABULARY, Job, JobsScript, write_model
-from tests.support.live_service import live_service, trained
+from tests.support.live.child_service import live_service, trained
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.harnesses, pytest.mark.timeout(300)]
 

@@ -19,7 +19,7 @@ from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.sessions import MaskReason, RolloutKind
 from api_schemas.sessions import OpenedSession, SessionCounts, SessionRequest
 from rollout_client.client import ClientRun
-from tests.support.live_service import LiveService, Praise, files_with, live_service, trained
+from tests.support.live.child_service import LiveService, Praise, files_with, live_service, trained
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 

@@ -24,7 +24,7 @@ from api_schemas.sessions import SessionRequest
 from rollout_client.client import GoneError, LeasedBatch, RolloutClient
 from rollout_service.cli.server_child import running_child
 from sandboxes.host.ports import free_port
-from tests.support.live_service import END, SETTINGS, Echoes, Praise, RecordingEngine, trained
+from tests.support.live.child_service import END, SETTINGS, Echoes, Praise, RecordingEngine, trained
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, ToolCall, Trajectory
 from rollout_service.gateway.capture.history import Head, as_messages
@@ -44,6 +45,16 @@ class CapturePolicy:
     schema: their log-probabilities are not the policy's own."""
 
 
+class _Beginning(NamedTuple):
+    """Why a prompt is rendered as a whole."""
+
+    reason: ForkReason
+    after: RecordedTurn | None
+    """The turn that it follows in meaning."""
+    is_summary: bool = False
+    """Whether the answer of that turn replaces the history."""
+
+
 class PlannedTurn:
     """An answer that is about to be sampled; implements `contract.PlannedAnswer`."""
 
@@ -56,15 +67,21 @@ class PlannedTurn:
         match: Match,
         messages: Sequence[ClientMessage],
         *,
+        compacts: bool = False,
         key: str | None = None,
     ) -> None:
-        """Take where the call is among the recorded ones; `key` is that of a turn which is captured again."""
+        """Take where the call is among the recorded ones.
+
+        `compacts` tells whether the answer of the turn that it follows replaces its history; `key` is that of a turn
+        which is captured again.
+        """
         # Without what is large, since every turn keeps it.
         self.call = replace(call, messages=(), tools=(), deferred_tools=(), declared_tools={})
         self.prompt = prompt
         self.head = head
         self.match = match
         self.messages = messages
+        self.compacts = compacts
         self._renderer = renderer
         self._key = key or secrets.token_hex(8)
         self._fed = 0
@@ -168,8 +185,12 @@ class TurnCapture:
         messages = map_roles(call.messages)
         head = Head.of(messages, call.tools)
         match = self._index.match(messages, head)
-        prompt = self._extend(call, messages, match) or self._begin(call, messages, match, head)
-        return PlannedTurn(self.renderer, call, prompt, head, match, messages)
+        if (extended := self._extend(call, messages, match)) is not None:
+            return PlannedTurn(self.renderer, call, extended, head, match, messages)
+        beginning = self._why(call, messages, match, head)
+        prompt = self._begin(call, messages, beginning)
+        compacts = beginning.is_summary
+        return PlannedTurn(self.renderer, call, prompt, head, match, messages, compacts=compacts)
 
     def record(self, planned: PlannedTurn, generation: Generation, *, delivered: bool) -> None:
         """Keep a whole turn; one that was not delivered to the client is kept without being trained on.
@@ -200,6 +221,8 @@ class TurnCapture:
             disagreed=planned.splitter.disagreed,
             messages=planned.messages,
         )
+        if planned.compacts and turn.after is not None:
+            self._compacted.add(turn.after.turn_id)
         if turn.parent is not None:  # the history of this turn has the messages of that one
             self._by_id[turn.parent.turn_id].messages = ()
         self._turns.append(recorded)
@@ -229,18 +252,12 @@ class TurnCapture:
         """Return the recorded turns that answer the same messages."""
         return self._index.answers(planned.match.state)
 
-    def is_compaction(self, turn_id: int) -> bool:
-        """Whether a turn's answer replaces the history of a later one."""
-        return turn_id in self._compacted
-
-    def note_compaction(self, turn_id: int) -> None:
-        """Note that a turn's answer replaces the history of a later one."""
-        self._compacted.add(turn_id)
-
     def role_of(self, planned: PlannedTurn) -> SegmentRole:
         """Return whose conversation a turn will be in, as far as its calls tell now."""
-        prompt = planned.prompt
-        return role_of_new(self._turns, frozenset(self._compacted), planned, prompt.parent, prompt.after)
+        prompt, compacted = planned.prompt, frozenset(self._compacted)
+        if planned.compacts and prompt.after is not None:
+            compacted |= {prompt.after.turn_id}
+        return role_of_new(self._turns, compacted, planned, prompt.parent, prompt.after)
 
     def trajectory(self) -> Trajectory:
         """Return everything that was recorded so far, with the messages of the last turn of the agent's own."""
@@ -303,31 +320,28 @@ class TurnCapture:
             for place, message in enumerate(rendered)
         ]
 
-    def _begin(
-        self, call: ModelCall, messages: Sequence[ClientMessage], match: Match, head: Head
-    ) -> TreePrompt:
-        """Return a prompt that is rendered as a whole, with the reason for it."""
-        reason, relative = self._why(call, messages, match, head)
-        after = relative.turn if relative is not None else None
-        return self._tree.begin(as_messages(messages, self._index.calls), call.tools, reason, after)
+    def _begin(self, call: ModelCall, messages: Sequence[ClientMessage], beginning: _Beginning) -> TreePrompt:
+        """Return a prompt that is rendered as a whole."""
+        after = beginning.after.turn if beginning.after is not None else None
+        return self._tree.begin(as_messages(messages, self._index.calls), call.tools, beginning.reason, after)
 
     def _why(
         self, call: ModelCall, messages: Sequence[ClientMessage], match: Match, head: Head
-    ) -> tuple[ForkReason, RecordedTurn | None]:
+    ) -> _Beginning:
         if match.turn is not None:
-            return self._why_not_extended(messages, match), match.turn
+            return _Beginning(self._why_not_extended(messages, match), match.turn)
         again = self._index.answers(match.state)
         if again:
-            return ForkReason.BRANCH, again[0]
+            return _Beginning(ForkReason.BRANCH, again[0])
         summary = self._summary(messages, match, head)
         if summary is not None:
-            return ForkReason.COMPACTION, summary
+            return _Beginning(ForkReason.COMPACTION, summary, is_summary=True)
         if match.changed is not None:
-            return ForkReason.ANSWER_CHANGED, match.changed
+            return _Beginning(ForkReason.ANSWER_CHANGED, match.changed)
         if match.relative is not None:
-            return self._why_changed(call, match.relative, match, head), match.relative
+            return _Beginning(self._why_changed(call, match.relative, match, head), match.relative)
         missing = match.missing
-        return (ForkReason.NEW_ROOT if missing is None else ForkReason.ANSWER_MISSING), missing
+        return _Beginning(ForkReason.NEW_ROOT if missing is None else ForkReason.ANSWER_MISSING, missing)
 
     def _why_changed(self, call: ModelCall, relative: RecordedTurn, match: Match, head: Head) -> ForkReason:
         """Return why a call does not begin as the conversation of which it has an answer."""
@@ -363,6 +377,4 @@ class TurnCapture:
             # A client says what its call was for, or takes the answer of a call beside the conversation into it.
             if last.call.lane.purpose == "compaction" or (last is repeated and last.head != head):
                 found = last
-        if found is not None:
-            self._compacted.add(found.turn.turn_id)
         return found

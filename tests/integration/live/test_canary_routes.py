@@ -13,7 +13,7 @@ from api_schemas.inference import BackendSpec
 from api_schemas.sessions import Canary, OpenedSession, SessionRequest
 from rollout_client.client import InvalidRequestError, UnavailableError
 from rollout_service.http.api_keys import Role, needed_role
-from tests.support.live_service import Echoes, LiveService, RecordingEngine, live_service
+from tests.support.live.child_service import Echoes, LiveService, RecordingEngine, live_service
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 

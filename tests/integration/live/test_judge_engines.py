@@ -40,8 +40,8 @@ from rollout_service.testing import Fault, ScriptedEngine
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.echoing import write
 from tests.support.gateway.service import POLICY, scripted
-from tests.support.live_judge import MarksSeen
-from tests.support.live_store import a_session, a_turn
+from tests.support.live.judge import MarksSeen
+from tests.support.live.store import a_session, a_turn
 
 pytestmark = pytest.mark.anyio
 RENDERER = ChatRenderer.load(POLICY, "qwen3")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts.sessions import ClosedBecause, MarkReason, MaskReason
 from rollout_service.live.contract import LiveStore
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from tests.support.live_store import a_session, a_state, a_turn, explicit, judged
+from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
 SESSIONS = st.sampled_from(["a", "b", "c"])
 TURNS = st.integers(0, 4)

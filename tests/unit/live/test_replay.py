@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import TurnKind
@@ -130,6 +130,7 @@ def seen(planned: PlannedTurn) -> Any:
 
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 14))
+@example(seed=21187, steps=11)  # a summary is followed by a turn of which nothing is kept
 def test_a_rebuilt_session_goes_on_as_the_original(seed: int, steps: int) -> None:
     session = Stored(Random(seed))
     for _ in range(steps):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from tests.support.live_store import a_session, a_turn, explicit, judged
+from tests.support.live.store import a_session, a_turn, explicit, judged
 
 VALUES = st.sampled_from([-1.0, 0.0, 0.25, 1.0])
 STEPS = st.one_of(

@@ -20,9 +20,9 @@ from rollout_service.live.replay import TurnPrompt
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.tokens import ChatRenderer
-from tests.support.live_judge import Said, SaysNext
-from tests.support.live_pools import FunctionEngines, FunctionModels, generation
-from tests.support.live_store import a_state, a_turn
+from tests.support.live.judge import Said, SaysNext
+from tests.support.live.pools import FunctionEngines, FunctionModels, generation
+from tests.support.live.store import a_state, a_turn
 
 pytestmark = pytest.mark.anyio
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")

@@ -13,8 +13,8 @@ from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from tests.support.live_judge import MarksSeen, SaysNext, ServedPools, a_judge
-from tests.support.live_store import a_session, a_state, a_turn, explicit
+from tests.support.live.judge import MarksSeen, SaysNext, ServedPools, a_judge
+from tests.support.live.store import a_session, a_state, a_turn, explicit
 
 pytestmark = pytest.mark.anyio
 GOOD, BAD = r"\boxed{1}", r"\boxed{-1}"

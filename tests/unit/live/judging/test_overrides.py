@@ -11,7 +11,7 @@ from rollout_service.errors import ConfigurationError
 from rollout_service.live.contract import NextStateRecord, TurnRecord
 from rollout_service.live.judging import overrides
 from rollout_service.live.judging.overrides import Overrides, repeated_share
-from tests.support.live_store import a_state, a_turn
+from tests.support.live.store import a_state, a_turn
 
 ERROR = NextStateRecord(role="tool", text="Error: no", is_error=True, arrived_at=1.0)
 PROSE = """The service starts a sandbox for each task, drives an agent against the engines of a trainer, scores the

@@ -13,7 +13,7 @@ from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.policies.serving import ServedModel
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
-from tests.support.live_pools import FunctionEngines, FunctionModels, generation
+from tests.support.live.pools import FunctionEngines, FunctionModels, generation
 
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
 pytestmark = pytest.mark.anyio

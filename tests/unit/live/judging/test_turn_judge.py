@@ -14,8 +14,8 @@ from rollout_service.live.contract import NextStateRecord
 from rollout_service.live.judging.prompt import hint_rubric, question, value_rubric
 from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.settings.live import LiveJudgeSettings
-from tests.support.live_judge import SaysNext, a_judge
-from tests.support.live_store import a_state, a_turn
+from tests.support.live.judge import SaysNext, a_judge
+from tests.support.live.store import a_state, a_turn
 
 pytestmark = pytest.mark.anyio
 GOOD, BAD, UNSURE = r"It worked. \boxed{1}", r"It did not. \boxed{-1}", r"Who knows. \boxed{0}"

@@ -13,7 +13,7 @@ from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.live.contract import SessionRecord, TurnFate
 from rollout_service.live.parts.decision import Moment, TurnDecision, decide
-from tests.support.live_store import a_session
+from tests.support.live.store import a_session
 
 NOW = 100.0
 JUDGE_IS_ON = Moment(NOW, judging_since=0.0)

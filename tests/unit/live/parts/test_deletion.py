@@ -12,7 +12,7 @@ from api_schemas.sessions import DeletedSessions
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec import turn_marks
-from tests.support.live_parts import LiveBench, live_bench
+from tests.support.live.parts import LiveBench, live_bench
 
 pytestmark = pytest.mark.anyio
 

@@ -24,8 +24,8 @@ from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.tokens import check_invariants
-from tests.support.live_parts import LiveBench, live_bench
-from tests.support.live_store import explicit, judged
+from tests.support.live.parts import LiveBench, live_bench
+from tests.support.live.store import explicit, judged
 from tests.unit.live.test_replay import RENDERER
 
 pytestmark = pytest.mark.anyio

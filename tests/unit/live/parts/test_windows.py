@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.live.contract import PartRecord
 from rollout_service.live.parts.windows import PartGroup, next_window
-from tests.support.live_store import a_session
+from tests.support.live.store import a_session
 
 
 def group(session: str, user: str = "u", tenant: str = "default", part: int = 0) -> PartGroup:

@@ -31,7 +31,7 @@ from rollout_service.store.runs_contract import BatchLeaseRequest, RunStore
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
 from tests.support.attempts import attempt_context
-from tests.support.live_store import a_session, a_state, judged
+from tests.support.live.store import a_session, a_state, judged
 from tests.unit.live.test_replay import RENDERER, Stored
 
 
