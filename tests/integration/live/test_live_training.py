@@ -17,6 +17,16 @@ from tests.support.live.service import LiveService, live_service
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+def store(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return the settings of the store of runs and rollouts."""
+    if request.param == "sqlite":
+        return {}
+    config = request.getfixturevalue("shared_redis").config()
+    return {"store": {"url": config.url, "prefix": config.prefix}}
+
+
 RUN = {
     "run_id": "live",
     "source": {"kind": "inline", "open": True},
@@ -56,8 +66,8 @@ def read_all(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-async def test_a_conversation_becomes_a_batch(tmp_path: Path) -> None:
-    async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine]) as service:
+async def test_a_conversation_becomes_a_batch(tmp_path: Path, store: dict[str, Any]) -> None:
+    async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine], **store) as service:
         await create_run(service)
         name = await talk(service, [1.0, -1.0])
         batch = await lease(service)
@@ -106,3 +116,17 @@ async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_pa
         for said in (b"question of a person", b"said about answer", b"Better?"):
             assert said not in left
         assert (await service.http.get(f"/v1/sessions/{name}")).status_code == 404
+
+
+async def test_deleted_sessions_are_in_no_later_batch(tmp_path: Path, store: dict[str, Any]) -> None:
+    async with scripted(*["Hello."] * 3) as engine, live_service(tmp_path, [engine], **store) as service:
+        await create_run(service, batch_size=2)
+        await talk(service, [1.0], user="alice")
+        answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
+        deleted = DeletedSessions.model_validate_json(answer.content)
+        assert (deleted.sessions, deleted.turns, deleted.leased) == (1, 1, [])
+        others = {await talk(service, [1.0], user=name) for name in ("bob", "carol")}
+        batch = await lease(service)
+        assert batch is not None
+        rollouts = [sample.rollout for group in batch.groups for sample in group.samples]
+        assert {rollout.session.session_id for rollout in rollouts if rollout.session} == others
