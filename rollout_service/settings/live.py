@@ -90,6 +90,6 @@ class LiveSettings(Section):
     detectors: list[str] = ["secrets"]
     """What is looked for before a turn is stored: names of built-in detectors, or of plug-ins. A turn with a match is
     not trained on, and its text is not stored."""
-    share_prefixes: bool = True
+    share_prefixes: bool = False
     """Whether tenants may share cached prefixes on an engine, which can tell one of them what another has sent."""
     judge: LiveJudgeSettings = LiveJudgeSettings()
