@@ -45,7 +45,7 @@ class CapturePolicy:
     schema: their log-probabilities are not the policy's own."""
 
 
-class _Beginning(NamedTuple):
+class _ForkCause(NamedTuple):
     """Why a prompt is rendered as a whole."""
 
     reason: ForkReason
@@ -187,9 +187,9 @@ class TurnCapture:
         match = self._index.match(messages, head)
         if (extended := self._extend(call, messages, match)) is not None:
             return PlannedTurn(self.renderer, call, extended, head, match, messages)
-        beginning = self._why(call, messages, match, head)
-        prompt = self._begin(call, messages, beginning)
-        compacts = beginning.is_summary
+        cause = self._why(call, messages, match, head)
+        prompt = self._begin(call, messages, cause)
+        compacts = cause.is_summary
         return PlannedTurn(self.renderer, call, prompt, head, match, messages, compacts=compacts)
 
     def record(self, planned: PlannedTurn, generation: Generation, *, delivered: bool) -> None:
@@ -320,28 +320,28 @@ class TurnCapture:
             for place, message in enumerate(rendered)
         ]
 
-    def _begin(self, call: ModelCall, messages: Sequence[ClientMessage], beginning: _Beginning) -> TreePrompt:
+    def _begin(self, call: ModelCall, messages: Sequence[ClientMessage], cause: _ForkCause) -> TreePrompt:
         """Return a prompt that is rendered as a whole."""
-        after = beginning.after.turn if beginning.after is not None else None
-        return self._tree.begin(as_messages(messages, self._index.calls), call.tools, beginning.reason, after)
+        after = cause.after.turn if cause.after is not None else None
+        return self._tree.begin(as_messages(messages, self._index.calls), call.tools, cause.reason, after)
 
     def _why(
         self, call: ModelCall, messages: Sequence[ClientMessage], match: Match, head: Head
-    ) -> _Beginning:
+    ) -> _ForkCause:
         if match.turn is not None:
-            return _Beginning(self._why_not_extended(messages, match), match.turn)
+            return _ForkCause(self._why_not_extended(messages, match), match.turn)
         again = self._index.answers(match.state)
         if again:
-            return _Beginning(ForkReason.BRANCH, again[0])
+            return _ForkCause(ForkReason.BRANCH, again[0])
         summary = self._summary(messages, match, head)
         if summary is not None:
-            return _Beginning(ForkReason.COMPACTION, summary, is_summary=True)
+            return _ForkCause(ForkReason.COMPACTION, summary, is_summary=True)
         if match.changed is not None:
-            return _Beginning(ForkReason.ANSWER_CHANGED, match.changed)
+            return _ForkCause(ForkReason.ANSWER_CHANGED, match.changed)
         if match.relative is not None:
-            return _Beginning(self._why_changed(call, match.relative, match, head), match.relative)
+            return _ForkCause(self._why_changed(call, match.relative, match, head), match.relative)
         missing = match.missing
-        return _Beginning(ForkReason.NEW_ROOT if missing is None else ForkReason.ANSWER_MISSING, missing)
+        return _ForkCause(ForkReason.NEW_ROOT if missing is None else ForkReason.ANSWER_MISSING, missing)
 
     def _why_changed(self, call: ModelCall, relative: RecordedTurn, match: Match, head: Head) -> ForkReason:
         """Return why a call does not begin as the conversation of which it has an answer."""
