@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import anyio
+import httpx
 import pytest
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
@@ -64,6 +65,56 @@ async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_ne
         shown = await service.show(opened.session.session_id)
         assert shown.counts.served == shown.counts.waiting == 2
         assert shown.user != "alice"
+
+
+async def test_a_side_request_between_two_main_ones_changes_nothing(tmp_path: Path) -> None:
+    engine = scripted("Hello.", "A title", "Better?")
+    async with engine as running, live_service(tmp_path, [running]) as service:
+        opened = await service.open()
+        assert opened.key is not None
+        await service.ask(opened.key, "Hi")
+        side = {"X-Turn-Type": "side"}
+        await service.ask(opened.key, "Hi", "Hello.", "Make a title of this.", headers=side)
+        await service.ask(opened.key, "Hi", "Hello.", "Not so short!")
+        turns = await delivered(service, opened.session.session_id, 3)
+        assert [turn.mask for turn in turns] == [None, MaskReason.SIDE, None]
+
+        async def followed():
+            turns = await service.turns(opened.session.session_id)
+            return turns if turns[0].next_state is not None else None
+
+        first, title, last = await until(followed)
+        assert "Not so short!" in first.next_state.text
+        assert "title" not in first.next_state.text
+        assert (title.next_state, last.next_state) == (None, None)
+
+
+async def test_all_results_of_a_turns_tools_are_what_followed_it(tmp_path: Path) -> None:
+    calls = "".join(
+        f'<tool_call>\n{{"name": "look", "arguments": {{"at": {at}}}}}\n</tool_call>' for at in range(3)
+    )
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    async with scripted(calls, "Done.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
+        headers = {"authorization": f"Bearer {opened.key}"}
+        messages = [{"role": "user", "content": "Look."}]
+        async with httpx.AsyncClient(base_url=service.gateway_url, headers=headers, timeout=30) as http:
+            body = {"model": "policy", "messages": messages, "tools": tools}
+            answer = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": f"seen {number}"}
+                for number, call in enumerate(answer["tool_calls"])
+            ]
+            body["messages"] = [*messages, answer, *results]
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+
+        async def followed():
+            turn = await service.store.turn(opened.session.session_id, 0)
+            return turn.next_state if turn is not None else None
+
+        state = await until(followed)
+        assert state.role == "tool"
+        assert all(f"seen {number}" in state.text for number in range(3))
 
 
 async def test_the_same_apis_answer_below_the_sessions_url(tmp_path: Path) -> None:
