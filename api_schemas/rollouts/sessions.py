@@ -100,7 +100,7 @@ class NextState(WireModel):
     role: Literal["user", "tool", "mixed"]
     chars: Integer
     sha256: str
-    """Of the text, in UTF-8."""
+    """The SHA-256 of the text, encoded as UTF-8."""
     text: Annotated[str | None, Field(exclude_if=lambda text: text is None)] = None
     """The text; left out unless the run asks for it."""
 

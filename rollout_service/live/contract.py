@@ -169,9 +169,14 @@ class LiveStore(Protocol):
     async def session_of_key(self, key_hash: bytes) -> SessionRecord | None: ...
 
     async def sessions(
-        self, *, before: tuple[float, str] | None = None, limit: int = 100, is_open: bool | None = None
+        self,
+        *,
+        before: tuple[float, str] | None = None,
+        limit: int = 100,
+        is_open: bool | None = None,
+        user: str | None = None,
     ) -> Sequence[SessionRecord]:
-        """Return sessions, the newest first, that were opened before this time and id."""
+        """Return sessions, the newest first, that were opened before this time and id; `user` is a hash."""
         ...
 
     async def group(self, name: str) -> Sequence[SessionRecord]:

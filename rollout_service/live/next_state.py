@@ -1,7 +1,7 @@
 """What followed an answer: the client's messages since it, as one text for a judge.
 
 Guarantees: every message of a user or a tool is in the text, whole, with its role and the name of its tool, in the
-order in which it came. Messages of the assistant and of the system are no evidence and are left out.
+order in which it came. Messages from the assistant or the system say nothing about the answer, and are left out.
 """
 
 from __future__ import annotations

@@ -249,11 +249,10 @@ class LiveSessions:
 
     async def _close_all_of(self, user: str) -> None:
         before: tuple[float, str] | None = None
-        while page := await self._store.sessions(before=before, limit=_PAGE, is_open=True):
+        while page := await self._store.sessions(before=before, limit=_PAGE, is_open=True, user=user):
             before = (page[-1].opened_at, page[-1].session_id)
             for record in page:
-                if record.user == user:
-                    await self._close(record.session_id, ClosedBecause.DELETED)
+                await self._close(record.session_id, ClosedBecause.DELETED)
 
     async def feedback(self, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
         """Take what a user says of an answer; it wins over the judge.

@@ -59,6 +59,15 @@ async def test_sessions_come_newest_first_and_in_pages(store: LiveStore) -> None
     assert len(await store.sessions(is_open=True)) == 4
 
 
+async def test_sessions_can_be_asked_for_by_their_user(store: LiveStore) -> None:
+    for number, user in enumerate(("alice", "bob", "alice")):
+        await store.open(a_session(f"s{number}", user=user, opened_at=float(number)))
+    await store.close_session("s0", ClosedBecause.EXPLICIT, 10.0)
+    assert [one.session_id for one in await store.sessions(user="alice")] == ["s2", "s0"]
+    assert [one.session_id for one in await store.sessions(user="alice", is_open=True)] == ["s2"]
+    assert not await store.sessions(user="")
+
+
 async def test_a_session_closes_once(store: LiveStore) -> None:
     await store.open(a_session())
     assert await store.close_session("s", ClosedBecause.EXPLICIT, 5.0)

@@ -105,10 +105,12 @@ class SessionDeletion:
     async def _sessions(self, session_id: str | None, user: str | None) -> list[str]:
         if session_id is not None:
             return [session_id]
+        if user is None:
+            raise ValueError("name a session or a user")
         found: list[str] = []
         before = None
-        while page := await self._live.sessions(before=before, limit=_PAGE):
-            found += [session.session_id for session in page if session.user == user]
+        while page := await self._live.sessions(before=before, limit=_PAGE, user=user):
+            found += [session.session_id for session in page]
             before = (page[-1].opened_at, page[-1].session_id)
         return found
 

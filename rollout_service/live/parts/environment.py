@@ -257,7 +257,7 @@ def parts_named(instance: dict[str, JsonValue]) -> list[tuple[str, int]]:
 
 def _gone(request: RolloutRequest) -> PartGoneError:
     return PartGoneError(
-        f"there is no part of a session for the rollout {request.rollout_id}",
+        f"rollout {request.rollout_id} has no part of a live session",
         hint="Its session was deleted or is kept by another node, or the rollout is none of a run with `live`.",
     )
 

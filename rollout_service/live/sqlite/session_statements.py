@@ -43,6 +43,7 @@ _PAGE = """
 SELECT * FROM sessions
 WHERE (:is_open IS NULL OR (closed_at IS NULL) = :is_open)
     AND (:time IS NULL OR (opened_at, session_id) < (:time, :id))
+    AND (:user IS NULL OR user = :user)
 ORDER BY opened_at DESC, session_id DESC LIMIT :limit
 """
 _HAD = """
@@ -98,11 +99,15 @@ def of_key(db: sqlite3.Connection, key_hash: bytes) -> SessionRecord | None:
 
 
 def page(
-    db: sqlite3.Connection, before: tuple[float, str] | None, limit: int, is_open: bool | None
+    db: sqlite3.Connection,
+    before: tuple[float, str] | None,
+    limit: int,
+    is_open: bool | None,
+    user: str | None,
 ) -> list[SessionRecord]:
     """Return sessions, the newest first."""
     time, session_id = before or (None, None)
-    values = {"time": time, "id": session_id, "limit": limit, "is_open": is_open}
+    values = {"time": time, "id": session_id, "limit": limit, "is_open": is_open, "user": user}
     return [_session(db, row) for row in db.execute(_PAGE, values).fetchall()]
 
 

@@ -87,9 +87,14 @@ class SqliteLiveStore(LiveStore):
         return await self._read(lambda db: session_statements.of_key(db, key_hash))
 
     async def sessions(
-        self, *, before: tuple[float, str] | None = None, limit: int = 100, is_open: bool | None = None
+        self,
+        *,
+        before: tuple[float, str] | None = None,
+        limit: int = 100,
+        is_open: bool | None = None,
+        user: str | None = None,
     ) -> Sequence[SessionRecord]:
-        return await self._read(lambda db: session_statements.page(db, before, limit, is_open))
+        return await self._read(lambda db: session_statements.page(db, before, limit, is_open, user))
 
     async def group(self, name: str) -> Sequence[SessionRecord]:
         return await self._read(lambda db: session_statements.group(db, name))
