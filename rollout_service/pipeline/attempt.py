@@ -14,6 +14,8 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.external import AgentKind
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
 from api_schemas.rollouts.sessions import RolloutKind
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import waits_for
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.environments.contract import Environment, RecordedPolicies
 from rollout_service.episodes import Episode, EpisodeLimits, GatewayAccess, Policy, Score
@@ -106,7 +108,9 @@ class Attempt:
         state = RolloutState(stage.value)
         if state is self._state:
             return
-        if not await self._context.store.advance(self.lease, self._context.owner, state):
+        with waits_for(StepKind.STORE, f"record the stage {stage}"):
+            is_held = await self._context.store.advance(self.lease, self._context.owner, state)
+        if not is_held:
             raise LeaseLostError(self.lease.rollout_id)
         self._state = state
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import anyio
 
 from api_schemas.rollouts import RolloutRequest
+from rollout_service.activity import ActivityBoard
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Policy
 from rollout_service.gateway.external import ExternalAgents
@@ -102,5 +103,7 @@ class AttemptContext:
     """The agents that run elsewhere."""
     subagent_slots: FairSlots = field(default_factory=lambda: FairSlots(DEFAULT_SUBAGENT_SLOTS))
     """The places of sub-agents at work, over all episodes."""
+    activities: ActivityBoard = field(default_factory=ActivityBoard)
+    """What the attempts under way do and wait for."""
     is_stopping: Callable[[], bool] = lambda: False
     """Whether the service has begun to end."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import anyio
 
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import waits_for
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode
 from rollout_service.pipeline.artifacts import Artifacts
@@ -45,9 +47,10 @@ class EpisodeSandboxes:
         listens: bool = False,
     ) -> None:
         """Start the episode's sandbox, as `SandboxSource.start` does."""
-        with timer.sandbox():
+        with timer.sandbox(), waits_for(StepKind.SANDBOX_START, spec.image or "") as step:
             self._episode = episode
             episode.sandbox = await self._source.start(spec, self._label, sessions, listens=listens)
+            step.note(sandbox=episode.sandbox.id)
 
     async def start_with_artifacts(
         self, episode: Episode, spec: EnvironmentSpec, timer: Timer, checkpoint: int | None = None
@@ -71,7 +74,7 @@ class EpisodeSandboxes:
     async def open_sessions(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:
         """Open the agent's sessions, which spares its first call the wait."""
         if episode.sandbox is not None:
-            with timer.sandbox():
+            with timer.sandbox(), waits_for(StepKind.SESSION, ", ".join(sorted(spec.sessions))):
                 await open_sessions(episode.sandbox, spec.sessions)
 
     async def pack(self, episode: Episode, spec: EnvironmentSpec) -> None:
@@ -89,7 +92,8 @@ class EpisodeSandboxes:
         """Close the sandbox; the next one can take its place if the ticket is kept. Idempotent."""
         if self._episode is not None and self._episode.sandbox is not None:
             sandbox, self._episode.sandbox = self._episode.sandbox, None
-            await sandbox.close()
+            with waits_for(StepKind.SANDBOX_END, sandbox=sandbox.id):
+                await sandbox.close()
         if not keep_ticket and self._ticket is not None:
             ticket, self._ticket = self._ticket, None
             ticket.release()

@@ -28,6 +28,8 @@ from anyio.abc import TaskGroup
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Stage
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import waits_for
 from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError
 from rollout_service.pipeline.claims import ClaimRules
@@ -260,8 +262,11 @@ class Pipeline:
                 active.scope.cancel()
 
     async def _work(self, active: ActiveRollout) -> None:
-        rollout_id = active.lease.rollout_id
-        with structlog.contextvars.bound_contextvars(rollout_id=rollout_id, attempt=active.lease.attempt):
+        rollout_id, attempt = active.lease.rollout_id, active.lease.attempt
+        working = self._context.activities.working(
+            rollout_id, attempt=attempt, environment=active.lease.request.task.environment
+        )
+        with structlog.contextvars.bound_contextvars(rollout_id=rollout_id, attempt=attempt), working:
             try:
                 await self._attempt(active)
             except LeaseLostError:
@@ -429,7 +434,7 @@ class Pipeline:
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
         """Write how an attempt ended; keep trying until the store accepts it."""
-        with anyio.CancelScope(shield=True):
+        with anyio.CancelScope(shield=True), waits_for(StepKind.STORE, what):
             held = await retry_until_stored(what, write)
         if not held:
             raise LeaseLostError(attempt.lease.rollout_id)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from api_schemas.rollouts import Span, Stage
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import current_activity, waits_for
 from rollout_service.episodes import WorkClock
 from rollout_service.errors import StageTimeoutError
 from rollout_service.pipeline.semaphore import ResizableSemaphore, SemaphoreLike
@@ -129,11 +131,16 @@ class StageLimiter:
 
         `since` is a reading of `time.perf_counter`; `then`, if given, is awaited once the worker is held.
         """
+        if (activity := current_activity()) is not None:
+            activity.stage = self.stage
         with self._metrics.track_waiting(self.stage):
-            await slot.take_place(self.places)
-            await slot.take_worker(self.workers)
+            with waits_for(StepKind.PLACE, self.stage):
+                await slot.take_place(self.places)
+            with waits_for(StepKind.WORKER, self.stage):
+                await slot.take_worker(self.workers)
             if then is not None:
-                await then()
+                with waits_for(StepKind.HOST):
+                    await then()
         waited = time.perf_counter() - since
         self._metrics.observe_queue_seconds(self.stage, waited)
         return waited

@@ -15,6 +15,8 @@ from typing import Protocol
 import anyio
 
 from api_schemas.rollouts import RolloutRequest, Span, Stage, StopReason
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import waits_for
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.episodes import (
     SANDBOX_ENDED_SCORE,
@@ -148,7 +150,8 @@ class StageRunner:
                 await self._sandboxes.start(episode, spec, timer, spec.sessions, listens=listens)
             async with open_task_group() as tasks:
                 tasks.start_soon(self._sandboxes.open_sessions, episode, spec, timer)
-                await self._environment.init(episode)
+                with waits_for(StepKind.SETUP, spec.name):
+                    await self._environment.init(episode)
         return episode
 
     async def _rollout(self, episode: Episode) -> None:
@@ -157,7 +160,8 @@ class StageRunner:
             await self._run_agent(episode, timer)
             spec = self._environment.spec
             if spec.evaluate_in is EvaluateIn.FRESH:
-                await self._sandboxes.pack(episode, spec)
+                with waits_for(StepKind.ARTIFACTS, "pack"):
+                    await self._sandboxes.pack(episode, spec)
             if spec.evaluate_in is not EvaluateIn.SAME:
                 await self._sandboxes.close()
             self._policy.close()
@@ -217,7 +221,10 @@ class StageRunner:
             await environment.execute(episode)
             if not await self._end_agent(episode):
                 return SANDBOX_ENDED_SCORE
-        return await environment.evaluate(episode)
+        with waits_for(StepKind.GRADER, spec.name) as step:
+            score = await environment.evaluate(episode)
+            step.note(reward=score.reward)
+        return score
 
     async def _score_checkpoints(self, episode: Episode, timer: Timer) -> None:
         for number in range(self._sandboxes.checkpoints):

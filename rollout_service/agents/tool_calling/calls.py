@@ -16,7 +16,9 @@ from itertools import groupby
 import anyio
 
 from api_schemas.rollouts import StopReason
+from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message, ToolCall
+from rollout_service.activity import waits_for
 from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import Tool, ToolContext, ToolResult, by_name
 from rollout_service.episodes import Episode
@@ -107,7 +109,8 @@ class ToolCalls:
             with anyio.CancelScope(
                 deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
             ):
-                return await tool(call.arguments, context)
+                with waits_for(StepKind.TOOL, tool.name, call=call.id):
+                    return await tool(call.arguments, context)
         except ToolInputError as error:
             return ToolResult(str(error))
         except LimitExceededError as error:

@@ -11,6 +11,8 @@ from collections import deque
 
 import anyio
 
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import waits_for
 from rollout_service.inference.contract import GenerateRequest, Generation, TokenSink
 from rollout_service.inference.errors import (
     BackendProtocolError,
@@ -106,7 +108,7 @@ class Dispatcher:
         free = self._free(self._registry.ready() or await self._hold())
         if free and not self._queue:
             return free
-        with self._queue.join(arrival) as waiter:
+        with waits_for(StepKind.POOL_QUEUE, self._registry.name), self._queue.join(arrival) as waiter:
             while not (free and self._queue.is_next(waiter)):
                 await waiter.wait()
                 free = self._free(self._registry.ready() or await self._hold())
@@ -140,7 +142,11 @@ class Dispatcher:
     ) -> Generation:
         answer: Generation | None = None
         try:
-            answer = await handle.generate(request, on_tokens)
+            with waits_for(
+                StepKind.ENGINE, handle.id, request=request.request_id, prompt_tokens=len(request.input_ids)
+            ) as step:
+                answer = await handle.generate(request, on_tokens)
+                step.note(tokens=len(answer.output_ids), cached_tokens=answer.cached_tokens)
         finally:
             self._answered.append((decision, request, answer))
             asyncio.get_running_loop().call_soon(self._learn)
@@ -166,7 +172,7 @@ class Dispatcher:
     async def _hold(self) -> list[BackendHandle]:
         """Wait for a backend in service, up to `hold_seconds`."""
         name, seconds = self._registry.name, self._options.hold_seconds
-        with anyio.move_on_after(seconds):
+        with waits_for(StepKind.PAUSED_POOL, name), anyio.move_on_after(seconds):
             while not (ready := self._registry.ready()):
                 if not self._registry:
                     raise NoBackendError(

@@ -1,0 +1,1 @@
+"""What pages and terminals show: the service at a glance, rollouts as rows, and what is stuck."""

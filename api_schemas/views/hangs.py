@@ -1,0 +1,120 @@
+"""What is slower than its own history says, what it waits for, and what a person can do about it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import JsonValue
+
+from api_schemas.base import RolloutId, StrEnum, Timestamp, WireModel
+from api_schemas.rollouts.stages import Stage
+from api_schemas.rollouts.steps import StepKind
+
+
+class HangVerdict(StrEnum):
+    """How bad it is."""
+
+    STUCK = "stuck"
+    """It takes longer than its history says, and nothing moves."""
+    SLOW = "slow"
+    """It takes longer than its history says, but moves: tokens arrive, or the command uses the processor."""
+    HELD = "held"
+    """Something that is meant to holds it back: a pause, a full queue, a host under pressure."""
+
+
+class UsualTimes(WireModel):
+    """How long the same step took before, in seconds, in this environment and stage."""
+
+    count: int
+    p50: float
+    p95: float
+    p99: float
+
+
+class StackFrame(WireModel):
+    """One frame of what a task is waiting in. It has no values of variables, which could be secrets."""
+
+    file: str
+    line: int
+    function: str
+    ours: bool = False
+    """Whether the code is this project's; the frames of libraries may be folded."""
+
+
+class OpenWait(WireModel):
+    """What a rollout under way does or waits for now."""
+
+    kind: StepKind
+    name: str = ""
+    lane: str = ""
+    stage: Stage | None = None
+    since: Timestamp
+    seconds: float
+    progress_seconds: float | None = None
+    """The time since something last moved, such as a token that arrived; null if nothing that is watched has moved."""
+    detail: dict[str, JsonValue] = {}
+    """As in `RolloutStep.detail`, as far as it is known."""
+
+
+class RolloutActivity(WireModel):
+    """What a rollout under way is doing, at the node that works on it."""
+
+    rollout_id: RolloutId
+    node: str
+    environment: str
+    attempt: int
+    stage: Stage | None
+    since: Timestamp
+    """When the attempt began."""
+    waits: list[OpenWait]
+    """What it does or waits for, the outermost first."""
+    stack: list[StackFrame] = []
+    """Where the task of the innermost wait is suspended, the outermost frame first."""
+
+
+class HangFinding(WireModel):
+    """Rollouts that wait for the same thing, and longer than usual. One dead engine is one finding, not 500."""
+
+    finding_id: str
+    """The same from its beginning to its end."""
+    verdict: HangVerdict
+    kind: StepKind | Literal["event_loop"]
+    """What is waited for; `event_loop` if code that does not yield keeps everything waiting."""
+    subject: str
+    """What it is about: a backend, a sandbox, a tool, a pool, a stage, or the store."""
+    stage: Stage | None = None
+    environment: str = ""
+    since: Timestamp
+    seconds: float
+    """How long the oldest of them has waited."""
+    usual: UsualTimes | None = None
+    """Null if there are too few earlier ones to tell."""
+    responds: bool | None = None
+    """Whether what is waited for answers a probe: false for an engine or a sandbox that is gone; null if it cannot be
+    asked."""
+    rollouts: list[RolloutId] = []
+    """The rollouts that wait, the oldest first, 20 at most."""
+    count: int = 0
+    """How many they are."""
+    message: str
+    """What is stuck and why, in a sentence."""
+    hint: str
+    """What will end it, and what a person can do."""
+    detail: dict[str, JsonValue] = {}
+    stack: list[StackFrame] = []
+    """Where the task of the oldest is suspended; for `event_loop`, where the code is that does not yield."""
+
+
+class HangReport(WireModel):
+    """What is stuck, slow or held back at the nodes that were asked; empty lists are good news."""
+
+    node: str
+    at: Timestamp
+    working: int
+    """The rollouts under way that were looked at."""
+    loop_lag_seconds: float
+    """The longest delay of the event loop within the last ten seconds."""
+    findings: list[HangFinding] = []
+    """The worst first: `stuck`, then `slow`, then `held`; within these, the oldest first."""
+    source: Literal["service", "state_folder"] = "service"
+    """Whether the service answered, or its watchdog's last report was read from the state folder."""

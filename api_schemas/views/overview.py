@@ -1,0 +1,99 @@
+"""The service at a glance: what `GET /v1/overview` answers, and what its stream sends once a second.
+
+Numbers are those of the node that answers, unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from api_schemas.base import Timestamp, WireModel
+from api_schemas.inference import BackendView
+from api_schemas.nodes import NodeView
+from api_schemas.rollouts import RolloutState, Stage
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.runs import RunState
+from api_schemas.views.hangs import HangFinding
+from api_schemas.views.summaries import ErrorGroup
+
+
+class StageOverview(WireModel):
+    """A stage of the pipeline now."""
+
+    stage: Stage
+    working: int
+    workers: int
+    waiting: int
+    """Rollouts that wait for a worker."""
+    places: int
+    """The most that may wait."""
+    oldest_seconds: float = 0.0
+    """How long the oldest has been in the stage."""
+    waits_for: dict[StepKind, int] = {}
+    """What the rollouts that work in it do or wait for now."""
+
+
+class BackendOverview(WireModel):
+    """An engine now."""
+
+    backend: BackendView
+    cached_share: float | None = None
+    """The share of prompt tokens of the last minute that its prefix cache had; null if it read none."""
+    requests_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    p50_seconds: float | None = None
+    """The median time of its requests of the last minute."""
+
+
+class RunOverview(WireModel):
+    """A run in progress, in brief."""
+
+    run_id: str
+    state: RunState
+    pool: str
+    version: int
+    acceptance_rate: float
+    open_groups: int
+    ready_groups: int
+    acknowledged_groups: int
+    dropped: dict[str, int] = {}
+    staleness: float | None = None
+    """How many versions the oldest token of the newest closed group is behind."""
+    problem: str | None = None
+
+
+class Overview(WireModel):
+    """The service at a glance."""
+
+    at: Timestamp
+    version: str
+    node: str
+    role: Literal["read", "submit", "admin"] = "admin"
+    """What the caller's key allows; `admin` if no keys are set. Streams leave it as it is."""
+    uptime_seconds: float
+    last_event: int
+    """The id of the newest event, so that a page knows whether its lists are out of date."""
+    ready: bool
+    reasons: list[str] = []
+    """Why it takes no work."""
+    warnings: list[str] = []
+    counts: dict[RolloutState, int]
+    """Rollouts in each state, over the whole store."""
+    finished_per_second: float
+    """Over the last 30 seconds, at this node."""
+    outcomes: dict[str, int] = {}
+    """Rollouts that ended within the last five minutes at this node, by `completed`, `cancelled` and error code."""
+    success_share: float | None = None
+    """The share of those that completed; null if none ended."""
+    stages: list[StageOverview]
+    nodes: list[NodeView] = []
+    backends: list[BackendOverview] = []
+    paused_pools: list[str] = []
+    runs: list[RunOverview] = []
+    """The runs in progress, the newest first, 20 at most."""
+    errors: list[ErrorGroup] = []
+    """The last failures, grouped, 20 groups at most."""
+    findings: list[HangFinding] = []
+    """What is stuck, slow or held back, without stacks."""
+    sessions_open: int = 0
+    """Live sessions that are open."""

@@ -1,0 +1,186 @@
+"""The record of one attempt: its open steps, and those that have ended.
+
+Guarantees:
+- `waits_for` costs microseconds, never fails, and does nothing outside of an attempt.
+- A step ends with its block, however that is left, so no step outlives what it describes.
+- An attempt keeps at most `MAX_STEPS` ended steps; more are counted and dropped.
+
+The current attempt is a context variable, which tasks inherit from the task that starts them. A callback that serves an
+attempt from another task, such as a request of a black-box agent, enters it with `Activity.entered`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any
+
+from api_schemas.rollouts.stages import Stage
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.errors import describe
+
+MAX_STEPS = 4_096
+
+_CURRENT: ContextVar[Activity | None] = ContextVar("activity", default=None)
+_LANE: ContextVar[str] = ContextVar("lane", default="")
+
+
+class StepObserver:
+    """Is told of attempts and their steps, on the event loop; must be quick and must not raise.
+
+    Every method does nothing by default.
+    """
+
+    def began(self, activity: Activity) -> None:
+        """Take note of an attempt that has begun."""
+
+    def opened(self, activity: Activity, step: OpenStep) -> None:
+        """Take note of a step that has begun."""
+
+    def closed(self, activity: Activity, step: OpenStep) -> None:
+        """Take note of a step that has ended; `ended` and `error` are set."""
+
+    def finished(self, activity: Activity) -> None:
+        """Take note of an attempt that has ended, with all its steps."""
+
+
+class OpenStep:
+    """A step that has begun. Times are on `time.perf_counter`."""
+
+    __slots__ = ("detail", "ended", "error", "kind", "lane", "moved", "name", "stage", "started", "task")
+
+    def __init__(
+        self, kind: StepKind, name: str, lane: str, stage: Stage | None, detail: dict[str, Any]
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.lane = lane
+        self.stage = stage
+        self.detail = detail
+        self.task = asyncio.current_task()
+        """The task that waits, whose stack tells where."""
+        self.started = time.perf_counter()
+        self.moved: float | None = None
+        """When something last moved, such as a token that arrived."""
+        self.ended: float | None = None
+        self.error: str | None = None
+
+    def move(self, **detail: Any) -> None:
+        """Note that something moved, and what is known now."""
+        self.moved = time.perf_counter()
+        self.detail.update(detail)
+
+    def note(self, **detail: Any) -> None:
+        """Note what is known now; this is no progress."""
+        self.detail.update(detail)
+
+
+class Activity:
+    """What one attempt does."""
+
+    def __init__(
+        self,
+        rollout_id: str,
+        *,
+        attempt: int,
+        environment: str,
+        run_id: str | None = None,
+        group: int | None = None,
+        traceparent: str | None = None,
+        observers: tuple[StepObserver, ...] = (),
+    ) -> None:
+        """Begin now; `traceparent` is that of the caller, in W3C format, if it sent one."""
+        self.rollout_id = rollout_id
+        self.attempt = attempt
+        self.environment = environment
+        self.run_id = run_id
+        self.group = group
+        self.traceparent = traceparent
+        self.stage: Stage | None = None
+        """The stage that the attempt is in, or waits for; None before the first."""
+        self.task = asyncio.current_task()
+        self.started = time.perf_counter()
+        self.started_at = time.time()
+        """The same moment as Unix time."""
+        self.open: list[OpenStep] = []
+        """The steps that have not ended, in the order in which they began."""
+        self.ended: list[OpenStep] = []
+        self.dropped = 0
+        """Ended steps that were not kept."""
+        self._observers = observers
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the current activity within the block."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+    def begin(self, step: OpenStep) -> None:
+        """Add a step that has begun."""
+        self.open.append(step)
+        for observer in self._observers:
+            observer.opened(self, step)
+
+    def end(self, step: OpenStep, error: BaseException | None) -> None:
+        """End a step."""
+        step.ended = time.perf_counter()
+        step.task = None
+        if error is not None:
+            step.error = _code(error)
+        self.open.remove(step)
+        if len(self.ended) < MAX_STEPS:
+            self.ended.append(step)
+        else:
+            self.dropped += 1
+        for observer in self._observers:
+            observer.closed(self, step)
+
+
+class waits_for:  # noqa: N801 - a context manager that reads like a statement
+    """Note within the block what the current attempt does or waits for; yields the step, for noting progress."""
+
+    __slots__ = ("_activity", "_step")
+
+    def __init__(self, kind: StepKind, name: str = "", **detail: Any) -> None:
+        self._activity = activity = _CURRENT.get()
+        stage = None if activity is None else activity.stage
+        self._step = OpenStep(kind, name, _LANE.get(), stage, detail)
+
+    def __enter__(self) -> OpenStep:
+        if self._activity is not None:
+            self._activity.begin(self._step)
+        return self._step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._activity is not None:
+            self._activity.end(self._step, error)
+
+
+@contextmanager
+def in_lane(lane: str) -> Iterator[None]:
+    """Put the steps within the block into a lane of their own."""
+    token = _LANE.set(lane)
+    try:
+        yield
+    finally:
+        _LANE.reset(token)
+
+
+def current_activity() -> Activity | None:
+    """Return the activity of the attempt that this task works for."""
+    return _CURRENT.get()
+
+
+def _code(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled"
+    return describe(error).code if isinstance(error, Exception) else type(error).__name__
