@@ -26,6 +26,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
         "test",
         pytest.param("train", marks=pytest.mark.torch),  # every flag of the trainer, which imports it
         pytest.param("live-demo", marks=pytest.mark.torch),
+        "docs",
         "lock",
         "install-apptainer",
         "install-harbor",
