@@ -209,7 +209,11 @@ class RunManager:
             if found is not None:
                 active.append(found)
                 rate = found.estimates.acceptance.rate
-                self._metrics.set_run(run.run_id, rules.group_counts(found.run.counters), rate)
+                backlog = sum(
+                    member.state is RolloutState.QUEUED for group in found.groups for member in group.members
+                )
+                counts = rules.group_counts(found.run.counters)
+                self._metrics.set_run(run.run_id, counts, rate, backlog=backlog)
         await self._share_places(active)
         if failure is not None:
             raise failure

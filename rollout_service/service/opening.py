@@ -70,6 +70,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         if store.cluster.is_shared:
             settings = claiming_less_ahead(settings)
         environments = await load_environments(settings)
+        metrics.expect(one.spec.name for one in environments.list())
         node = await _open_node(stack, settings, state_dir, metrics)
         sandboxes = SandboxSource(node.pool, settings.pipeline.artifacts_bytes)
         serving = await _open_serving(stack, settings, store, owner, state_dir, metrics)

@@ -31,8 +31,8 @@ from rollout_service.runs.dataset import reopening
 from rollout_service.settings import PipelineSettings, Settings
 from rollout_service.store.contract import Store
 from rollout_service.store.runs_contract import RetentionPolicy
+from rollout_service.telemetry.engines import PoolMetrics
 from rollout_service.telemetry.metrics import Metrics
-from rollout_service.telemetry.routing import RoutingTrace
 from sandboxes import SandboxProvider
 
 log = structlog.get_logger(__name__)
@@ -76,8 +76,9 @@ def make_pools(settings: Settings, metrics: Metrics, exclusive: Exclusive | None
     """Make the pools, which have no engine yet; `exclusive` is for engines that other services command too."""
     options = PoolOptions(hold_seconds=settings.hold_seconds)
     options_of = {name: replace(options, **pool.model_dump()) for name, pool in settings.pools.items()}
-    observer = RoutingTrace(metrics.registry)
-    return Pools(options, options_of=options_of, observer=observer, exclusive=exclusive)
+    pools = Pools(options, options_of=options_of, exclusive=exclusive)
+    pools.observe(PoolMetrics(metrics.registry, pools.views))
+    return pools
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
+from prometheus_client import Histogram
 from pydantic import JsonValue
 
 from api_schemas.errors import ErrorInfo
@@ -80,6 +81,11 @@ class Store(TurnStore, Protocol):
 
     def size_bytes(self) -> int:
         """Return the size of the store's files."""
+        ...
+
+    @property
+    def commit_seconds(self) -> Histogram:
+        """How long writes took until they were durable, each shared by the calls that waited together."""
         ...
 
     @property

@@ -71,3 +71,4 @@ class HealthMetrics(Collector):
         yield GaugeMetricFamily("rollout_store_bytes", "Size of the store's files", self.store.size_bytes())
         yield GaugeMetricFamily("rollout_store_failing", "1 while the store fails, else 0", float(failing))
         yield CounterMetricFamily("rollout_store_errors", "Calls to the store that failed", self.store.errors)
+        yield from self.store.commit_seconds.collect()

@@ -1,15 +1,18 @@
 """The metrics that an engineer on call needs first, one row each.
 
-Guarantee: every metric lives in the registry of its own service instance, so two services in one process never mix.
+Guarantees: every metric lives in the registry of its own service instance, so two services in one process never mix.
+Labels whose values are known have their series from the start, so that a board of an idle service shows 0 and a rate
+misses no first event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from itertools import islice
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -18,9 +21,20 @@ from api_schemas.rollouts import Rollout, Stage
 from rollout_service.telemetry.egress import EgressCollector
 from rollout_service.telemetry.parallel import ParallelMetrics
 from sandboxes.egress.counts import EgressCounts
+from sandboxes.scheduling.pressure import Resource
 
 STAGE_SECONDS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
 ACQUIRE_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+BY_STAGE: Final = tuple((stage.value,) for stage in Stage)
+RESOURCES: Final = tuple((resource,) for resource in get_args(Resource))
+LIMITS: Final = tuple((limit,) for limit in ("memory", "processes", "disk", "watches", "time", "output"))
+TOKEN_KINDS: Final = ("prompt", "cached", "sampled")
+ENDS: Final = (("completed", "finished"), ("failed", ""), ("cancelled", ""))
+"""A state and a stop reason for each way in which a rollout can end."""
+PRIMED_ENVIRONMENTS: Final = 100
+"""The most environments whose series exist before their first rollout has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,8 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """The upper bounds of a histogram's buckets."""
+    known: tuple[tuple[str, ...], ...] = ()
+    """The values of the labels of series that exist from the start."""
 
 
 FINISHED: Final = MetricSpec(
@@ -55,21 +71,27 @@ SAVED_TURNS: Final = MetricSpec(
     "rollout_saved_turns_total",
     "Turns saved to continue from after an interruption; dropped ones can be sampled again",
     ("outcome",),
+    known=(("saved",), ("dropped",)),
 )
 LOST_LEASES: Final = MetricSpec("rollout_lost_leases_total", "Results discarded because the lease was lost")
 REFILL_FAILURES: Final = MetricSpec(
     "rollout_sandbox_refill_failures_total", "Warm sandboxes that could not be started"
 )
 HOLDS: Final = MetricSpec(
-    "rollout_sandbox_holds_total", "Sandboxes whose start was throttled, by the reason", ("resource",)
+    "rollout_sandbox_holds_total",
+    "Sandboxes whose start was throttled, by the reason",
+    ("resource",),
+    known=RESOURCES,
 )
 LIMIT_VIOLATIONS: Final = MetricSpec(
-    "rollout_sandbox_breaches_total", "Sandbox limits that agents' code reached", ("limit",)
+    "rollout_sandbox_breaches_total", "Sandbox limits that agents' code reached", ("limit",), known=LIMITS
 )
 RUN_PROBLEMS: Final = MetricSpec(
     "rollout_run_problems_total", "Runs that were stopped by an error, by its code", ("code",)
 )
-TOKENS: Final = MetricSpec("rollout_tokens_total", "Tokens, by kind", ("kind",))
+TOKENS: Final = MetricSpec(
+    "rollout_tokens_total", "Tokens, by kind", ("kind",), known=tuple((kind,) for kind in TOKEN_KINDS)
+)
 TURNS: Final = MetricSpec("rollout_turns_total", "Turns of the policy")
 REFUSED_CONNECTIONS: Final = MetricSpec(
     "rollout_http_refused_connections_total",
@@ -80,6 +102,7 @@ KEY_RELOADS: Final = MetricSpec(
     "rollout_key_reloads_total",
     "Reloads of a changed keys file; a failed one left the keys as they were",
     ("outcome",),
+    known=(("succeeded",), ("failed",)),
 )
 REQUESTS: Final = MetricSpec(
     "rollout_http_requests_total", "Requests to the API", ("method", "route", "status")
@@ -103,8 +126,12 @@ COUNTERS: Final = (
     REQUESTS,
 )
 
-STAGE_ACTIVE: Final = MetricSpec("rollout_stage_active", "Rollouts being worked on", ("stage",))
-STAGE_WAITING: Final = MetricSpec("rollout_stage_waiting", "Rollouts waiting for a worker", ("stage",))
+STAGE_ACTIVE: Final = MetricSpec(
+    "rollout_stage_active", "Rollouts being worked on", ("stage",), known=BY_STAGE
+)
+STAGE_WAITING: Final = MetricSpec(
+    "rollout_stage_waiting", "Rollouts waiting for a worker", ("stage",), known=BY_STAGE
+)
 STAGE_LIMIT: Final = MetricSpec(
     "rollout_stage_limit",
     "Rollouts that may work in a stage (workers) and wait before it (queue)",
@@ -128,6 +155,10 @@ RUN_GROUPS: Final = MetricSpec(
 RUN_ACCEPTANCE: Final = MetricSpec(
     "rollout_run_acceptance_rate", "Share of groups expected to pass the filters", ("run",)
 )
+BACKLOG: Final = MetricSpec("rollout_backlog", "Rollouts of a run that wait to be begun", ("run",))
+EVENT_READERS: Final = MetricSpec(
+    "rollout_event_readers", "Open streams of the API", ("stream",), known=(("events",),)
+)
 GAUGES: Final = (
     STAGE_ACTIVE,
     STAGE_WAITING,
@@ -136,17 +167,22 @@ GAUGES: Final = (
     CONNECTIONS,
     RUN_GROUPS,
     RUN_ACCEPTANCE,
+    BACKLOG,
+    EVENT_READERS,
 )
 
-STAGE_DURATION: Final = MetricSpec("rollout_stage_seconds", "Time worked", ("stage",), STAGE_SECONDS)
+STAGE_DURATION: Final = MetricSpec(
+    "rollout_stage_seconds", "Time worked", ("stage",), STAGE_SECONDS, BY_STAGE
+)
 QUEUE_DURATION: Final = MetricSpec(
-    "rollout_stage_queue_seconds", "Time waited for a worker", ("stage",), STAGE_SECONDS
+    "rollout_stage_queue_seconds", "Time waited for a worker", ("stage",), STAGE_SECONDS, BY_STAGE
 )
 ACQUIRE_DURATION: Final = MetricSpec(
     "rollout_sandbox_acquire_seconds",
     "Time to get a sandbox, by whether it was warm",
     ("start",),
     ACQUIRE_SECONDS,
+    (("warm",), ("cold",)),
 )
 HISTOGRAMS: Final = (STAGE_DURATION, QUEUE_DURATION, ACQUIRE_DURATION)
 
@@ -166,6 +202,10 @@ class Metrics:
             spec: Histogram(spec.name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry)
             for spec in HISTOGRAMS
         }
+        for metrics in (self._counters, self._gauges, self._histograms):
+            for spec, metric in metrics.items():
+                for values in spec.known:
+                    metric.labels(*values)
         self.parallel = ParallelMetrics(self.registry)
         """The metrics of runs whose rollouts may have sub-agents."""
 
@@ -191,6 +231,12 @@ class Metrics:
         """Read the open connections by state from `counts` whenever the metrics are read."""
         for state in counts():
             self._gauges[CONNECTIONS].labels(state).set_function(partial(_read, counts, state))
+
+    @contextmanager
+    def track_reader(self, stream: str) -> Iterator[None]:
+        """Count a reader of a stream within the block."""
+        with self._gauges[EVENT_READERS].labels(stream).track_inprogress():
+            yield
 
     # --- the stages ---
 
@@ -245,16 +291,20 @@ class Metrics:
 
     # --- runs and rollouts ---
 
-    def set_run(self, run: str, groups: Mapping[str, int], acceptance_rate: float) -> None:
-        """Show how many groups of a run are in each state."""
+    def set_run(
+        self, run: str, groups: Mapping[str, int], acceptance_rate: float, *, backlog: int = 0
+    ) -> None:
+        """Show how many groups of a run are in each state, and how many of its rollouts wait to be begun."""
         for state, count in groups.items():
             self._gauges[RUN_GROUPS].labels(run, state).set(count)
         self._gauges[RUN_ACCEPTANCE].labels(run).set(acceptance_rate)
+        self._gauges[BACKLOG].labels(run).set(backlog)
 
     def clear_run(self, run: str) -> None:
         """Stop showing a run."""
         self._gauges[RUN_GROUPS].remove_by_labels({"run": run})
         self._gauges[RUN_ACCEPTANCE].remove_by_labels({"run": run})
+        self._gauges[BACKLOG].remove_by_labels({"run": run})
         self.parallel.clear(run)
 
     def count_stopped_run(self, error: ErrorInfo) -> None:
@@ -282,12 +332,18 @@ class Metrics:
         """Count a result that was discarded because its lease was lost."""
         self._counters[LOST_LEASES].inc()
 
+    def expect(self, environments: Iterable[str]) -> None:
+        """Make series for the rollouts of these environments, as far as they are few."""
+        for environment in islice(environments, PRIMED_ENVIRONMENTS):
+            for end in ENDS:
+                self._counters[FINISHED].labels(environment, *end)
+
     def count_finished(self, rollout: Rollout) -> None:
         """Count a rollout that reached its terminal state, and its cost."""
         labels = (rollout.task.environment, rollout.state, rollout.stop_reason or "")
         self._counters[FINISHED].labels(*labels).inc()
         self._counters[TURNS].inc(rollout.usage.turns)
-        for kind in ("prompt", "cached", "sampled"):
+        for kind in TOKEN_KINDS:
             self._counters[TOKENS].labels(kind).inc(getattr(rollout.usage, f"{kind}_tokens"))
 
 

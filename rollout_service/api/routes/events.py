@@ -63,7 +63,7 @@ async def stream_events(
 async def _events(service: Service, seen: int) -> AsyncIterator[bytes]:
     """Yield this id, then the events after it; end when the service does."""
     yield b"id: %d\n\n" % seen  # not an event, since it has no data, but readers send it as Last-Event-ID
-    with suppress(ShuttingDownError):
+    with suppress(ShuttingDownError), service.metrics.track_reader("events"):
         while True:
             for event in await service.store.events(after=seen):
                 seen = event.event_id

@@ -7,6 +7,7 @@ request is next.
 """
 
 import asyncio
+import time
 from collections import deque
 
 import anyio
@@ -26,7 +27,7 @@ from rollout_service.inference.pool.health import HealthChecks
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.registry import BackendRegistry
 from rollout_service.inference.pool.wait_queue import WaitQueue
-from rollout_service.inference.routing import Candidate, Decision, Observer, Router
+from rollout_service.inference.routing import Candidate, Decision, Observer, RequestEnd, Router
 
 _BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 2.0
@@ -54,6 +55,8 @@ class Dispatcher:
         """Decisions that the observer has not been told of yet."""
         self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
         """Ended requests that the router and the observer have not been told of yet."""
+        self._ended: deque[tuple[str, float, RequestEnd]] = deque()
+        """The same, with their backend, their seconds and how they ended."""
 
     async def generate(
         self, request: GenerateRequest, affinity: str | None, on_tokens: TokenSink | None = None
@@ -141,13 +144,19 @@ class Dispatcher:
         on_tokens: TokenSink | None,
     ) -> Generation:
         answer: Generation | None = None
+        end, started = RequestEnd.CANCELLED, time.perf_counter()
         try:
             with waits_for(
                 StepKind.ENGINE, handle.id, request=request.request_id, prompt_tokens=len(request.input_ids)
             ) as step:
                 answer = await handle.generate(request, on_tokens)
+                end = RequestEnd.ANSWERED
                 step.note(tokens=len(answer.output_ids), cached_tokens=answer.cached_tokens)
+        except Exception:
+            end = RequestEnd.FAILED
+            raise
         finally:
+            self._ended.append((handle.id, time.perf_counter() - started, end))
             self._answered.append((decision, request, answer))
             asyncio.get_running_loop().call_soon(self._learn)
             self._queue.wake_next()
@@ -163,6 +172,10 @@ class Dispatcher:
             decision = self._decided.popleft()
             if self._observer is not None:
                 self._observer.decided(self._registry.name, decision)
+        while self._ended:
+            ended = self._ended.popleft()
+            if self._observer is not None:
+                self._observer.ended(self._registry.name, *ended)
         while self._answered:
             decision, request, answer = self._answered.popleft()
             self._router.ended(decision, request, answer)

@@ -62,6 +62,7 @@ class BackendPool:
         self._queue = WaitQueue()
         self._versions = VersionWatch(name)
         self._on_change = on_change
+        self._observer = observer
         self._registry = BackendRegistry(name, router.forget, self._changed)
         self._controller = PoolController(self._registry, exclusive)
         self._health = HealthChecks(self._registry, self._controller, self._options)
@@ -192,7 +193,11 @@ class BackendPool:
             GenerationTimeout: The engine took longer than allowed.
             PoolPaused: A pause lasted longer than allowed.
         """
-        return self._controller.kept_kv(await self._dispatcher.generate(request, affinity, on_tokens))
+        started = time.perf_counter()
+        answer = self._controller.kept_kv(await self._dispatcher.generate(request, affinity, on_tokens))
+        if self._observer is not None:
+            self._observer.answered(self.name, time.perf_counter() - started)
+        return answer
 
     def release(self, affinity: str) -> None:
         """Free the place of a rollout that has ended."""
@@ -226,7 +231,11 @@ class BackendPool:
             WeightsConflict: The version is older than the pool's, or is in use for other weights; or the backends
                 are not in the process group.
         """
-        return await self._controller.update_weights(request, is_repeated=is_repeated)
+        started = time.perf_counter()
+        outcome = await self._controller.update_weights(request, is_repeated=is_repeated)
+        if self._observer is not None and (outcome.changed or not all(each.ok for each in outcome.outcomes)):
+            self._observer.loaded(outcome, time.perf_counter() - started)
+        return outcome
 
     # ---- services that share the backends
 

@@ -65,6 +65,10 @@ class Pools:
         self._changed = ChangeSignal()
         self._tasks: TaskGroup | None = None
 
+    def observe(self, observer: Observer) -> None:
+        """Notify an observer of what pools do that are made from now on."""
+        self._observer = observer
+
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
         return self

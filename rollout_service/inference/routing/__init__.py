@@ -2,7 +2,15 @@
 
 from typing import Literal
 
-from rollout_service.inference.routing.contract import Candidate, Cost, Decision, Observer, Reason, Router
+from rollout_service.inference.routing.contract import (
+    Candidate,
+    Cost,
+    Decision,
+    Observer,
+    Reason,
+    RequestEnd,
+    Router,
+)
 from rollout_service.inference.routing.cost_options import CostRouterOptions
 from rollout_service.inference.routing.cost_router import CostRouter
 from rollout_service.inference.routing.least_loaded import LeastLoaded
@@ -16,6 +24,7 @@ __all__ = [
     "LeastLoaded",
     "Observer",
     "Reason",
+    "RequestEnd",
     "Router",
     "make_router",
 ]

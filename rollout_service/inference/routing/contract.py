@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from api_schemas.inference import PoolOutcome
 from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation
 
 
@@ -78,14 +79,31 @@ class Decision:
     """The cost of every candidate; empty from a router without costs."""
 
 
+class RequestEnd(StrEnum):
+    """How a request to a backend ended."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
 class Observer(Protocol):
-    """Notified of every decision and its outcome; must not block."""
+    """Notified of what a pool does; must not block. Every method does nothing by default."""
 
     def decided(self, pool: str, decision: Decision) -> None:
         """Note that a backend was chosen."""
 
     def served(self, pool: str, decision: Decision, cached_tokens: int) -> None:
         """Note that the backend answered, and had held `cached_tokens` of the prompt."""
+
+    def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None:
+        """Note that a request to a backend ended, after this time."""
+
+    def answered(self, pool: str, seconds: float) -> None:
+        """Note that the pool answered a request, after this time, with all waits and repetitions."""
+
+    def loaded(self, outcome: PoolOutcome, seconds: float) -> None:
+        """Note that new weights were sent to the backends, and how that went."""
 
 
 class Router(Protocol):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -23,6 +24,7 @@ import anyio
 import redis
 
 from rollout_service.errors import DefectError, ServiceError, StoreError
+from rollout_service.store.commit_times import commit_times
 from rollout_service.store.job_result import JobResult
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.config import RedisConfig
@@ -74,6 +76,7 @@ class RedisConnection:
         self._failure: StoreError | None = None
         self.reconnects = 0
         """How often it has connected again: the Redis there may then be another, which lacks the last writes."""
+        self.commit_seconds = commit_times()
         self.health = RedisHealth(config.address)
         self.events = EventReader(config, self._library, self.health, self._die)
 
@@ -244,6 +247,7 @@ class RedisConnection:
         return batch
 
     def _run_batch(self, batch: list[_RedisJob]) -> list[JobResult[_RedisJob]]:
+        started = time.perf_counter()
         try:
             answers = self._send(batch)
         except (redis.RedisError, OSError, ServiceError) as error:
@@ -251,6 +255,8 @@ class RedisConnection:
             return [JobResult(job, error=self._explained(error)) for job in batch]
         if any(isinstance(answer, Exception) and breaks_connection(answer) for answer in answers):
             self._disconnect()
+        if any(job.writes for job in batch):
+            self.commit_seconds.observe(time.perf_counter() - started)
         return [self._answer(job, answer) for job, answer in zip(batch, answers, strict=True)]
 
     def _send(self, batch: list[_RedisJob]) -> list[Any]:

@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
+from prometheus_client import Histogram
+
 from rollout_service.errors import StoreError
 from rollout_service.store.redis.cluster import RedisCluster
 from rollout_service.store.redis.config import RedisConfig
@@ -118,6 +120,10 @@ class RedisStore(RedisRollouts):
 
     def size_bytes(self) -> int:
         return self._connection.size_bytes()
+
+    @property
+    def commit_seconds(self) -> Histogram:
+        return self._connection.commit_seconds
 
     async def collect_garbage(self) -> None:
         """Delete the files of trajectories that are gone and, now and then, the functions that no node calls.

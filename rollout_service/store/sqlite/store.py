@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 import anyio
 import anyio.to_thread
+from prometheus_client import Histogram
 from pydantic import JsonValue
 from pydantic_core import to_json
 
@@ -102,6 +103,10 @@ class SqliteStore(Store):
 
     def size_bytes(self) -> int:
         return self._thread.size_bytes()
+
+    @property
+    def commit_seconds(self) -> Histogram:
+        return self._thread.commit_seconds
 
     @property
     def rewinds(self) -> int:

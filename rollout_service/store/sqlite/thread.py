@@ -26,6 +26,7 @@ import anyio
 import structlog
 
 from rollout_service.errors import StoreError
+from rollout_service.store.commit_times import commit_times
 from rollout_service.store.job_result import JobResult
 from rollout_service.store.sqlite.connection import Database, explain_job
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema
@@ -71,6 +72,7 @@ class DatabaseThread:
         """Whether the log reports that writing fails, and not yet that it works again."""
         self.errors = 0
         """The number of jobs that failed because of the database."""
+        self.commit_seconds = commit_times()
         self._died = anyio.Event()
 
     async def start(self) -> None:
@@ -181,6 +183,7 @@ class DatabaseThread:
 
     def _run_batch(self, connection: sqlite3.Connection, batch: list[_DatabaseJob]) -> None:
         writes = any(job.writes for job in batch)
+        started = time.perf_counter()
         try:
             if writes:
                 connection.execute("BEGIN IMMEDIATE")
@@ -188,6 +191,7 @@ class DatabaseThread:
             newest = _newest_event(connection) if writes and self._schema.has_events else 0
             if writes:
                 connection.execute("COMMIT")
+                self.commit_seconds.observe(time.perf_counter() - started)
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")

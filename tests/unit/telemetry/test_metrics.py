@@ -41,7 +41,7 @@ def test_rollouts_and_runs_are_counted(metrics: Metrics) -> None:
     metrics.count_retry(ERROR)
     metrics.count_lost_lease()
     metrics.count_stopped_run(ERROR)
-    metrics.set_run("math", {"open": 3}, 0.5)
+    metrics.set_run("math", {"open": 3}, 0.5, backlog=7)
     text = metrics.render().decode()
     for sample in (
         'rollout_finished_total{environment="calc",state="cancelled",stop_reason=""} 1.0',
@@ -51,6 +51,7 @@ def test_rollouts_and_runs_are_counted(metrics: Metrics) -> None:
         'rollout_run_problems_total{code="store_failed"} 1.0',
         'rollout_run_groups{run="math",state="open"} 3.0',
         'rollout_run_acceptance_rate{run="math"} 0.5',
+        'rollout_backlog{run="math"} 7.0',
     ):
         assert sample in text
     metrics.clear_run("math")
@@ -87,6 +88,37 @@ def test_the_use_of_sub_agents_is_counted_while_a_run_is_in_progress(metrics: Me
 def test_a_run_without_sub_agents_has_no_series_of_them(metrics: Metrics) -> None:
     metrics.parallel.observe("math", [rollout(None)])
     assert "math" not in metrics.render().decode()
+
+
+def test_series_with_known_labels_exist_before_anything_has_happened(metrics: Metrics) -> None:
+    metrics.expect(["calc", "math"])
+    text = metrics.render().decode()
+    for sample in (
+        'rollout_stage_active{stage="evaluate"} 0.0',
+        'rollout_stage_seconds_count{stage="rollout"} 0.0',
+        'rollout_finished_total{environment="math",state="failed",stop_reason=""} 0.0',
+        'rollout_sandbox_holds_total{resource="disk"} 0.0',
+        'rollout_sandbox_acquire_seconds_count{start="cold"} 0.0',
+        'rollout_tokens_total{kind="sampled"} 0.0',
+        'rollout_event_readers{stream="events"} 0.0',
+    ):
+        assert sample in text
+
+
+def test_environments_without_a_rollout_have_few_series(metrics: Metrics) -> None:
+    metrics.expect(f"task-{number}" for number in range(10_000))
+    assert metrics.render().count(b"rollout_finished_total{") == 300
+
+
+def test_readers_of_streams_are_counted_while_they_read(metrics: Metrics) -> None:
+    def read_until_the_connection_is_lost() -> None:
+        with metrics.track_reader("events"):
+            assert 'rollout_event_readers{stream="events"} 1.0' in metrics.render().decode()
+            raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        read_until_the_connection_is_lost()
+    assert 'rollout_event_readers{stream="events"} 0.0' in metrics.render().decode()
 
 
 def test_stages_sandboxes_and_connections_are_counted(metrics: Metrics) -> None:

@@ -13,6 +13,7 @@ from rollout_service.inference.errors import InferenceError
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.inference.pool.wait_queue import WaitQueue
+from rollout_service.inference.routing import Observer
 from rollout_service.settings import PoolSettings
 from rollout_service.testing import Counting, ScriptedEngine
 
@@ -203,12 +204,9 @@ def test_the_arrival_of_a_rollout_is_that_of_its_first_request():
 async def test_a_pool_uses_the_router_that_its_options_name():
     decisions = {}
 
-    class Recorder:
+    class Recorder(Observer):
         def decided(self, pool, decision):
             decisions[pool] = decision
-
-        def served(self, pool, decision, cached_tokens):
-            pass
 
     options_of = {"counted": PoolOptions(router="least_loaded")}
     async with (
