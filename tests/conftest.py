@@ -25,6 +25,7 @@ REAL_PARTS = frozenset(
     {
         "apptainer",
         "bridges",
+        "browser",
         "docker",
         "harbor",
         "harnesses",

@@ -31,6 +31,7 @@ from rollout_service.api.routes import (
     sandboxes,
     sessions,
 )
+from rollout_service.dashboard import routes as dashboard
 from rollout_service.errors import describe, root_cause
 from rollout_service.http import problems
 from rollout_service.http.access_log import AccessLogMiddleware
@@ -119,6 +120,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
         app.include_router(module.router)
     app.state.routes = [route for module in MODULES for route in module.router.routes]
     pages.install(app, keyed=settings.is_keyed)
+    dashboard.install(app)
     return app
 
 

@@ -1,8 +1,8 @@
 """Middleware of every route, after `HostMiddleware`: authentication, limits on bodies, and request metrics.
 
-Guarantees: with keys configured, only the probes and the API's description answer without one, and only the model APIs
-of a live session to another key, which is the session's own. Keys are compared in
-constant time. No more of a body is read than the limit allows. All are plain ASGI, so streamed responses are never
+Guarantees: with keys configured, only the probes, the API's description and the dashboard's files answer without one,
+and only the model APIs of a live session to another key, which is the session's own. Keys are compared in constant
+time. No more of a body is read than the limit allows. All are plain ASGI, so streamed responses are never
 buffered.
 """
 
@@ -30,8 +30,10 @@ from rollout_service.live.serving.app import MAY_USE_ALL, is_session_call
 from rollout_service.telemetry.metrics import Metrics
 
 PROBES = frozenset({"/health", "/ready"})
-DESCRIPTION = frozenset({"/openapi.json", "/docs"})
+PAGES = frozenset({"/openapi.json", "/docs", "/", "/dashboard"})
 """Open paths: the same for every user of this release, and needed by a browser before a key can be typed in."""
+FILES = ("/docs/", "/dashboard/")
+"""What the files of the pages begin with, which are open too."""
 
 
 class BearerAuthMiddleware:
@@ -103,7 +105,7 @@ class BearerAuthMiddleware:
 
 
 def _is_open(path: str) -> bool:
-    return path in PROBES or path in DESCRIPTION or path.startswith("/docs/")
+    return path in PROBES or path in PAGES or path.startswith(FILES)
 
 
 class JsonBodyMiddleware:

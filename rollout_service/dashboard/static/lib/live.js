@@ -1,0 +1,135 @@
+// What is live: the newest overview, which all parts of the page share, and events. Both come by streams.
+import {get, hasKey, keyRequest, stream} from "./api.js";
+import {computed, effect, signal, useEffect, useRef, useSignal, useState} from "./ui.js";
+
+// The newest overview, or null before the first; `connection` is "connecting", "live" or "lost"; `problem` is the error
+// of a service that has no overview for us.
+export const overview = signal(null);
+export const connection = signal("connecting");
+export const problem = signal(null);
+export const role = signal("admin");
+const lastEvent = computed(() => overview.value?.last_event ?? 0);
+let started = false;
+
+// Return the newest overview, or null as long as there is none.
+export function useOverview() {
+  start();
+  return useSignal(overview);
+}
+
+function start() {
+  if (started) return;
+  started = true;
+  run();
+}
+
+async function run() {
+  let asked = null;
+  effect(() => {
+    if (keyRequest.value === null && asked !== hasKey()) {
+      asked = hasKey();
+      learnRole();
+    }
+  });
+  try {
+    await stream("v1/overview/stream", {
+      idleSeconds: 10,
+      onState: (state) => (connection.value = state),
+      onEvent: ({data}) => {
+        problem.value = null;
+        overview.value = JSON.parse(data);
+      },
+    });
+  } catch (error) {
+    problem.value = error;
+    connection.value = "lost";
+  }
+}
+
+// The stream is the same for all its readers, so what the key allows is asked for.
+export async function learnRole() {
+  try {
+    const answer = await get("v1/overview");
+    role.value = answer.role;
+    overview.value ??= answer;
+  } catch {
+    // the stream reports what is wrong
+  }
+}
+
+const ROLES = ["read", "submit", "admin"];
+
+// Return whether the key in use allows what needs a role.
+export const useMay = (needed) => ROLES.indexOf(useSignal(role)) >= ROLES.indexOf(needed);
+
+const streams = new Map();
+
+// Call `callback` with each event of some kinds and one subject, or of all; those who ask for the same share a stream.
+export function useEvents({kind, subject} = {}, callback) {
+  const latest = useRef(callback);
+  latest.current = callback;
+  useEffect(() => {
+    const query = new URLSearchParams();
+    for (const one of [kind ?? []].flat()) query.append("kind", one);
+    if (subject) query.set("subject", subject);
+    const path = query.size ? `v1/events?${query}` : "v1/events";
+    return listen(path, (event) => latest.current(event));
+  }, [String(kind ?? ""), subject]);
+}
+
+function listen(path, callback) {
+  let shared = streams.get(path);
+  if (!shared) {
+    shared = {listeners: new Set(), end: new AbortController()};
+    streams.set(path, shared);
+    const tell = ({data}) => {
+      const event = JSON.parse(data);
+      for (const listener of shared.listeners) listener(event);
+    };
+    stream(path, {onEvent: tell, signal: shared.end.signal}).catch(() => streams.delete(path));
+  }
+  shared.listeners.add(callback);
+  return () => {
+    shared.listeners.delete(callback);
+    if (shared.listeners.size) return;
+    shared.end.abort();
+    streams.delete(path);
+  };
+}
+
+const REFRESH_EVERY = 2000;
+
+// Return {data, error, loading, reload} of a path, asked again when something happened in the service: at most every two
+// seconds, and only while the tab is visible. `path` may be null, for nothing.
+export function useLive(path, {once = false} = {}) {
+  const [state, setState] = useState({data: null, error: null, loading: true});
+  const [round, setRound] = useState(0);
+  const shown = useRef(null);
+  useEffect(() => {
+    if (path === null) return undefined;
+    const end = new AbortController();
+    if (shown.current !== path) setState({data: null, error: null, loading: true});
+    shown.current = path;
+    let timer = 0, seen = lastEvent.peek(), busy = false;
+    const ask = async () => {
+      busy = true;
+      seen = lastEvent.peek();
+      try {
+        const data = await get(path, {signal: end.signal});
+        if (!end.signal.aborted) setState({data, error: null, loading: false});
+      } catch (error) {
+        if (!end.signal.aborted) setState((old) => ({...old, error, loading: false}));
+      }
+      busy = false;
+      if (!once && !end.signal.aborted) timer = setTimeout(again, REFRESH_EVERY);
+    };
+    const again = () => {
+      if (busy || end.signal.aborted) return;
+      if (!document.hidden && lastEvent.peek() !== seen) ask();
+      else timer = setTimeout(again, 500);
+    };
+    ask();
+    return () => (end.abort(), clearTimeout(timer));
+  }, [path, round, once]);
+  return {...state, reload: () => setRound((count) => count + 1)};
+}
