@@ -355,6 +355,13 @@ ensure_redis() {
     step "install Redis" "$root/scripts/install-redis"
 }
 
+# A small build of Chromium without windows; tests of the dashboard drive it.
+ensure_browser() {
+    command -v chromium-headless-shell >/dev/null && return
+    needs_admin "a browser for tests" apt-get install chromium-headless-shell fonts-dejavu-core
+    step "install a browser" apt_install chromium-headless-shell fonts-dejavu-core
+}
+
 ensure_sglang() {
     [[ -f $root/.venv-sglang/.installed ]] && "$root/scripts/install-sglang" >/dev/null && return
     step "install SGLang for the CPU (2 GB)" "$root/scripts/install-sglang"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.async_api import Page, expect
 
+from tests.support.browser import canned
 from tests.support.browser.fake_service import FakeService
 
 pytestmark = [pytest.mark.anyio, pytest.mark.browser]
@@ -17,13 +18,16 @@ pytestmark = [pytest.mark.anyio, pytest.mark.browser]
 async def test_a_page_shows_what_the_overview_says(
     page: Page, fake: FakeService, address: str, heading: str
 ) -> None:
+    fake.answer("GET /v1/hangs", canned.hang_report())
+    fake.answer("GET /v1/node", canned.concurrency())
     await page.goto(fake.url + address)
     await expect(page.get_by_role("heading", level=1)).to_have_text(heading)
     await expect(page.get_by_role("status")).to_have_text("Live")
 
 
 async def test_the_page_follows_the_stream(page: Page, fake: FakeService) -> None:
+    fake.answer("GET /v1/node", canned.concurrency())
     await page.goto(fake.url + "#/nodes")
-    await expect(page.get_by_text("node-b")).to_be_visible()
+    await expect(page.get_by_text("node-b", exact=True)).to_be_visible()
     fake.overview = fake.overview.model_copy(update={"nodes": fake.overview.nodes[:1]})
-    await expect(page.get_by_text("node-b")).to_have_count(0)
+    await expect(page.get_by_text("node-b", exact=True)).to_have_count(0)

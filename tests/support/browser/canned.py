@@ -5,11 +5,27 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from api_schemas.inference import BackendState, BackendView
-from api_schemas.nodes import HoldView, NodeState, NodeView, PressureView
+from api_schemas.nodes import (
+    HoldView,
+    NodeConcurrency,
+    NodeState,
+    NodeView,
+    PressureView,
+    SandboxCeiling,
+    StageConcurrency,
+)
 from api_schemas.rollouts import RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.runs import RunState
-from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, StackFrame, UsualTimes
+from api_schemas.views.hangs import (
+    HangFinding,
+    HangReport,
+    HangVerdict,
+    OpenWait,
+    RolloutActivity,
+    StackFrame,
+    UsualTimes,
+)
 from api_schemas.views.overview import BackendOverview, Overview, RunOverview, StageOverview
 from api_schemas.views.summaries import ErrorGroup
 
@@ -220,4 +236,37 @@ def hang_report() -> HangReport:
         working=80,
         loop_lag_seconds=0.012,
         findings=[finding(), finding(2, HangVerdict.HELD)],
+    )
+
+
+def concurrency() -> NodeConcurrency:
+    stage = StageConcurrency(workers=8, queue=32, working=8)
+    return NodeConcurrency(
+        node="node-a",
+        init=stage,
+        rollout=StageConcurrency(workers=64, queue=16, working=48),
+        evaluate=StageConcurrency(workers=16, queue=64, working=3),
+        sandboxes=SandboxCeiling(ceiling=96, target=60, in_use=58, waiting=0),
+    )
+
+
+def activity(rollout_id: str = "r-stuck-0") -> RolloutActivity:
+    since = now() - timedelta(seconds=312)
+    wait = OpenWait(
+        kind=StepKind.ENGINE,
+        name="http://10.0.0.3:30000",
+        stage=Stage.ROLLOUT,
+        since=since,
+        seconds=312.0,
+        progress_seconds=312.0,
+    )
+    return RolloutActivity(
+        rollout_id=rollout_id,
+        node="node-a",
+        environment="code",
+        attempt=1,
+        stage=Stage.ROLLOUT,
+        since=since,
+        waits=[wait],
+        stack=finding().stack,
     )

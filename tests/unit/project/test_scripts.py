@@ -38,6 +38,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
         "install-trl",
         "install-vllm",
         "install-slurm",
+        "vendor",
     ],
 )
 def test_every_script_has_help(name):
@@ -59,6 +60,21 @@ def test_an_ordinary_user_sees_what_an_administrator_must_run(tmp_path):
     assert result.returncode == 1
     assert "an administrator installs it with: sudo scripts/install-apptainer" in result.stderr
     assert "not reached" not in result.stdout
+
+
+def test_an_ordinary_user_sees_how_to_install_a_browser(tmp_path):
+    code = "id() { echo 1000; }\nPATH=/nowhere; ensure_browser; echo not reached"
+    result = bash(code, tmp_path)
+    assert result.returncode == 1
+    assert "sudo apt-get install chromium-headless-shell fonts-dejavu-core" in result.stderr
+    assert "not reached" not in result.stdout
+
+
+def test_the_browser_is_installed_for_tests_of_the_page():
+    result = subprocess.run(
+        [SCRIPTS / "test", "--dry-run", "tests/browser"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["trainer", "systemd", "browser"]
 
 
 def test_the_error_for_an_old_python_says_what_to_install(tmp_path):

@@ -43,7 +43,8 @@ export function bytes(value) {
 export function ago(iso, now = Date.now()) {
   if (!iso) return NONE;
   const passed = Math.max(0, (now - Date.parse(iso)) / 1000);
-  return passed < 1 ? "now" : `${seconds(Math.floor(passed))} ago`;
+  if (passed < 1) return "now";
+  return `${passed < 60 ? `${Math.floor(passed)} s` : seconds(Math.floor(passed))} ago`;
 }
 
 // The clock time of a time of the API, with its day unless that is today.

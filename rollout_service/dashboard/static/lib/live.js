@@ -9,7 +9,12 @@ export const connection = signal("connecting");
 export const problem = signal(null);
 export const role = signal("admin");
 const lastEvent = computed(() => overview.value?.last_event ?? 0);
+const REMEMBERED = 120;
+let past = [];
 let started = false;
+
+// Return a figure of each of the last overviews, oldest first.
+export const recent = (figure) => past.map(figure);
 
 // Return the newest overview, or null as long as there is none.
 export function useOverview() {
@@ -38,6 +43,7 @@ async function run() {
       onEvent: ({data}) => {
         problem.value = null;
         overview.value = JSON.parse(data);
+        past = [...past.slice(1 - REMEMBERED), overview.value];
       },
     });
   } catch (error) {
@@ -100,8 +106,9 @@ function listen(path, callback) {
 const REFRESH_EVERY = 2000;
 
 // Return {data, error, loading, reload} of a path, asked again when something happened in the service: at most every two
-// seconds, and only while the tab is visible. `path` may be null, for nothing.
-export function useLive(path, {once = false} = {}) {
+// seconds, and only while the tab is visible. `path` may be null, for nothing. What no event tells of is asked `every` so
+// many seconds as well.
+export function useLive(path, {once = false, every = Infinity} = {}) {
   const [state, setState] = useState({data: null, error: null, loading: true});
   const [round, setRound] = useState(0);
   const shown = useRef(null);
@@ -110,10 +117,11 @@ export function useLive(path, {once = false} = {}) {
     const end = new AbortController();
     if (shown.current !== path) setState({data: null, error: null, loading: true});
     shown.current = path;
-    let timer = 0, seen = lastEvent.peek(), busy = false;
+    let timer = 0, seen = lastEvent.peek(), busy = false, asked = 0;
     const ask = async () => {
       busy = true;
       seen = lastEvent.peek();
+      asked = Date.now();
       try {
         const data = await get(path, {signal: end.signal});
         if (!end.signal.aborted) setState({data, error: null, loading: false});
@@ -125,11 +133,12 @@ export function useLive(path, {once = false} = {}) {
     };
     const again = () => {
       if (busy || end.signal.aborted) return;
-      if (!document.hidden && lastEvent.peek() !== seen) ask();
+      const due = lastEvent.peek() !== seen || Date.now() - asked >= every * 1000;
+      if (due && !document.hidden) ask();
       else timer = setTimeout(again, 500);
     };
     ask();
     return () => (end.abort(), clearTimeout(timer));
-  }, [path, round, once]);
+  }, [path, round, once, every]);
   return {...state, reload: () => setRound((count) => count + 1)};
 }
