@@ -7,7 +7,7 @@ cancelled request closes its connection.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -64,7 +64,7 @@ class Connection:
         path: str,
         body: object = None,
         *,
-        params: dict[str, str] | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
         seconds: float = ANSWER_SECONDS,
         wait_seconds: float = 0.0,
     ) -> T:
@@ -84,7 +84,7 @@ class Connection:
         path: str,
         body: object = None,
         *,
-        params: dict[str, str] | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
         seconds: float = ANSWER_SECONDS,
         headers: dict[str, str] | None = None,
         receive: Receive | None = None,

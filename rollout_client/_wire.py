@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from api_schemas.sessions import SessionRequest as SessionRequest
     from api_schemas.tasks import Task as Task
     from api_schemas.trajectories import Trajectory as Trajectory
+    from api_schemas.views.summaries import RolloutSummary as RolloutSummary
+    from api_schemas.views.summaries import SummaryPage as SummaryPage
 else:
     _NAMES = {
         "pydantic": "JsonValue",
@@ -98,6 +100,7 @@ else:
         ),
         "api_schemas.tasks": "Task",
         "api_schemas.trajectories": "Trajectory",
+        "api_schemas.views.summaries": "RolloutSummary SummaryPage",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
     __getattr__ = _load_lazily(globals(), _HOMES)

@@ -269,6 +269,8 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     rollout_node = blocking(RolloutClient.rollout_node)
     page = blocking(RolloutClient.page)
     rollouts = iterating(RolloutClient.rollouts)
+    summary_page = blocking(RolloutClient.summary_page)
+    summaries = iterating(RolloutClient.summaries)
     runs = blocking(RolloutClient.runs)
     rescore = iterating(RolloutClient.rescore)
 

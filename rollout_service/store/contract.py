@@ -36,6 +36,7 @@ from api_schemas.trajectories import Trajectory
 from rollout_service.errors import StoreError
 from rollout_service.store.cluster_contract import ClusterStore
 from rollout_service.store.engines_contract import EnginesStore
+from rollout_service.store.lists_contract import SummaryStore
 from rollout_service.store.runs_contract import RunStore
 from rollout_service.store.turns_contract import TurnStore
 
@@ -62,7 +63,7 @@ class Lease:
     """How many turns an interrupted attempt left, to continue from; `Store.saved_turns` returns them."""
 
 
-class Store(TurnStore, Protocol):
+class Store(TurnStore, SummaryStore, Protocol):
     """Rollouts, results, events, and the turns of rollouts that have not ended.
 
     Raises:

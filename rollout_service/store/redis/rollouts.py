@@ -24,13 +24,17 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
+from api_schemas.views.summaries import SummaryOrder, SummaryPage
 from rollout_service.errors import ConflictError, InvalidFieldError, RecordLostError, StoreError, describe
 from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec import trees
 from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.contract import Lease
+from rollout_service.store.lists_contract import SummaryFilter
 from rollout_service.store.redis.connection import RedisConnection
+from rollout_service.store.redis.lists.summaries import find_summaries
 from rollout_service.store.redis.reader import decode_entry
 from rollout_service.store.redis.replies import RolloutRow, decode_counts, decode_row
 from rollout_service.store.redis.signals import RolloutSignals
@@ -213,6 +217,7 @@ class RedisRollouts:
             result.stop_reason.value if result.stop_reason else "",
             result.error.code if result.error else "",
             *("" if version is None else version for version in versions.values()),
+            *(repr(figure) for figure in summary_codec.figures(result).values()),
         )
         written = await _written(result)
         encoded = await _encoded(result, lease.request)
@@ -256,6 +261,23 @@ class RedisRollouts:
     async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
         rows = await (self.whole_rows([rollout_id]) if trajectories else self.rows([rollout_id]))
         return await anyio.to_thread.run_sync(codec.decode_tree, rows[0]) if rows else None
+
+    async def summaries(
+        self,
+        which: SummaryFilter,
+        *,
+        order: SummaryOrder = "newest",
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> SummaryPage:
+        after = summary_codec.decode_cursor(order, cursor)
+        rows, after = await find_summaries(self._connection, which, order=order, after=after, limit=limit)
+        counts = await self.counts() if which.only_states else None
+        return SummaryPage(
+            rows=rows,
+            next_cursor=summary_codec.encode_cursor(order, after),
+            matching=None if counts is None else summary_codec.count_states(counts, which.states),
+        )
 
     async def counts(self) -> dict[RolloutState, int]:
         return decode_counts(await self._connection.read("rollouts_counts"))

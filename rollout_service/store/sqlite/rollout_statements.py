@@ -13,12 +13,14 @@ from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutSt
 from rollout_service.errors import ConflictError, RecordLostError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec.fingerprint import fingerprint
+from rollout_service.store.codec.summaries import NO_FIGURES
 from rollout_service.store.contract import Lease
 
 _SUBMIT = """
-INSERT INTO rollouts (rollout_id, fingerprint, pool, run, group_number, state, stop_reason,
+INSERT INTO rollouts (rollout_id, fingerprint, pool, environment, run, group_number, state, stop_reason,
     created_at, queued_at, changed_at)
-SELECT :id, :fingerprint, :pool, :run, :group_number, iif(dead, 'cancelled', 'queued'), iif(dead, 'cancelled', NULL),
+SELECT :id, :fingerprint, :pool, :environment, :run, :group_number,
+    iif(dead, 'cancelled', 'queued'), iif(dead, 'cancelled', NULL),
     :now, :now, :now
 FROM (SELECT EXISTS (SELECT 1 FROM tombstones WHERE rollout_id = :id) AS dead)
 WHERE true
@@ -114,7 +116,7 @@ RETURNING rollout_id, state
 _FINISH = """
 UPDATE rollouts SET
     state = :state, reward = :reward, stop_reason = :stop_reason, code = :code,
-    owner = NULL, changed_at = :now
+    turns = :turns, tokens = :tokens, worked = :worked, owner = NULL, changed_at = :now
 WHERE rollout_id = :id AND owner = :owner AND token = :token
 RETURNING seq
 """
@@ -160,6 +162,7 @@ def submission(
         "id": request.rollout_id,
         "fingerprint": fingerprint(request),
         "pool": request.pool,
+        "environment": request.task.environment,
         "run": run,
         "group_number": group_number,
         "request": request.model_dump_json(),
@@ -222,7 +225,7 @@ def _fail_damaged(db: sqlite3.Connection, row: sqlite3.Row, error: RecordLostErr
         "result": codec.encode_failure(lost),
         "trajectory": None,
     }
-    finish(db, values | codec.version_range(None))
+    finish(db, {**values, **codec.version_range(None), **NO_FIGURES})
 
 
 def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:

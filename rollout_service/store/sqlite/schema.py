@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout_service.errors import StoreError
+from rollout_service.store.sqlite.lists.schema import VERSION_7
 from rollout_service.store.sqlite.schema_runs import VERSION_2, VERSION_4, VERSION_5
 
 APPLICATION_ID = 0x526F6C6C
@@ -124,7 +125,7 @@ END;
 """
 """The turns of rollouts that have not ended, so that an interrupted rollout continues from its last turn."""
 
-MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5, _VERSION_6)
+MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5, _VERSION_6, VERSION_7)
 """The scripts that upgrade the schema; script n, from 1, upgrades version n - 1 to version n."""
 
 

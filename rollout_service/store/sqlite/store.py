@@ -6,10 +6,12 @@ trajectories are compressed; the newest 100,000 events and tombstones are kept.
 
 from __future__ import annotations
 
+import builtins
 import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -25,15 +27,19 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
+from api_schemas.views.summaries import RolloutSummary, SummaryOrder, SummaryPage
 from rollout_service.errors import InvalidFieldError, StoreError
 from rollout_service.signals import KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec import trees
 from rollout_service.store.contract import Lease, Store
+from rollout_service.store.lists_contract import LOOKED_AT, SummaryFilter
 from rollout_service.store.single_cluster import SingleCluster
 from rollout_service.store.sqlite import rollout_statements as statements
 from rollout_service.store.sqlite import turn_statements
+from rollout_service.store.sqlite.lists.summaries import ROWS_AT_ONCE, SummarySearch, look
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.thread import DatabaseThread
 from rollout_service.store.turns_contract import UnsavedTurn
@@ -234,7 +240,7 @@ class SqliteStore(Store):
             "result": await _written(result),
             "trajectory": await _encoded(result, lease.request),
         }
-        values |= codec.version_range(result.trajectory)
+        values |= codec.version_range(result.trajectory) | summary_codec.figures(result)
         done = await self._write(lambda db: statements.finish(db, values))
         if done:
             self._announce([lease.rollout_id])
@@ -270,6 +276,30 @@ class SqliteStore(Store):
     async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
         row = await self._read(lambda db: statements.tree(db, rollout_id, with_trajectories=trajectories))
         return None if row is None else await anyio.to_thread.run_sync(codec.decode_tree, row)
+
+    async def summaries(
+        self,
+        which: SummaryFilter,
+        *,
+        order: SummaryOrder = "newest",
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> SummaryPage:
+        rows = builtins.list[RolloutSummary]()
+        after: int | None = summary_codec.decode_cursor(order, cursor)
+        for _ in range(LOOKED_AT // ROWS_AT_ONCE):
+            search = SummarySearch(which, order, after, limit - len(rows))
+            found = await self._read(partial(look, search=search))
+            rows += [summary_codec.decode_summary(row) for row in found.rows]
+            after = found.next
+            if after is None or len(rows) == limit:
+                break
+        counts = await self.counts() if which.only_states else None
+        return SummaryPage(
+            rows=rows,
+            next_cursor=summary_codec.encode_cursor(order, after),
+            matching=None if counts is None else summary_codec.count_states(counts, which.states),
+        )
 
     async def counts(self) -> dict[RolloutState, int]:
         return await self._read(statements.counts)

@@ -11,6 +11,7 @@ import pytest
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunState
 from rollout_service.errors import NotFoundError, StoreError
+from rollout_service.store.lists_contract import SummaryFilter
 from rollout_service.store.runs_contract import (
     GroupClosure,
     RetentionPolicy,
@@ -206,7 +207,16 @@ async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(sto
     assert set(await groups_of_rollouts(store)) == {"a.1.0", "a.1.1"}
 
 
+def downgrade_to_6(db: sqlite3.Connection) -> None:
+    for index in ("by_environment", "by_run", "by_code"):
+        db.execute(f"DROP INDEX {index}")
+    for column in ("environment", "turns", "tokens", "worked"):
+        db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
+    db.execute("PRAGMA user_version = 6")
+
+
 def downgrade_to_4(db: sqlite3.Connection) -> None:
+    downgrade_to_6(db)
     db.execute("DROP TABLE turns")
     db.execute("DROP TRIGGER ended_rollout_needs_no_turns")
     db.execute("DROP INDEX rollouts_of_group")
@@ -227,6 +237,30 @@ async def test_the_rollouts_of_a_file_of_version_4_find_their_groups(tmp_path: P
     upgraded = sqlite3.connect(path, isolation_level=None)
     with pytest.raises(sqlite3.IntegrityError, match="a terminal rollout never changes"):
         upgraded.execute("UPDATE rollouts SET run = 7")
+    upgraded.close()
+
+
+async def test_the_rollouts_of_a_file_of_version_6_are_listed_as_new_ones_are(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    async with await SqliteStore.open(path) as store:
+        await with_retries(store)
+        await store.submit(RolloutRequest(rollout_id="waits", task=TASKS[0]))
+        await store.cancel("a.1.0")
+        before = await store.summaries(SummaryFilter())
+    assert {row.tokens for row in before.rows} == {None, 0}
+    old = sqlite3.connect(path, isolation_level=None)
+    downgrade_to_6(old)
+    old.execute("UPDATE requests SET request = '{' WHERE seq = 1")
+    old.close()
+    async with await SqliteStore.open(path) as store:
+        after = await store.summaries(SummaryFilter())
+        assert after.rows[:-1] == before.rows[:-1]
+        assert after.rows[-1].environment == "", "its request is damaged"
+        found = await store.summaries(SummaryFilter(environment=TASKS[0].environment))
+        assert found.rows == before.rows[:-1]
+    upgraded = sqlite3.connect(path, isolation_level=None)
+    with pytest.raises(sqlite3.IntegrityError, match="a terminal rollout never changes"):
+        upgraded.execute("UPDATE rollouts SET environment = 'x'")
     upgraded.close()
 
 

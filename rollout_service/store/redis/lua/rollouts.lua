@@ -3,7 +3,7 @@
 -- `r:ID` is a small hash, whose short names keep it compact: `n` number, `s` state, `a` attempts, `t` token, `o` number of
 -- the owner, `c` cancellation requested, `f` fingerprint, `p` pool, `e` environment, `C` created, `Q` queued, `H` changed
 -- (Unix seconds), `w` reward, `S` stop reason, `k` code, `R` run, `G` group, `v` and `V` oldest and newest version, `B` bytes
--- of the trajectory, `z` written by `finish`. Long texts have keys of their own: `q:ID` request, `x:ID` result, `t:ID`
+-- of the trajectory, `z` written by `finish`, `T` turns, `N` sampled tokens, `W` seconds of work. Long texts have keys of their own: `q:ID` request, `x:ID` result, `t:ID`
 -- trajectory, `h:ID` retries and spans of earlier attempts, `u:ID` the turns of one that was interrupted.
 --
 -- A queued rollout that nobody holds is in `ready:POOL NUL ENVIRONMENT` by number and in `since:POOL NUL ENVIRONMENT` by
@@ -509,7 +509,7 @@ common.register('rollouts_finish', function(call, id, owner, token, again, state
     if not segments.add(call, trajectory) then
         return 2
     end
-    local key, fields, names = at(call, 'r', id), {'z', '1'}, {'w', 'S', 'k', 'v', 'V'}
+    local key, fields, names = at(call, 'r', id), {'z', '1'}, {'w', 'S', 'k', 'v', 'V', 'T', 'N', 'W'}
     for index, value in ipairs({...}) do
         if value ~= '' then
             table.insert(fields, names[index])

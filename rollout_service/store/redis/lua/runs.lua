@@ -9,11 +9,19 @@ function writes.event(call, kind, subject, data)
     call:event(kind, subject, data)
 end
 
--- Put a new run at the end of the lists of all runs and of active ones.
+-- Put a new run at the end of the lists of all runs and of active ones, and note that its rollouts come after all that
+-- there are.
 function writes.enlist(call, run)
     local number = redis.call('INCR', call:key('runs:last'))
     redis.call('ZADD', call:key('runs'), number, run)
     redis.call('ZADD', call:key('runs:active'), number, run)
+    redis.call('HSET', call:key('run:' .. run), 'rollouts_after', redis.call('GET', call:key('rollouts:last')) or 0)
+end
+
+-- Take a run off the list of active ones, and note that it has no later rollouts.
+function writes.retire(call, run)
+    redis.call('ZREM', call:key('runs:active'), run)
+    redis.call('HSET', call:key('run:' .. run), 'rollouts_until', redis.call('GET', call:key('rollouts:last')) or 0)
 end
 
 -- Queue a rollout of a group.

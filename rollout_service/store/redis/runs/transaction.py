@@ -19,7 +19,7 @@ from rollout_service.ids import BatchId, GroupId
 from rollout_service.store import rules
 from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.redis.runs.draft import RunDraft
-from rollout_service.store.redis.runs.keys import RunKeys, active_runs, all_runs
+from rollout_service.store.redis.runs.keys import RunKeys, all_runs
 from rollout_service.store.redis.runs.packing import Command, Word
 from rollout_service.store.redis.runs.records import BatchRecord, ClosedRecord, GroupStatus, WaitingGroup
 from rollout_service.store.redis.runs.replies import chunks
@@ -151,7 +151,7 @@ class RunTransaction:
         if self.run.changed_state is not None:
             self.event("run.state", self.keys.run_id, {"state": self.run["state"]})
         if self.run.was_active and not self.run.is_active:
-            self.do("ZREM", active_runs(self.keys.root), self.keys.run_id)
+            self.do("retire", self.keys.run_id)
         if written := self.run.written():
             self.do("HSET", self.keys.run, *written)
         if removed := self.run.removed():

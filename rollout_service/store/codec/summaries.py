@@ -1,0 +1,96 @@
+"""Rollouts as rows of lists, and the cursors of lists.
+
+Guarantees: every store makes the same row of the same rollout. A cursor says where a page ended and in which order, so
+one of another order is refused instead of giving a wrong page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from api_schemas.errors import FieldError
+from api_schemas.rollouts import Rollout, RolloutState, StopReason
+from api_schemas.views.summaries import RolloutSummary, SummaryOrder
+from rollout_service.errors import InvalidFieldError
+from rollout_service.store.codec.rollouts import reading, when
+from rollout_service.store.codec.row import Row
+
+NO_FIGURES: Mapping[str, int | float | None] = {"turns": None, "tokens": None, "worked": None}
+"""The figures of a rollout whose record cannot be read."""
+_CURSOR = re.compile(r"([no])([0-9]{1,18})")
+
+
+def figures(result: Rollout) -> dict[str, int | float | None]:
+    """Return the figures of a result that lists show: `turns`, sampled `tokens`, and seconds `worked`."""
+    usage, worked = result.usage, sum(span.seconds for span in result.spans)
+    return {"turns": usage.turns, "tokens": usage.sampled_tokens, "worked": worked}
+
+
+def decode_summary(row: Row) -> RolloutSummary:
+    """Return a rollout from its row, whose `result` need only be there if the row has no figures.
+
+    Raises:
+        RecordLostError: The record is damaged.
+    """
+    with reading(row["rollout_id"]):
+        turns, tokens, worked = row["turns"], row["tokens"], row["worked"]
+        if turns is None and row["result"] is not None:
+            turns, tokens, worked = _figures_of(json.loads(row["result"]))
+        return RolloutSummary(
+            rollout_id=row["rollout_id"],
+            state=RolloutState(row["state"]),
+            environment=row["environment"],
+            pool=row["pool"],
+            run_id=row["run_id"],
+            group=row["group_number"],
+            attempt=row["attempt"],
+            reward=row["reward"],
+            stop_reason=None if row["stop_reason"] is None else StopReason(row["stop_reason"]),
+            error_code=row["code"],
+            created_at=when(row["created_at"]),
+            changed_at=when(row["changed_at"]),
+            turns=turns,
+            tokens=tokens,
+            seconds=worked,
+        )
+
+
+def _figures_of(result: dict[str, Any]) -> tuple[int | None, int | None, float | None]:
+    """Return the figures of a result that an earlier release wrote."""
+    usage = result.get("usage")
+    if usage is None:
+        return None, None, None
+    worked = sum(span["seconds"] for span in result.get("spans", ()))
+    return usage.get("turns", 0), usage.get("sampled_tokens", 0), worked
+
+
+def count_states(counts: Mapping[RolloutState, int], states: Collection[RolloutState]) -> int:
+    """Return how many rollouts are in these states; in any without them."""
+    return sum(count for state, count in counts.items() if not states or state in states)
+
+
+def encode_cursor(order: SummaryOrder, position: int | None) -> str | None:
+    """Return the cursor of the page after a position; None without one."""
+    return None if position is None else f"{order[0]}{position}"
+
+
+def decode_cursor(order: SummaryOrder, cursor: str | None) -> int | None:
+    """Return the position that a cursor stands for.
+
+    Raises:
+        InvalidFieldError: It is not a cursor of this order.
+    """
+    if cursor is None:
+        return None
+    found = _CURSOR.fullmatch(cursor)
+    if found is None or found[1] != order[0]:
+        why = "of another order" if found else "not a cursor"
+        problem = FieldError(path="query.cursor", message=f"{cursor!r} is {why}")
+        raise InvalidFieldError(
+            [problem],
+            hint="Pass `next_cursor` of the previous page with the same `order`, or omit the cursor.",
+        )
+    return int(found[2])

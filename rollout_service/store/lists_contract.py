@@ -1,0 +1,109 @@
+"""The contract of the lists that people look at: rollouts as short rows, a run's groups, and how a run went over time.
+
+Guarantees:
+- A page is found without looking at more than `LOOKED_AT` records, however many there are. If so few match that this
+  does not fill the page, it is short or empty, and its cursor goes on from there; the last page has none.
+- Following the cursors gives every record that matches all the time exactly once, while new ones arrive.
+- What a run's history says of a group is kept as long as the run, also when the group's rollouts are deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+from api_schemas.rollouts import RolloutState
+from api_schemas.runs.history import GroupPage, RunHistory
+from api_schemas.views.summaries import SummaryOrder, SummaryPage
+
+LOOKED_AT = 50_000
+"""The most records that one call looks at."""
+CLOCK_STEP_SECONDS = 3_600.0
+"""By how much the clock may ever have been set back without hiding a rollout from a search by time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryFilter:
+    """Which rollouts to list; None, and no states, stand for any."""
+
+    states: Collection[RolloutState] = ()
+    run: str | None = None
+    group: int | None = None
+    """The number of a group; only with its run."""
+    environment: str | None = None
+    error: str | None = None
+    """The code of the error that ended it, or its last attempt."""
+    reward_min: float | None = None
+    reward_max: float | None = None
+    since: datetime | None = None
+    """Those that were submitted then or later."""
+    until: datetime | None = None
+    """Those that were submitted before."""
+    text: str | None = None
+    """What the rollout's id begins with."""
+
+    @property
+    def only_states(self) -> bool:
+        """Whether nothing but the state matters."""
+        return self == SummaryFilter(states=self.states)
+
+
+class SummaryStore(Protocol):
+    """Rollouts as rows of lists."""
+
+    async def summaries(
+        self,
+        which: SummaryFilter,
+        *,
+        order: SummaryOrder = "newest",
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> SummaryPage:
+        """Return a page of up to `limit` rollouts, in the order in which they were submitted or its reverse.
+
+        Raises:
+            StoreError: The store fails.
+            InvalidFieldError: The cursor is not one that an earlier page of this order returned.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSelection:
+    """Which groups of a run to list; None stands for any."""
+
+    state: str | None = None
+    """`open`, `ready`, `batched`, `acknowledged` or `dropped`."""
+    reason: str | None = None
+    """Why it was dropped; only with the state `dropped`."""
+
+
+class RunLists(Protocol):
+    """The groups and the history of runs.
+
+    Raises:
+        StoreError: The store fails; every method can raise it.
+        NotFoundError: There is no such run.
+    """
+
+    async def group_page(
+        self,
+        run_id: str,
+        which: GroupSelection,
+        *,
+        order: SummaryOrder = "newest",
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> GroupPage:
+        """Return a page of up to `limit` groups by number, or the highest number first.
+
+        Raises:
+            InvalidFieldError: The cursor is not one that an earlier page of this order returned.
+        """
+        ...
+
+    async def history(self, run_id: str, *, points: int) -> RunHistory:
+        """Return how the run went, in up to `points` intervals of about as many closed groups each."""
+        ...

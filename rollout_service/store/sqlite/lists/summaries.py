@@ -1,0 +1,218 @@
+"""The statements that list rollouts; each function runs in the database's thread.
+
+A search goes along one index, the one with the fewest rows that may match, in the order of the rollouts' numbers. It
+looks at a bounded number of rows, so that other jobs do not wait for long, and says how far it came.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api_schemas.views.summaries import SummaryOrder
+from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS, SummaryFilter
+
+ROWS_AT_ONCE = 10_000
+"""The most rows that one job looks at, which takes about 10 ms."""
+_COUNTED = 20_000
+"""Up to how many rows of an index are counted to compare it with others."""
+_NEWEST = 2**62
+
+_COLUMNS = """
+rollouts.seq, rollout_id, rollouts.state, environment, rollouts.pool, run_id, group_number, attempt, reward,
+stop_reason, code, rollouts.created_at, rollouts.changed_at, turns, tokens, worked,
+iif(turns IS NULL, (SELECT result FROM results WHERE results.seq = rollouts.seq), NULL) AS result
+"""
+_RUN = "SELECT seq FROM runs WHERE run_id = ?"
+_SPAN = """
+SELECT (SELECT min(seq) FROM rollouts INDEXED BY by_run WHERE run = :run) AS low,
+    (SELECT max(seq) FROM rollouts INDEXED BY by_run WHERE run = :run) AS high
+"""
+_ENDS = "SELECT coalesce(min(seq), 1), coalesce(max(seq), 0) FROM rollouts"
+_NEXT = "SELECT seq, created_at FROM rollouts WHERE seq >= ? ORDER BY seq LIMIT 1"
+_IN_STATES = "SELECT coalesce(sum(count), 0) FROM counts WHERE state IN (SELECT value FROM json_each(?))"
+
+
+@dataclass(frozen=True, slots=True)
+class SummarySearch:
+    """What to list, from where on, and how much at most."""
+
+    which: SummaryFilter
+    order: SummaryOrder
+    after: int | None
+    """The number of the rollout after which to go on; None begins."""
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRows:
+    """What one look found."""
+
+    rows: Sequence[sqlite3.Row]
+    next: int | None
+    """The number of the rollout after which to go on; None if nothing is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A way through the rollouts: an index and the condition by which it is used."""
+
+    source: str
+    conditions: Sequence[str]
+    rows: int
+    """About how many rows are on it, `_COUNTED` at most."""
+
+
+def look(db: sqlite3.Connection, search: SummarySearch) -> SummaryRows:
+    """Return the next rollouts that match, among the next `ROWS_AT_ONCE` that may."""
+    values = _values(search)
+    if search.which.run is not None:
+        run = db.execute(_RUN, (search.which.run,)).fetchone()
+        if run is None:
+            return SummaryRows([], None)
+        values["run"] = run["seq"]
+    values["low"], values["high"] = _bounds(db, search, values)
+    direction = "DESC" if search.order == "newest" else "ASC"
+    looked = _numbers(_best_path(db, search.which, values), direction)
+    found = db.execute(_page(looked, search.which), values).fetchall()
+    if len(found) > search.limit:
+        found = found[: search.limit]
+        return SummaryRows(found, found[-1]["seq"])
+    edge = "min" if search.order == "newest" else "max"
+    end = db.execute(f"SELECT {edge}(seq) AS seq, count(*) AS rows FROM ({looked})", values).fetchone()  # noqa: S608
+    return SummaryRows(found, end["seq"] if end["rows"] == ROWS_AT_ONCE else None)
+
+
+def _values(search: SummarySearch) -> dict[str, Any]:
+    which = search.which
+    values: dict[str, Any] = {f"state{n}": state for n, state in enumerate(which.states)}
+    return values | {
+        "group": which.group,
+        "environment": which.environment,
+        "code": which.error,
+        "reward_min": which.reward_min,
+        "reward_max": which.reward_max,
+        "since": None if which.since is None else which.since.timestamp(),
+        "until": None if which.until is None else which.until.timestamp(),
+        "text": which.text,
+        "text_end": f"{which.text}\x7f",  # ids have no character beyond
+        "wanted": search.limit + 1,
+        "looked": ROWS_AT_ONCE,
+    }
+
+
+def _page(looked: str, which: SummaryFilter) -> str:
+    conditions = " AND ".join(_conditions(which)) or "true"
+    return f"""
+SELECT {_COLUMNS} FROM ({looked}) AS looked CROSS JOIN rollouts ON rollouts.seq = looked.seq
+    LEFT JOIN runs ON runs.seq = rollouts.run
+WHERE {conditions} LIMIT :wanted
+"""  # noqa: S608 - made of constants
+
+
+def _conditions(which: SummaryFilter) -> Iterator[str]:
+    """Yield all that a row has to meet."""
+    if which.states:
+        yield f"rollouts.state IN ({', '.join(f':state{n}' for n in range(len(which.states)))})"
+    given = {
+        "rollouts.run = :run": which.run,
+        "group_number = :group": which.group,
+        "environment = :environment": which.environment,
+        "code = :code": which.error,
+        "reward >= :reward_min": which.reward_min,
+        "reward <= :reward_max": which.reward_max,
+        "rollouts.created_at >= :since": which.since,
+        "rollouts.created_at < :until": which.until,
+        "rollout_id >= :text AND rollout_id < :text_end": which.text,
+    }
+    yield from (condition for condition, value in given.items() if value is not None)
+
+
+# -- the way through -----------------------------------------------------------
+
+
+def _numbers(path: _Path, direction: str) -> str:
+    """Return the statement for the numbers of the next rollouts on a path."""
+
+    def along(condition: str) -> str:
+        return f"""
+SELECT seq FROM rollouts {path.source} WHERE {condition} AND seq BETWEEN :low AND :high
+ORDER BY seq {direction} LIMIT :looked
+"""  # noqa: S608 - made of constants
+
+    if len(path.conditions) == 1:
+        return along(path.conditions[0])
+    parts = " UNION ALL ".join(f"SELECT seq FROM ({along(condition)})" for condition in path.conditions)  # noqa: S608
+    return f"{parts} ORDER BY seq {direction} LIMIT :looked"
+
+
+def _best_path(db: sqlite3.Connection, which: SummaryFilter, values: dict[str, Any]) -> _Path:
+    """Return the path with the fewest rows; among those with very many, the first."""
+    paths = list(_paths(db, which, values))
+    return min(paths, key=lambda path: path.rows)
+
+
+def _paths(db: sqlite3.Connection, which: SummaryFilter, values: dict[str, Any]) -> Iterator[_Path]:
+    if which.group is not None:
+        yield _Path("INDEXED BY rollouts_of_group", ["run = :run AND group_number = :group"], 0)
+    if which.error is not None:
+        yield _counted(db, "INDEXED BY by_code", "code = :code", values)
+    if which.text is not None:
+        condition = "rollout_id >= :text AND rollout_id < :text_end"
+        by_id = _counted(db, "INDEXED BY sqlite_autoindex_rollouts_1", condition, values)
+        if by_id.rows < _COUNTED:  # its rows have to be sorted
+            yield by_id
+    if which.states:
+        states = [f"state = :state{n}" for n in range(len(which.states))]
+        (rows,) = db.execute(_IN_STATES, (json.dumps(list(which.states)),)).fetchone()
+        yield _Path("INDEXED BY by_state", states, min(rows, _COUNTED))
+    if which.run is not None:
+        yield _counted(db, "INDEXED BY by_run", "run = :run", values)
+    if which.environment is not None:
+        yield _counted(db, "INDEXED BY by_environment", "environment = :environment", values)
+    yield _Path("NOT INDEXED", ["true"], _COUNTED + 1)
+
+
+def _counted(db: sqlite3.Connection, source: str, condition: str, values: dict[str, Any]) -> _Path:
+    statement = f"""
+SELECT count(*) FROM (SELECT 1 FROM rollouts {source} WHERE {condition} LIMIT {_COUNTED})
+"""  # noqa: S608 - made of constants
+    (rows,) = db.execute(statement, values).fetchone()
+    return _Path(source, [condition], rows)
+
+
+# -- bounds --------------------------------------------------------------------
+
+
+def _bounds(db: sqlite3.Connection, search: SummarySearch, values: dict[str, Any]) -> tuple[int, int]:
+    """Return the lowest and the highest number that is worth looking at."""
+    low, high = 0, _NEWEST
+    if search.after is not None and search.order == "newest":
+        high = search.after - 1
+    elif search.after is not None:
+        low = search.after + 1
+    if "run" in values:
+        span = db.execute(_SPAN, values).fetchone()
+        low, high = max(low, span["low"] or 0), min(high, span["high"] or 0)
+    if values["since"] is not None:
+        low = max(low, _number_at(db, values["since"] - CLOCK_STEP_SECONDS))
+    if values["until"] is not None:
+        high = min(high, _number_at(db, values["until"] + CLOCK_STEP_SECONDS))
+    return low, high
+
+
+def _number_at(db: sqlite3.Connection, time: float) -> int:
+    """Return the number of about the first rollout that was submitted at this time or later."""
+    low, high = db.execute(_ENDS).fetchone()
+    high += 1
+    while low < high:
+        middle = (low + high) // 2
+        found = db.execute(_NEXT, (middle,)).fetchone()
+        if found is None or found["created_at"] >= time:
+            high = middle
+        else:
+            low = found["seq"] + 1
+    return int(low)

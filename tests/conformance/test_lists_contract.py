@@ -1,0 +1,342 @@
+"""Every kind of store lists rollouts as a model does, whatever is asked for and however many pages it takes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason, Usage
+from api_schemas.runs import FileTasks
+from api_schemas.tasks import Task
+from api_schemas.views.summaries import RolloutSummary
+from rollout_service.cluster.identity import is_gone
+from rollout_service.errors import InvalidFieldError
+from rollout_service.store import Lease, Store
+from rollout_service.store.lists_contract import SummaryFilter
+from rollout_service.store.redis.store import RedisStore
+from rollout_service.store.runs_contract import NewGroup
+from rollout_service.store.sqlite import SqliteStore
+from tests.support.redis_server import RedisServer
+from tests.support.runs import ManualClock, create_run
+
+pytestmark = pytest.mark.anyio
+
+S = RolloutState
+START = datetime.fromtimestamp(ManualClock().now, UTC)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
+    if request.param == "sqlite":
+        async with await SqliteStore.open(":memory:", clock=clock) as made:
+            yield made
+    else:
+        server: RedisServer = request.getfixturevalue("shared_redis")
+        async with await RedisStore.open(server.config(), is_gone=is_gone, clock=clock) as shared:
+            yield shared
+
+
+def order(rollout_id: str, environment: str = "calc", pool: str = "policy") -> RolloutRequest:
+    return RolloutRequest(rollout_id=rollout_id, task=Task(environment=environment, instance={}), pool=pool)
+
+
+def problem(code: str) -> ErrorInfo:
+    return ErrorInfo(code=code, boundary=Boundary.INFERENCE, message="gone", retryable=True)
+
+
+def ended(lease: Lease, *, reward: float | None, code: str | None = None) -> Rollout:
+    span = Span(stage=Stage.ROLLOUT, attempt=1, started_at=START, queued_seconds=1.0, seconds=2.5)
+    return Rollout(
+        rollout_id=lease.rollout_id,
+        state=S.COMPLETED if code is None else S.FAILED,
+        task=lease.request.task,
+        pool=lease.request.pool,
+        reward=reward,
+        stop_reason=StopReason.FINISHED if code is None else StopReason.ERROR,
+        error=None if code is None else problem(code),
+        usage=Usage(turns=3, sampled_tokens=70, prompt_tokens=9),
+        spans=[span, replace_span(span)],
+        created_at=lease.created_at,
+    )
+
+
+def replace_span(span: Span) -> Span:
+    return span.model_copy(update={"attempt": 2, "seconds": 0.5})
+
+
+async def pages(
+    store: Store, which: SummaryFilter, *, limit: int = 100, **asked: Any
+) -> list[RolloutSummary]:
+    """Return all rows of a search, page by page."""
+    page = await store.summaries(which, limit=limit, **asked)
+    rows = page.rows
+    while page.next_cursor is not None:
+        page = await store.summaries(which, limit=limit, cursor=page.next_cursor, **asked)
+        assert len(page.rows) <= limit
+        rows += page.rows
+    return rows
+
+
+async def test_a_row_says_how_a_rollout_went(store: Store, clock: ManualClock) -> None:
+    await create_run(store)
+    await store.runs.start_groups("a", [NewGroup(0, 0, [order("a.0.0", "math", "big")])])
+    clock.now += 10
+    (row,) = await pages(store, SummaryFilter())
+    waiting = RolloutSummary(
+        rollout_id="a.0.0",
+        state=S.QUEUED,
+        environment="math",
+        pool="big",
+        run_id="a",
+        group=0,
+        attempt=0,
+        created_at=START,
+        changed_at=START,
+    )
+    assert row == waiting
+    (lease,) = await store.claim("w", limit=1, lease_seconds=60)
+    await store.advance(lease, "w", S.INIT)
+    assert await store.finish(lease, "w", ended(lease, reward=0.25))
+    (row,) = await pages(store, SummaryFilter())
+    done = {
+        "state": S.COMPLETED,
+        "attempt": 1,
+        "reward": 0.25,
+        "stop_reason": StopReason.FINISHED,
+        "changed_at": START + timedelta(seconds=10),
+        "turns": 3,
+        "tokens": 70,
+        "seconds": 3.0,
+    }
+    assert row == waiting.model_copy(update=done)
+
+
+async def test_a_rollout_that_never_began_has_no_figures(store: Store) -> None:
+    await store.submit(order("r"))
+    await store.cancel("r")
+    (row,) = await pages(store, SummaryFilter())
+    assert (row.state, row.stop_reason) == (S.CANCELLED, StopReason.CANCELLED)
+    assert (row.turns, row.tokens, row.seconds, row.run_id, row.group) == (None,) * 5
+
+
+async def test_pages_stay_the_same_while_rollouts_arrive(store: Store) -> None:
+    for number in range(5):
+        await store.submit(order(f"r{number}"))
+    first = await store.summaries(SummaryFilter(), limit=2)
+    await store.submit(order("later"))
+    second = await store.summaries(SummaryFilter(), limit=2, cursor=first.next_cursor)
+    await store.submit(order("latest"))
+    third = await store.summaries(SummaryFilter(), limit=2, cursor=second.next_cursor)
+    found = [row.rollout_id for page in (first, second, third) for row in page.rows]
+    assert found == ["r4", "r3", "r2", "r1", "r0"]
+    assert (third.next_cursor, third.matching) == (None, 7)
+
+
+async def test_how_many_match_is_told_only_where_it_is_known(store: Store) -> None:
+    for number in range(3):
+        await store.submit(order(f"r{number}"))
+    await store.cancel("r0")
+    assert (await store.summaries(SummaryFilter(), limit=1)).matching == 3
+    assert (await store.summaries(SummaryFilter(states=[S.QUEUED]), limit=1)).matching == 2
+    assert (await store.summaries(SummaryFilter(text="r"), limit=1)).matching is None
+
+
+@pytest.mark.parametrize("cursor", ["12", "o5", "n-1", "nn", "n1' OR 1", ""])
+async def test_a_wrong_cursor_is_refused(store: Store, cursor: str) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        await store.summaries(SummaryFilter(), cursor=cursor)
+    assert refused.value.fields[0].path == "query.cursor"
+
+
+async def test_a_run_that_is_unknown_has_no_rollouts(store: Store) -> None:
+    await store.submit(order("b.0.0"))
+    page = await store.summaries(SummaryFilter(run="b"))
+    assert (page.rows, page.next_cursor) == ([], None)
+
+
+async def test_a_search_that_finds_little_ends_and_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("sqlite.store", "sqlite.lists.summaries", "redis.lists.summaries"):
+        monkeypatch.setattr(f"rollout_service.store.{module}.ROWS_AT_ONCE", 3)
+    for module in ("sqlite.store", "redis.lists.summaries"):
+        monkeypatch.setattr(f"rollout_service.store.{module}.LOOKED_AT", 9)
+    for number in range(25):
+        await store.submit(order(f"r{number}", "rare" if number in (1, 13) else "calc"))
+    await store.claim("w", limit=25, lease_seconds=60)
+    which = SummaryFilter(reward_min=0.0)
+    cursors, cursor, looks = set[str | None](), None, 0
+    while looks == 0 or cursor is not None:
+        page = await store.summaries(which, cursor=cursor, limit=10)
+        cursor, looks = page.next_cursor, looks + 1
+        assert page.rows == []
+        assert cursor not in cursors
+        cursors.add(cursor)
+    assert looks == 3, "25 rows, 9 at a time"
+    for direction, expected in (("newest", ["r13", "r1"]), ("oldest", ["r1", "r13"])):
+        rows = await pages(store, SummaryFilter(environment="rare"), limit=1, order=direction)
+        assert [row.rollout_id for row in rows] == expected
+
+
+# -- a model --------------------------------------------------------------------
+
+Step = Callable[[Store, ManualClock], Awaitable[Any]]
+ENVIRONMENTS, CODES, REWARDS = ["calc", "math"], ["engine_gone", "stage_timeout"], [0.0, 0.5, 1.0]
+
+
+async def submit(store: Store, clock: ManualClock, name: str, environment: str) -> None:
+    number = await store.last_event()
+    await store.submit(order(f"{name}{number}", environment))
+
+
+async def start(store: Store, clock: ManualClock, run: str, size: int) -> None:
+    number = (await store.runs.get(run)).cursor
+    members = [order(f"{run}.{number}.{sample}", ENVIRONMENTS[sample % 2]) for sample in range(size)]
+    await store.runs.start_groups(run, [NewGroup(number, 0, members)])
+
+
+async def work(store: Store, clock: ManualClock, how: str, code: str, reward: float) -> None:
+    for lease in await store.claim("w", limit=2, lease_seconds=1e6):
+        await store.advance(lease, "w", S.ROLLOUT)
+        if how == "retry":
+            await store.retry(lease, "w", problem(code))
+        elif how == "fail":
+            await store.finish(lease, "w", ended(lease, reward=None, code=code))
+        elif how == "complete":
+            await store.finish(lease, "w", ended(lease, reward=reward))
+
+
+async def cancel(store: Store, clock: ManualClock, place: int) -> None:
+    rollouts = (await store.list(limit=1_000)).rollouts
+    if rollouts:
+        await store.cancel(rollouts[place % len(rollouts)].rollout_id)
+
+
+async def wait(store: Store, clock: ManualClock, seconds: float) -> None:
+    clock.now += seconds
+
+
+def steps() -> st.SearchStrategy[tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]]:
+    def step(call: Callable[..., Awaitable[None]], *drawn: st.SearchStrategy[Any]) -> Any:
+        return st.tuples(st.just(call), st.tuples(*drawn))
+
+    environments, codes = st.sampled_from(ENVIRONMENTS), st.sampled_from(CODES)
+    hows = st.sampled_from(["retry", "fail", "complete", "complete", "hold"])
+    return st.one_of(
+        step(submit, st.sampled_from(["a", "a.1", "b"]), environments),
+        step(start, st.sampled_from(["a", "z"]), st.integers(1, 4)),
+        step(work, hows, codes, st.sampled_from(REWARDS)),
+        step(cancel, st.integers(0, 30)),
+        step(wait, st.sampled_from([-5.0, 1.0, 30.0])),
+    )
+
+
+def filters() -> st.SearchStrategy[SummaryFilter]:
+    def maybe(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(st.none(), st.none(), values)
+
+    times = st.integers(-10, 120).map(lambda seconds: START + timedelta(seconds=seconds))
+    made = st.builds(
+        SummaryFilter,
+        states=st.one_of(st.just([]), st.lists(st.sampled_from(list(S)), unique=True, max_size=3)),
+        run=maybe(st.sampled_from(["a", "z", "gone"])),
+        group=maybe(st.integers(0, 3)),
+        environment=maybe(st.sampled_from([*ENVIRONMENTS, "none"])),
+        error=maybe(st.sampled_from(CODES)),
+        reward_min=maybe(st.sampled_from(REWARDS)),
+        reward_max=maybe(st.sampled_from(REWARDS)),
+        since=maybe(times),
+        until=maybe(times),
+        text=maybe(st.sampled_from(["a", "a.", "a.1", "b", "%"])),
+    )
+    return made.map(lambda which: which if which.run is not None else replace(which, group=None))
+
+
+def matches(which: SummaryFilter, row: RolloutSummary) -> bool:
+    """Return whether a row is what a search asks for, said as plainly as can be."""
+    return (
+        (not which.states or row.state in which.states)
+        and which.run in (None, row.run_id)
+        and which.group in (None, row.group)
+        and which.environment in (None, row.environment)
+        and which.error in (None, row.error_code)
+        and (which.reward_min is None or (row.reward is not None and row.reward >= which.reward_min))
+        and (which.reward_max is None or (row.reward is not None and row.reward <= which.reward_max))
+        and (which.since is None or row.created_at >= which.since)
+        and (which.until is None or row.created_at < which.until)
+        and row.rollout_id.startswith(which.text or "")
+    )
+
+
+async def check(store: Store, which: SummaryFilter, limit: int) -> None:
+    """Compare a search with what all rollouts, one by one, are."""
+    every = [
+        found
+        for one in (await store.list(limit=1_000)).rollouts
+        if (found := await store.get(one.rollout_id))
+    ]
+    rows = await pages(store, SummaryFilter(), limit=limit, order="oldest")
+    assert [(row.rollout_id, row.state, row.attempt, row.reward, row.created_at) for row in rows] == [
+        (one.rollout_id, one.state, one.attempt, one.reward, one.created_at) for one in every
+    ]
+    assert [row.turns for row in rows] == [one.usage.turns or None for one in every]
+    expected = [row for row in rows if matches(which, row)]
+    assert await pages(store, which, limit=limit, order="oldest") == expected
+    assert await pages(store, which, limit=limit, order="newest") == expected[::-1]
+
+
+async def play(store: Store, clock: ManualClock, calls: list[Any], searches: list[SummaryFilter]) -> None:
+    for run in ("a", "z"):
+        source = FileTasks(path="/x.jsonl", environment="calc", epochs=1)
+        await create_run(store, run_id=run, source=source)
+    for call, drawn in calls:
+        clock.now += 1
+        await call(store, clock, *drawn)
+    for limit, which in enumerate(searches, start=1):
+        await check(store, which, limit)
+
+
+SETTINGS = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+CALLS, SEARCHES = st.lists(steps(), min_size=5, max_size=40), st.lists(filters(), min_size=3, max_size=8)
+
+
+@settings(SETTINGS, max_examples=60)
+@given(calls=CALLS, searches=SEARCHES)
+def test_sqlite_lists_as_the_model_does(calls: list[Any], searches: list[SummaryFilter]) -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        async with await SqliteStore.open(":memory:", clock=clock) as store:
+            await play(store, clock, calls, searches)
+
+    anyio.run(main)
+
+
+@pytest.mark.redis
+@settings(SETTINGS, max_examples=40)
+@given(calls=CALLS, searches=SEARCHES)
+def test_redis_lists_as_the_model_does(
+    shared_redis: RedisServer, calls: list[Any], searches: list[SummaryFilter]
+) -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        async with AsyncExitStack() as stack:
+            opened = await RedisStore.open(shared_redis.config(), is_gone=is_gone, clock=clock)
+            await play(await stack.enter_async_context(opened), clock, calls, searches)
+
+    anyio.run(main)

@@ -1,0 +1,95 @@
+"""Lists over HTTP: both clients get the rows that the store has, and each wrong filter is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.runs import RunState
+from rollout_client.client import InvalidRequestError, RolloutClient
+from rollout_client.sync import SyncRolloutClient
+from rollout_service.store.sqlite import SqliteStore
+from tests.support.api.server import api_server
+from tests.support.runs import TASKS, create_run, make_ready
+
+pytestmark = [pytest.mark.anyio, pytest.mark.xdist_group("lists")]
+
+LATER = datetime(2100, 1, 1, tzinfo=UTC)
+
+
+async def fill(path: Path) -> None:
+    """Write a store with an ended run of two groups, and cancelled rollouts of no run."""
+    async with await SqliteStore.open(path) as store:
+        await create_run(store)
+        await make_ready(store, 0, 1)
+        await store.runs.update("a", state=RunState.ENDED)  # so that the server starts no more groups
+        for number in range(3):
+            await store.submit(RolloutRequest(rollout_id=f"alone:{number}", task=TASKS[0]))
+            await store.cancel(f"alone:{number}")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("lists")
+    (folder / "state").mkdir()
+    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
+    with api_server(folder) as server:
+        yield server.url
+
+
+async def test_both_clients_list_what_the_filters_select(url: str) -> None:
+    async with RolloutClient(url) as client:
+        every = [row.rollout_id async for row in client.summaries()]
+        assert every == ["alone:2", "alone:1", "alone:0", "a.1.1", "a.1.0", "a.0.1", "a.0.0"]
+        cancelled = client.summaries(states=[RolloutState.CANCELLED, RolloutState.FAILED])
+        assert [row.rollout_id async for row in cancelled] == every[:3]
+        best = client.summaries(run="a", reward_min=0.5, order="oldest", until=LATER)
+        assert [row.rollout_id async for row in best] == ["a.0.1", "a.1.1"]
+        first = await client.summary_page(limit=5)
+        second = await client.summary_page(limit=5, cursor=first.next_cursor)
+        assert [row.rollout_id for row in (*first.rows, *second.rows)] == every
+        assert (first.matching, second.next_cursor) == (7, None)
+    with SyncRolloutClient(url) as blocking:
+        rows = list(blocking.summaries(run="a", group=1, environment="calc", text="a."))
+        assert [row.rollout_id for row in rows] == ["a.1.1", "a.1.0"]
+        assert [row.rollout_id for row in blocking.summary_page(since=LATER).rows] == []
+
+
+async def test_a_wrong_cursor_is_an_error_of_the_client(url: str) -> None:
+    async with RolloutClient(url) as client:
+        with pytest.raises(InvalidRequestError):
+            await client.summary_page(cursor="7")
+
+
+@pytest.mark.parametrize(
+    ("query", "path"),
+    [
+        ("state=done", "query.state.0"),
+        ("group=1", "query.group"),
+        ("run=a&group=-1", "query.group"),
+        ("run=a.b", "query.run"),
+        ("environment=%00", "query.environment"),
+        ("error=x'y", "query.error"),
+        ("reward_min=nan", "query.reward_min"),
+        ("reward_max=much", "query.reward_max"),
+        ("since=0", "query.since"),
+        ("until=2026-01-31", "query.until"),
+        ("text=%25", "query.text"),
+        ("order=best", "query.order"),
+        ("cursor=n", "query.cursor"),
+        ("cursor=o1&order=newest", "query.cursor"),
+        ("limit=0", "query.limit"),
+        ("limit=1001", "query.limit"),
+        ("staet=failed", "query.staet"),
+    ],
+)
+def test_a_wrong_filter_is_named(url: str, query: str, path: str) -> None:
+    answer = httpx.get(f"{url}/v1/summaries?{query}", timeout=30)
+    assert answer.status_code == 422, answer.text
+    assert [field["path"] for field in answer.json()["errors"]] == [path]
