@@ -124,8 +124,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the site of the documentation.")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "site", help="folder of the site")
     parser.add_argument("--serve", type=int, metavar="PORT", help="then serve it on the loopback")
+    parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "docs-site", help="folder to work in")
     arguments = parser.parse_args()
-    build(arguments.output, ROOT / ".cache" / "docs-site")
+    build(arguments.output, arguments.work)
     sys.stderr.write(f"the site is in {arguments.output}\n")
     if arguments.serve is not None:
         serve(arguments.output, arguments.serve)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from api_schemas.rollouts import Rollout
@@ -121,3 +123,20 @@ def test_the_demo_with_sglang(tmp_path):
         check_invariants(rollout.trajectory)
         assert rollout.usage.cached_tokens > 0
     check_logprobs(rollouts)
+
+
+def test_a_demo_that_stays_serves_its_page_until_it_is_interrupted(tmp_path):
+    flags = ["--rollouts", "4", "--sandbox", "local", "--stay", "--state-dir", str(tmp_path)]
+    with subprocess.Popen(
+        [*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        lines = iter(demo.stderr.readline, "")
+        url = next(line.split()[1] for line in lines if line.startswith("page: "))
+        page, rollouts = httpx.get(url), httpx.get(f"{url}v1/rollouts")
+        assert "<title>Rollout service</title>" in page.text
+        assert rollouts.json()["counts"] == {"completed": 4}
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(30) == 0
+        assert "success" in demo.stdout.read()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)

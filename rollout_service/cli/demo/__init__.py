@@ -38,6 +38,10 @@ def command(
             min=0, help="Seed of the sampling; the embedded engine repeats its samples for the same seed."
         ),
     ] = 0,
+    stay: Annotated[
+        bool,
+        typer.Option("--stay", help="Keep the server up after the results, and print its page's address."),
+    ] = False,
     state_dir: Annotated[
         Path | None, typer.Option(help="Folder for the store, the log, and the batch; by default, a new one.")
     ] = None,
@@ -78,6 +82,7 @@ def command(
             temperature=temperature,
             seed=seed,
             nodes=nodes,
+            stay=stay,
         )
         result = await run_demo(plan, state_dir, output, quiet=as_json and figures is None)
         if as_json:

@@ -5,6 +5,7 @@ Guarantee: the server and the engine have ended when it returns.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -57,6 +58,8 @@ class DemoPlan:
     seed: int
     nodes: int = 1
     """With more than one, they share a Redis, and the last one is killed on the way."""
+    stay: bool = False
+    """Whether the server stays up after the results, until Ctrl-C, to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +87,36 @@ async def run_demo(
     console = common.err()
     logs = folder / ("server.log" if plan.nodes == 1 else "node-*/server.log")
     console.print(f"Starting the server (log: {logs})", soft_wrap=True)
-    if plan.nodes > 1:
-        async with _cluster(plan, folder) as cluster:
-            model = (await cluster.client.backends())[0].model_path
+    async with AsyncExitStack() as servers:
+        if plan.nodes > 1:
+            cluster = await servers.enter_async_context(_cluster(plan, folder))
+            client = cluster.client
             summary = await _roll_out_over_nodes(plan, cluster, batch)
-    else:
-        async with _serving(plan, folder) as client:
-            model = (await client.backends())[0].model_path
+        else:
+            client = await servers.enter_async_context(_serving(plan, folder))
             summary = await _roll_out(plan, client, batch)
+        model = (await client.backends())[0].model_path
+        if not plan.stay:
+            await servers.aclose()
+        result = _conclude(plan, summary, model, batch, common.err() if quiet else common.out())
+        if plan.stay:
+            await _stay(client)
+    return result
+
+
+def _conclude(plan: DemoPlan, summary: Summary, model: str, batch: Path, shown: SafeConsole) -> DemoResult:
     invalid = _find_invalid_trajectories(summary.rollouts)
-    shown = common.err() if quiet else common.out()
     _show(summary, model, shown)
     shown.print(f"batch: {batch}", soft_wrap=True)
     return DemoResult(plan, summary, _verdict(plan, summary, invalid))
+
+
+async def _stay(client: RolloutClient) -> None:
+    """Keep the server up until Ctrl-C or SIGTERM, and say where its page is."""
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        common.err().print(f"page: {client.base_url}/ (Ctrl-C ends the server)", soft_wrap=True)
+        async for _ in signals:
+            return
 
 
 @asynccontextmanager
