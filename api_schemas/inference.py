@@ -69,6 +69,9 @@ class BackendSpec(WireModel):
     """The chat format, such as `qwen3`; `auto` chooses it by the model's type."""
     max_in_flight: Count | None = None
     """The most requests that the engine is given at once; if left out, the pool's setting."""
+    trace: Annotated[Flag, Field(exclude_if=lambda trace: not trace)] = False
+    """Whether the engine is told of each request's trace, by a header `traceparent`: only if it exports traces itself.
+    Left out of JSON unless it is."""
 
     @field_validator("url")
     @classmethod

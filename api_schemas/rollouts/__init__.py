@@ -28,6 +28,7 @@ from api_schemas.rollouts.stages import StopReason as StopReason
 from api_schemas.rollouts.stages import Usage as Usage
 from api_schemas.rollouts.trees import AgentNode, NodeDetail, Work
 from api_schemas.tasks import Limits, Task
+from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import Trajectory
 
 
@@ -110,6 +111,8 @@ class RolloutRequest(WireModel):
     limits: Limits = Limits()
     metadata: dict[str, JsonValue] = {}
     """Data of the caller, returned unchanged."""
+    trace: Annotated[TraceContext | None, Field(exclude_if=lambda trace: trace is None)] = None
+    """The caller's span, which the rollout's trace continues; if left out, the header `traceparent` says it."""
 
 
 class Rollout(WireModel):

@@ -34,6 +34,7 @@ from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Limits, Task
+from api_schemas.tracing import TraceContext
 
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 """The identifier of a run: 1-64 letters, digits, `_` or `-`."""
@@ -219,6 +220,9 @@ class RunRequest(WireModel):
     retention: Retention = Retention()
     metadata: dict[str, JsonValue] = {}
     """Data of the caller, returned unchanged."""
+    trace: Annotated[TraceContext | None, Field(exclude_if=lambda trace: trace is None)] = None
+    """The caller's span, to which the traces of the run's rollouts link; if left out, the header `traceparent` says
+    it."""
 
     @model_validator(mode="after")
     def _usable_fits(self) -> Self:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from api_schemas.tracing import TraceContext
 from rollout_service.activity.record import Activity, StepObserver
 
 
@@ -31,7 +32,7 @@ class ActivityBoard:
         environment: str,
         run_id: str | None = None,
         group: int | None = None,
-        traceparent: str | None = None,
+        trace: TraceContext | None = None,
     ) -> Iterator[Activity]:
         """Put an attempt on the board within the block, as the current activity."""
         activity = Activity(
@@ -40,7 +41,7 @@ class ActivityBoard:
             environment=environment,
             run_id=run_id,
             group=group,
-            traceparent=traceparent,
+            trace=trace,
             observers=self._observers,
         )
         self._active[rollout_id] = activity

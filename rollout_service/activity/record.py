@@ -21,6 +21,7 @@ from typing import Any
 
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
+from api_schemas.tracing import TraceContext
 from rollout_service.errors import describe
 
 MAX_STEPS = 4_096
@@ -51,7 +52,21 @@ class StepObserver:
 class OpenStep:
     """A step that has begun. Times are on `time.perf_counter`."""
 
-    __slots__ = ("detail", "ended", "error", "kind", "lane", "moved", "name", "stage", "started", "task")
+    __slots__ = (
+        "answer",
+        "detail",
+        "ended",
+        "error",
+        "kind",
+        "lane",
+        "moved",
+        "name",
+        "request",
+        "stage",
+        "started",
+        "task",
+        "traceparent",
+    )
 
     def __init__(
         self, kind: StepKind, name: str, lane: str, stage: Stage | None, detail: dict[str, Any]
@@ -68,6 +83,12 @@ class OpenStep:
         """When something last moved, such as a token that arrived."""
         self.ended: float | None = None
         self.error: str | None = None
+        self.traceparent: str | None = None
+        """The step as a span, for those who are asked to continue its trace; None if there is no trace."""
+        self.request: object = None
+        """What is asked for, as an object, until the step has ended; observers may read it."""
+        self.answer: object = None
+        """What the answer was, likewise."""
 
     def move(self, **detail: Any) -> None:
         """Note that something moved, and what is known now."""
@@ -90,16 +111,20 @@ class Activity:
         environment: str,
         run_id: str | None = None,
         group: int | None = None,
-        traceparent: str | None = None,
+        trace: TraceContext | None = None,
         observers: tuple[StepObserver, ...] = (),
     ) -> None:
-        """Begin now; `traceparent` is that of the caller, in W3C format, if it sent one."""
+        """Begin now; `trace` is the caller's span, if it sent one."""
         self.rollout_id = rollout_id
         self.attempt = attempt
         self.environment = environment
         self.run_id = run_id
         self.group = group
-        self.traceparent = traceparent
+        self.trace = trace
+        self.trace_id: str | None = None
+        """The id of the attempt's trace, if it is traced."""
+        self.outcome: dict[str, Any] = {}
+        """How it ended, once it is settled: `state`, and `reward`, `stop_reason` and `code` if there are any."""
         self.stage: Stage | None = None
         """The stage that the attempt is in, or waits for; None before the first."""
         self.task = asyncio.current_task()
@@ -141,6 +166,7 @@ class Activity:
             self.dropped += 1
         for observer in self._observers:
             observer.closed(self, step)
+        step.request = step.answer = None
 
 
 class waits_for:  # noqa: N801 - a context manager that reads like a statement
@@ -173,6 +199,12 @@ def in_lane(lane: str) -> Iterator[None]:
         yield
     finally:
         _LANE.reset(token)
+
+
+def note_outcome(**outcome: Any) -> None:
+    """Note how the current attempt ended; None is left out, and nothing happens outside of an attempt."""
+    if (activity := _CURRENT.get()) is not None:
+        activity.outcome = {name: value for name, value in outcome.items() if value is not None}
 
 
 def current_activity() -> Activity | None:

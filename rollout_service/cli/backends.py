@@ -41,6 +41,9 @@ def add(
         str | None, typer.Option(help="A folder or hub name; by default, the engine's own.")
     ] = None,
     renderer: Annotated[str, typer.Option(help="The chat format, such as qwen3.")] = "auto",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Tell the engine of each request's trace; it must export traces.")
+    ] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
@@ -59,6 +62,7 @@ def add(
             "kind": kind,
             "tokenizer": tokenizer,
             "renderer": renderer,
+            "trace": trace,
         }
         try:
             spec = BackendSpec.model_validate(values)

@@ -106,6 +106,8 @@ class GenerateRequest:
     """How many tokens a chunk of a streamed answer may wait for; engines that cannot be told send smaller ones."""
     cache_salt: str = ""
     """Requests with different ones share no cached prefix, on engines that can keep them apart."""
+    traceparent: str | None = None
+    """The span that an engine which exports traces is to continue, as the header of that name."""
 
     def __post_init__(self) -> None:
         if not _REQUEST_ID.fullmatch(self.request_id):

@@ -29,7 +29,7 @@ from anyio.abc import TaskGroup
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
-from rollout_service.activity import waits_for
+from rollout_service.activity import Activity, note_outcome, waits_for
 from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError
 from rollout_service.pipeline.claims import ClaimRules
@@ -262,11 +262,12 @@ class Pipeline:
                 active.scope.cancel()
 
     async def _work(self, active: ActiveRollout) -> None:
-        rollout_id, attempt = active.lease.rollout_id, active.lease.attempt
+        rollout_id, attempt, request = active.lease.rollout_id, active.lease.attempt, active.lease.request
         working = self._context.activities.working(
-            rollout_id, attempt=attempt, environment=active.lease.request.task.environment
+            rollout_id, attempt=attempt, environment=request.task.environment, trace=request.trace
         )
-        with structlog.contextvars.bound_contextvars(rollout_id=rollout_id, attempt=attempt), working:
+        ids = {"rollout_id": rollout_id, "attempt": attempt}
+        with working as activity, structlog.contextvars.bound_contextvars(**ids, **_trace_id(activity)):
             try:
                 await self._attempt(active)
             except LeaseLostError:
@@ -394,6 +395,7 @@ class Pipeline:
                 keep_turns=keep_turns,
             )
 
+        note_outcome(state=RolloutState.QUEUED.value, code=info.code)
         await self._settle("queue a rollout again", attempt, retry)
 
     async def _flush_turns(self) -> None:
@@ -427,6 +429,12 @@ class Pipeline:
             return await self._context.store.finish(attempt.lease, self._context.owner, result)
 
         await attempt.release()
+        note_outcome(
+            state=result.state.value,
+            reward=result.reward,
+            stop_reason=result.stop_reason,
+            code=result.error.code if result.error is not None else None,
+        )
         await self._settle("write a result", attempt, finish)
         self._context.metrics.count_finished(result)
         self._finished_in_drain += self._draining
@@ -438,6 +446,10 @@ class Pipeline:
             held = await retry_until_stored(what, write)
         if not held:
             raise LeaseLostError(attempt.lease.rollout_id)
+
+
+def _trace_id(activity: Activity) -> dict[str, str]:
+    return {} if activity.trace_id is None else {"trace_id": activity.trace_id}
 
 
 def keeps_turns(error: ErrorInfo) -> bool:

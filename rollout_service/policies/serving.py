@@ -170,6 +170,7 @@ class PolicyServing:
             spec.pool,
             kind=spec.kind,
             max_in_flight=spec.max_in_flight,
+            traces=spec.trace,
             exports=exports,
         )
         try:

@@ -89,4 +89,5 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
         exports=TokenExtras(nodes=request.nodes, turn_marks=request.live is not None),
         limits=request.limits,
         metadata=request.metadata,
+        trace=None if request.trace is None else request.trace.model_copy(update={"link": True}),
     )

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from rollout_service.activity import ActivityBoard
 from rollout_service.cluster.concurrency import Concurrency
 from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.leadership import RETENTION_ROLE, RUNS_ROLE, Leadership
@@ -57,6 +58,7 @@ from rollout_service.telemetry.health import HealthMetrics
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.telemetry.nodes import NodeMetrics
 from rollout_service.telemetry.parallel import SlotMetrics
+from rollout_service.tracing.otel.opening import tracing
 from sandboxes import make_provider
 
 
@@ -85,6 +87,10 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         )
         slots = FairSlots(settings.pipeline.subagent_slots)
         metrics.registry.register(SlotMetrics(lambda: slots.held, lambda: slots.waiting, slots.total))
+        activities = ActivityBoard()
+        await stack.enter_async_context(
+            tracing(activities, metrics.registry, settings.node_name, serving.views)
+        )
         context = AttemptContext(
             owner=owner,
             store=store,
@@ -100,6 +106,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             judge=judge,
             sampler=sampler,
             subagent_slots=slots,
+            activities=activities,
             is_stopping=lambda: shutdown.begun,
         )
         claims = ClaimRules(one.spec.name for one in environments.list())

@@ -78,6 +78,8 @@ class ScriptedEngine(TurnScheduler):
         """Whether `/health` answers 200."""
         self.requests = 0
         """Requests to `/generate` so far."""
+        self.traceparents: list[str | None] = []
+        """The header `traceparent` of each of them; None where there was none."""
         self.aborts: list[str] = []
         """Ids in calls of `/abort_request` so far; "*" for all requests."""
         self.died = anyio.Event()
@@ -156,6 +158,7 @@ class ScriptedEngine(TurnScheduler):
 
     async def _generate(self, body: dict[str, Any], request: web.BaseRequest) -> web.StreamResponse:
         self.requests += 1
+        self.traceparents.append(request.headers.get("traceparent"))
         asked = self._read(body)
         if len(asked.ids) + asked.budget > self._context_length:
             return refusal(f"exceeds the model's context length of {self._context_length} tokens")

@@ -32,6 +32,7 @@ from api_schemas.rollouts import (
     Usage,
 )
 from api_schemas.tasks import Task
+from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
@@ -227,6 +228,19 @@ async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refuse
     assert await store.counts() == {S.QUEUED: 1}
     with pytest.raises(ValueError, match="rollout_id"):
         await store.submit(RolloutRequest(task=Task(environment="calc")))
+
+
+async def test_the_callers_trace_is_kept_and_does_not_make_another_request(store: Store) -> None:
+    traced = TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01", tracestate="vendor=1")
+    await store.submit(order().model_copy(update={"trace": traced}))
+    for other in (None, traced.model_copy(update={"traceparent": f"00-{'c' * 32}-{'d' * 16}-00"})):
+        _, new = await store.submit(order().model_copy(update={"trace": other}))
+        assert not new
+    lease = await take(store)
+    assert lease.request.trace == traced
+    await store.advance(lease, "a", S.INIT)
+    assert await store.retry(lease, "a", INFRASTRUCTURE, spans=[], delay_seconds=0.0, keep_turns=False)
+    assert (await take(store)).request.trace == traced
 
 
 async def test_a_conflict_does_not_affect_concurrent_submits(store: Store) -> None:

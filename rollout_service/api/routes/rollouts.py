@@ -28,6 +28,7 @@ from rollout_service.api.openapi.responses import extra_response, raises
 from rollout_service.api.routes.support.dependencies import ServiceDep, as_json, role_of
 from rollout_service.api.routes.support.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.support.strict import StrictRoute
+from rollout_service.api.routes.support.trace_headers import trace_of
 from rollout_service.errors import ConflictError, NotFoundError, UnavailableError
 from rollout_service.http.api_keys import Role
 from rollout_service.inference.errors import NoBackendError
@@ -62,10 +63,11 @@ async def submit_rollout(
 
     Idempotent by `rollout_id`: repeating the same request changes nothing, and a different request under the same id is
     a 409. Leave `rollout_id` out to get a generated one. An unknown environment, or an instance that the environment
-    rejects, is a 422 that names the field.
+    rejects, is a 422 that names the field. The rollout's trace continues that of the header `traceparent`.
     """
     rollout_id = request.rollout_id or uuid.uuid4().hex
-    rollout = await service.submit(request.model_copy(update={"rollout_id": rollout_id}))
+    known = {"rollout_id": rollout_id, "trace": request.trace or trace_of(http)}
+    rollout = await service.submit(request.model_copy(update=known))
     if wait:
         with suppress(ShuttingDownError):  # the rollout is stored already
             if ended := await cancel_on_disconnect(http, lambda: service.wait(rollout_id, wait)):

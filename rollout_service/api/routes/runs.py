@@ -35,6 +35,7 @@ from rollout_service.api.routes.support.buffered_response import BufferedRespons
 from rollout_service.api.routes.support.dependencies import ServiceDep, as_json
 from rollout_service.api.routes.support.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.support.strict import StrictRoute
+from rollout_service.api.routes.support.trace_headers import trace_of
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.runs.delivery import RunOverError
@@ -59,7 +60,7 @@ _RESCORED = media_response(EXPORT_MEDIA_TYPE, "One `Rescored` per line, then a `
     responses=extra_response(HTTPStatus.OK, Run, "The same run already exists.")
     | raises(ConflictError, NoBackendError),
 )
-async def create_run(service: ServiceDep, request: RunRequest) -> Response:
+async def create_run(service: ServiceDep, http: Request, request: RunRequest) -> Response:
     """Create a run: a standing request for groups of rollouts over a source of tasks.
 
     The run starts groups by itself, filters them, and collects them into batches until it ends; lease the batches with
@@ -68,7 +69,8 @@ async def create_run(service: ServiceDep, request: RunRequest) -> Response:
     Idempotent by `run_id`: repeating the same request answers 200, and a different request under the same id is a 409.
     """
     run_id = request.run_id or uuid.uuid4().hex
-    run, new = await service.run_service.create(request.model_copy(update={"run_id": run_id}))
+    known = {"run_id": run_id, "trace": request.trace or trace_of(http)}
+    run, new = await service.run_service.create(request.model_copy(update=known))
     return as_json(run, HTTPStatus.CREATED if new else HTTPStatus.OK)
 
 

@@ -179,6 +179,7 @@ class HttpBackend(ABC):
         seconds: float | None = None,
         is_json: bool | None = True,
         max_bytes: int = ANSWER_BYTES,
+        traceparent: str | None = None,
     ) -> Any:
         """Make one HTTP exchange, and return its JSON.
 
@@ -189,10 +190,12 @@ class HttpBackend(ABC):
             InferenceError: The exchange failed.
             AnswerTimeoutError: There was no answer in the time of a generation; `generate` translates it.
         """
-        raw = await self._exchange_bytes(method, path, content, seconds, max_bytes)
+        raw = await self._exchange_bytes(method, path, content, seconds, max_bytes, traceparent=traceparent)
         return self._decode(raw, path, is_json) if is_json is not False else None
 
-    async def _stream(self, path: str, content: bytes, stream: TokenStream, max_bytes: int) -> None:
+    async def _stream(
+        self, path: str, content: bytes, stream: TokenStream, max_bytes: int, traceparent: str | None = None
+    ) -> None:
         """Make one exchange that is answered event by event, each of at most `max_bytes`.
 
         Raises:
@@ -207,7 +210,7 @@ class HttpBackend(ABC):
             if not is_done:
                 self._take_chunk(event, path, stream)
 
-        await self._exchange_bytes("POST", path, content, None, max_bytes, take)
+        await self._exchange_bytes("POST", path, content, None, max_bytes, take, traceparent)
         if not is_done:
             raise BackendUnreachable(
                 f"{path} ended its stream before the answer",
@@ -231,6 +234,7 @@ class HttpBackend(ABC):
         seconds: float | None,
         max_bytes: int = ANSWER_BYTES,
         on_event: Callable[[bytes], None] | None = None,
+        traceparent: str | None = None,
     ) -> bytes:
         if self._is_closed:
             raise BackendUnreachable("was removed from its pool", backend_id=self._id)
@@ -243,6 +247,7 @@ class HttpBackend(ABC):
                     seconds=self._timeout,
                     max_bytes=max_bytes,
                     on_event=on_event,
+                    traceparent=traceparent,
                 )
             else:
                 with anyio.fail_after(seconds):

@@ -66,8 +66,11 @@ class HttpClient:
         seconds: float | None = None,
         max_bytes: int = ANSWER_BYTES,
         on_event: Callable[[bytes], None] | None = None,
+        traceparent: str | None = None,
     ) -> tuple[int, bytes]:
         """Return the status and body of an answer, within limits of time and size; redirects are not followed.
+
+        `traceparent`, if given, is sent as the header of that name.
 
         With `on_event`, a 200 is read as server-sent events: each one's data is passed on, and the returned body is
         empty. What `on_event` raises ends the exchange, and is raised here.
@@ -78,6 +81,8 @@ class HttpClient:
             OSError: The connection failed or broke, or the answer is not HTTP; both errors above are subclasses.
         """
         length = f"Content-Length: {len(body)}\r\n" if body is not None else ""
+        if traceparent is not None:
+            length += f"traceparent: {traceparent}\r\n"
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode("ascii")
         connection = self._rested() or await self._connect()
         try:

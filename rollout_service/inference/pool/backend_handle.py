@@ -37,6 +37,8 @@ class BackendHandle:
     clock: Callable[[], float] = time.monotonic
     max_in_flight: int | None = None
     """The most requests that it is given at once."""
+    traces: bool = False
+    """Whether it is told of each request's trace."""
     is_local: bool = False
     """Whether it runs on this node."""
     id: str = field(init=False)

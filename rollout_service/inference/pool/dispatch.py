@@ -9,6 +9,7 @@ request is next.
 import asyncio
 import time
 from collections import deque
+from dataclasses import replace
 
 import anyio
 
@@ -149,7 +150,10 @@ class Dispatcher:
             with waits_for(
                 StepKind.ENGINE, handle.id, request=request.request_id, prompt_tokens=len(request.input_ids)
             ) as step:
-                answer = await handle.generate(request, on_tokens)
+                step.request = request
+                if handle.traces and step.traceparent is not None:
+                    request = replace(request, traceparent=step.traceparent)
+                step.answer = answer = await handle.generate(request, on_tokens)
                 end = RequestEnd.ANSWERED
                 step.note(tokens=len(answer.output_ids), cached_tokens=answer.cached_tokens)
         except Exception:

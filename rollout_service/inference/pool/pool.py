@@ -106,13 +106,18 @@ class BackendPool:
     # ---- membership
 
     async def register(
-        self, backend: Backend, *, max_in_flight: int | None = None, exports: Collection[str] | None = None
+        self,
+        backend: Backend,
+        *,
+        max_in_flight: int | None = None,
+        traces: bool = False,
+        exports: Collection[str] | None = None,
     ) -> BackendView:
         """Check what `backend` can do, give it the pool's weights, and put it into service.
 
-        `max_in_flight` bounds the requests that it is given at once. A backend whose id is known is checked again
-        and brought back, whatever its state was; `backend` is then closed and the known one stays. With `exports`,
-        another service has checked it, and it may be paused.
+        `max_in_flight` bounds the requests that it is given at once, and with `traces` it is told of their traces. A
+        backend whose id is known is checked again and brought back, whatever its state was; `backend` is then closed
+        and the known one stays. With `exports`, another service has checked it, and it may be paused.
 
         Raises:
             BackendUnreachable: The backend does not answer.
@@ -140,6 +145,7 @@ class BackendPool:
             )
             handle.bring_back(info)
             handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend
+            handle.traces = traces
             self._registry.add(handle)
             if known is None:
                 self._tasks.start_soon(self._follow, handle)

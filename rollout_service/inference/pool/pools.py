@@ -131,11 +131,13 @@ class Pools:
         kind: EngineKind | None = None,
         backend_id: str | None = None,
         max_in_flight: int | None = None,
+        traces: bool = False,
         exports: Collection[str] | None = None,
     ) -> BackendView:
         """Put the engine at `url` into service in a pool.
 
-        Registering it again changes only its limit, and ends a drain. If `kind` is None, the engine is asked for it.
+        Registering it again changes only its limit and whether it is told of traces, and ends a drain. If `kind` is
+        None, the engine is asked for it.
         `exports` are the extras that another service found when it checked the engine.
 
         Raises:
@@ -150,7 +152,9 @@ class Pools:
             self._connect(address, name) if self._connect else await engines.connect(address, name, kind)
         )
         try:
-            return await self._pool(pool).register(backend, max_in_flight=max_in_flight, exports=exports)
+            return await self._pool(pool).register(
+                backend, max_in_flight=max_in_flight, traces=traces, exports=exports
+            )
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await backend.close()

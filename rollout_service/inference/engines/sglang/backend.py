@@ -53,6 +53,7 @@ class SGLangBackend(HttpBackend):
             "/generate",
             content=dump_request(body),
             max_bytes=generation_bytes(request, self._info),
+            traceparent=request.traceparent,
         )
         return parse_generation(
             answer,
@@ -69,7 +70,8 @@ class SGLangBackend(HttpBackend):
         if self._info is not None:
             body["extra_key"] = kv_key(self._info, request.cache_salt)
         stream = SGLangStream(request, self._info, self._id, on_tokens)
-        await self._stream("/generate", dump_request(body), stream, generation_bytes(request, self._info))
+        max_bytes = generation_bytes(request, self._info)
+        await self._stream("/generate", dump_request(body), stream, max_bytes, request.traceparent)
         if stream.is_incremental is not None:
             self._streams_incrementally = stream.is_incremental
         return stream.end(time.perf_counter() - started)

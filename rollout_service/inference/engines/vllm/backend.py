@@ -71,7 +71,8 @@ class VllmBackend(HttpBackend):
         stream = VllmStream(request, self._info, self._id, on_tokens) if on_tokens is not None else None
         self._open_ids.add(request.request_id)
         try:
-            answer = await self._ask(body, generation_bytes(request, self._info), stream)
+            max_bytes = generation_bytes(request, self._info)
+            answer = await self._ask(body, max_bytes, stream, request.traceparent)
         finally:
             self._open_ids.discard(request.request_id)
         if stream is not None:
@@ -157,11 +158,23 @@ class VllmBackend(HttpBackend):
 
     # ---- generation
 
-    async def _ask(self, body: dict[str, Any], max_bytes: int, stream: VllmStream | None = None) -> Any:
+    async def _ask(
+        self,
+        body: dict[str, Any],
+        max_bytes: int,
+        stream: VllmStream | None = None,
+        traceparent: str | None = None,
+    ) -> Any:
         try:
             if stream is not None:
-                return await self._stream(wire.GENERATE, dump_request(body), stream, max_bytes)
-            return await self._call("POST", wire.GENERATE, content=dump_request(body), max_bytes=max_bytes)
+                return await self._stream(wire.GENERATE, dump_request(body), stream, max_bytes, traceparent)
+            return await self._call(
+                "POST",
+                wire.GENERATE,
+                content=dump_request(body),
+                max_bytes=max_bytes,
+                traceparent=traceparent,
+            )
         except BackendRejected as error:
             if _NOT_FOUND not in str(error):
                 raise

@@ -1,0 +1,1 @@
+"""Timelines and traces of rollouts, for other tools."""

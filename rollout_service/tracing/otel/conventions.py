@@ -1,0 +1,94 @@
+"""The names of spans and attributes, as OpenTelemetry's conventions for generative AI have them.
+
+Guarantee: every name that leaves the service is here. The conventions are still in development and their Python
+constants are deprecated, so a release that renames something changes this module alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from api_schemas.rollouts.steps import StepKind
+
+# -- of the conventions --------------------------------------------------------
+
+OPERATION: Final = "gen_ai.operation.name"
+CHAT, EXECUTE_TOOL, INVOKE_AGENT = "chat", "execute_tool", "invoke_agent"
+PROVIDER: Final = "gen_ai.provider.name"
+"""The kind of engine: none is registered for SGLang and vLLM, and other values are allowed."""
+AGENT_NAME: Final = "gen_ai.agent.name"
+CONVERSATION_ID: Final = "gen_ai.conversation.id"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+REQUEST_SEED: Final = "gen_ai.request.seed"
+RESPONSE_ID: Final = "gen_ai.response.id"
+FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+TOOL_NAME: Final = "gen_ai.tool.name"
+TOOL_TYPE: Final = "gen_ai.tool.type"
+TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
+EVALUATION: Final = "gen_ai.evaluation.result"
+EVALUATION_NAME: Final = "gen_ai.evaluation.name"
+EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
+ERROR_TYPE: Final = "error.type"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+
+# -- ours ----------------------------------------------------------------------
+
+ROLLOUT_ID: Final = "rollout.id"
+ENVIRONMENT: Final = "rollout.environment"
+RUN: Final = "rollout.run"
+GROUP: Final = "rollout.group"
+ATTEMPT: Final = "rollout.attempt"
+STATE: Final = "rollout.state"
+REWARD: Final = "rollout.reward"
+STOP_REASON: Final = "rollout.stop_reason"
+QUEUED_SECONDS: Final = "rollout.queued_s"
+WEIGHT_VERSION: Final = "rollout.weight_version"
+TURN: Final = "rollout.turn"
+SEGMENT: Final = "rollout.segment"
+BACKEND: Final = "rollout.backend"
+SANDBOX: Final = "rollout.sandbox"
+LINK: Final = "rollout.link"
+"""What a link leads to: `order`, the span that created the run, or `previous_attempt`."""
+
+NOTED: Final = {
+    "turn": TURN,
+    "segment": SEGMENT,
+    "version": WEIGHT_VERSION,
+    "sandbox": SANDBOX,
+    "prompt_tokens": INPUT_TOKENS,
+    "tokens": OUTPUT_TOKENS,
+    "cached_tokens": CACHED_TOKENS,
+    "request": RESPONSE_ID,
+    "call": TOOL_CALL_ID,
+}
+"""The attribute for each part of a step's detail that is exported. What agents wrote, such as commands, is not."""
+
+WAITS: Final = {
+    StepKind.PLACE: "wait for a place",
+    StepKind.WORKER: "wait for a worker",
+    StepKind.HOST: "wait for the host",
+    StepKind.POOL_QUEUE: "wait in the pool's queue",
+    StepKind.PAUSED_POOL: "wait for a paused pool",
+    StepKind.SUBAGENT: "wait for a sub-agent's slot",
+    StepKind.STORE: "store",
+}
+"""The names of waits, which are spans only if they took a millisecond or more."""
+
+WORK: Final = {
+    StepKind.SANDBOX_START: "sandbox start",
+    StepKind.SANDBOX_END: "sandbox end",
+    StepKind.SESSION: "sandbox session",
+    StepKind.SETUP: "setup",
+    StepKind.ARTIFACTS: "artifacts",
+    StepKind.GRADER: "evaluate",
+    StepKind.JUDGE: "judge",
+    StepKind.AGENT: "agent program",
+}
+"""The names of other work; the name of what it is about follows."""
