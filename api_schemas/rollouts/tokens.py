@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from api_schemas.base import RolloutId, WireModel
 from api_schemas.rollouts.sessions import MaskReason
-from api_schemas.trajectories import ForkReason, SegmentRole
+from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole
 
 
 class TurnRange(WireModel):
@@ -86,3 +86,14 @@ class TokenRange(WireModel):
     entropy: list[float | None] | None = None
     """In nats, of the exported likeliest tokens with the rest as one more outcome, which is a lower bound. Null if they
     were not exported."""
+
+
+class RolloutMessages(WireModel):
+    """The conversation of a trajectory at its end, without its tokens."""
+
+    rollout_id: RolloutId
+    node: int | None = None
+    """The number of the sub-agent whose conversation it is; null for the agent's own."""
+    messages: list[Message]
+    finish_reasons: list[FinishReason]
+    """Why each turn ended, by turn id."""

@@ -21,6 +21,7 @@ from api_schemas.rollouts import (
     RolloutRequest,
     RolloutState,
 )
+from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import AgentNode, RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.api.elsewhere import pass_on, wait_for_access
@@ -32,6 +33,7 @@ from rollout_service.api.routes.support.trace_headers import trace_of
 from rollout_service.errors import ConflictError, NotFoundError, UnavailableError
 from rollout_service.http.api_keys import Role
 from rollout_service.inference.errors import NoBackendError
+from rollout_service.service import Service
 from rollout_service.shutdown import ShuttingDownError
 
 router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
@@ -160,6 +162,10 @@ async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response
 
     A 404 means that the rollout is unknown, still running, or failed before its first turn; the problem says which.
     """
+    return as_json(await _trajectory(service, rollout_id))
+
+
+async def _trajectory(service: Service, rollout_id: str) -> Trajectory:
     trajectory = await service.store.trajectory(rollout_id)
     if trajectory is None:
         rollout = await service.get(rollout_id)
@@ -167,7 +173,37 @@ async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response
             f"rollout {rollout_id} has no trajectory; its state is {rollout.state}",
             hint="Wait until the rollout has ended. One that failed before its first turn has no trajectory.",
         )
-    return as_json(trajectory)
+    return trajectory
+
+
+@router.get(
+    "/rollouts/{rollout_id}/messages", response_model=RolloutMessages, responses=raises(NotFoundError)
+)
+async def get_messages(
+    service: ServiceDep,
+    rollout_id: RolloutId,
+    node: Annotated[
+        int | None,
+        Query(ge=1, le=MAX_INT32, description="The number of the sub-agent whose messages to read."),
+    ] = None,
+) -> Response:
+    """Read the conversation of a rollout that has ended, without its tokens.
+
+    A 404 means the same as for its trajectory. With `node`, it also means that the rollout has no such sub-agent, or
+    that the sub-agent's trajectory is not stored.
+    """
+    if node is None:
+        trajectory = await _trajectory(service, rollout_id)
+    else:
+        trajectory = _stored(_node(await service.tree(rollout_id, trajectories=True), node))
+    return as_json(
+        RolloutMessages(
+            rollout_id=rollout_id,
+            node=node,
+            messages=trajectory.messages,
+            finish_reasons=trajectory.finish_reasons,
+        )
+    )
 
 
 @router.get("/rollouts/{rollout_id}/nodes", response_model=RolloutNodes, responses=raises(NotFoundError))
@@ -195,14 +231,26 @@ async def get_rollout_node(
     Its trajectory is there if the request asked for it (`exports.nodes` is `tokens`) and the rollout's tokens are still
     stored. A 404 means that the rollout is unknown, has not ended, or has no such sub-agent.
     """
-    tree = await service.tree(rollout_id, trajectories=True)
-    node_id = f"{rollout_id}/{number}"
+    return as_json(_node(await service.tree(rollout_id, trajectories=True), number))
+
+
+def _stored(node: AgentNode) -> Trajectory:
+    if node.trajectory is None:
+        raise NotFoundError(
+            f"the trajectory of sub-agent {node.node_id} is not stored",
+            hint="Set exports.nodes to `tokens` in the request to keep it.",
+        )
+    return node.trajectory
+
+
+def _node(tree: RolloutNodes, number: int) -> AgentNode:
+    node_id = f"{tree.rollout_id}/{number}"
     for node in tree.nodes:
         if node.node_id == node_id:
-            return as_json(node)
+            return node
     raise NotFoundError(
-        f"rollout {rollout_id} has no sub-agent {number}; it has {len(tree.nodes)}",
-        hint=f"List them with GET /v1/rollouts/{rollout_id}/nodes.",
+        f"rollout {tree.rollout_id} has no sub-agent {number}; it has {len(tree.nodes)}",
+        hint=f"List them with GET /v1/rollouts/{tree.rollout_id}/nodes.",
     )
 
 

@@ -17,6 +17,7 @@ from api_schemas.errors import Problem
 from api_schemas.events import Event
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.runs import Run
 from api_schemas.sandboxes import SandboxView
 from api_schemas.trajectories import Trajectory
@@ -78,6 +79,8 @@ def test_a_rollout_from_order_to_trajectory(api: httpx.Client) -> None:
     check_invariants(rollout.trajectory)
     again = Trajectory.model_validate_json(api.get("/v1/rollouts/whole/trajectory").content)
     assert again == rollout.trajectory
+    talk = RolloutMessages.model_validate_json(api.get("/v1/rollouts/whole/messages").content)
+    assert (talk.messages, talk.finish_reasons) == (again.messages, again.finish_reasons)
     light = Rollout.model_validate_json(api.get("/v1/rollouts/whole").content)
     assert light == rollout.model_copy(update={"trajectory": None})
 
@@ -348,6 +351,7 @@ def test_an_unknown_path_and_method(api: httpx.Client) -> None:
     assert api.put("/v1/backends/http://engine").headers["allow"] == "DELETE"
     problem(api.get("/v1/rollouts/nobody"), 404)
     problem(api.get("/v1/rollouts/nobody/trajectory"), 404)
+    problem(api.get("/v1/rollouts/nobody/messages"), 404)
     problem(api.delete("/v1/backends/nobody"), 404)
     problem(api.get("/v1/environments/nobody/dataset"), 404)
 

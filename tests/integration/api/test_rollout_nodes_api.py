@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from api_schemas.errors import Problem
 from api_schemas.rollouts import Rollout
+from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import NodeDetail
 from rollout_client.client import NotFoundError, RolloutClient
 from rollout_client.sync import SyncRolloutClient
@@ -60,6 +61,15 @@ async def test_the_clients_read_a_tree_whatever_was_asked_for(url: str, detail: 
         assert second == (nodes[1] if detail is NodeDetail.TOKENS else bare(nodes)[1])
 
 
+def test_the_messages_of_a_sub_agent_are_read_without_its_tokens(url: str) -> None:
+    node = rollout("r-tokens").nodes[0]
+    assert node.trajectory is not None
+    answer = read(url, "r-tokens/messages?node=1")
+    talk = RolloutMessages.model_validate_json(answer.text)
+    assert (talk.node, talk.messages) == (1, node.trajectory.messages)
+    assert "token_ids" not in answer.text
+
+
 def test_the_blocking_client_does_the_same(url: str) -> None:
     with SyncRolloutClient(url) as client:
         assert client.rollout_nodes("r-tokens").nodes == bare(rollout("r-tokens").nodes)
@@ -90,6 +100,8 @@ def test_a_rollout_has_what_it_asked_for(url: str) -> None:
         ("waiting/nodes", "Wait until the rollout has ended"),
         ("waiting/nodes/1", "Wait until the rollout has ended"),
         ("r-none/nodes/3", "List them with GET /v1/rollouts/r-none/nodes"),
+        ("r-none/messages?node=3", "List them with GET /v1/rollouts/r-none/nodes"),
+        ("waiting/messages", "Wait until the rollout has ended"),
     ],
 )
 def test_what_is_not_there_says_what_to_do(url: str, path: str, said: str) -> None:

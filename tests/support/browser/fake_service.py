@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,8 @@ class FakeService:
     overview: Overview = field(default_factory=canned.overview)
     answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     """By method and path without the query: `GET /v1/runs`."""
+    handlers: dict[str, Callable[[Request], BaseModel]] = field(default_factory=dict)
+    """By method and path: what answers depend on the query. `answers` come before them."""
     requests: list[tuple[str, str, Any]] = field(default_factory=list)
     """The method, path with query, and body of each request but those for files and streams."""
     events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
@@ -81,10 +83,11 @@ class FakeService:
         )
         if path == "/v1/overview" and "GET /v1/overview" not in self.answers:
             return Response(self.overview.model_dump_json(), media_type=JSON)
+        key = f"{request.method} {path}"
+        if key in self.handlers and key not in self.answers:
+            return Response(self.handlers[key](request).model_dump_json(), media_type=JSON)
         missing = Problem(title="Not found", status=404, detail=f"there is no {path}", code="not_found")
-        status, content = self.answers.get(
-            f"{request.method} {path}", (404, missing.model_dump_json().encode())
-        )
+        status, content = self.answers.get(key, (404, missing.model_dump_json().encode()))
         return Response(content, status_code=status, media_type=JSON)
 
 
