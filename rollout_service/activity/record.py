@@ -127,6 +127,8 @@ class Activity:
         """How it ended, once it is settled: `state`, and `reward`, `stop_reason` and `code` if there are any."""
         self.stage: Stage | None = None
         """The stage that the attempt is in, or waits for; None before the first."""
+        self.stage_since = 0.0
+        """When it came to that stage, on `time.perf_counter`."""
         self.task = asyncio.current_task()
         self.started = time.perf_counter()
         self.started_at = time.time()

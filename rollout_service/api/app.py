@@ -32,6 +32,7 @@ from rollout_service.api.routes import (
     sandboxes,
     sessions,
 )
+from rollout_service.api.routes.views import overview
 from rollout_service.dashboard import routes as dashboard
 from rollout_service.errors import describe, root_cause
 from rollout_service.http import problems
@@ -60,6 +61,7 @@ MODULES = (
     prorl,
     canaries,
     sessions,
+    overview,
 )
 """In the order in which their routes are matched: probes first, since matching is a large part of their cost."""
 

@@ -84,6 +84,7 @@ class Pipeline:
         self._finished_in_drain = 0
         self.finished = 0
         """The rollouts that this pipeline has ended."""
+        self._on_finished: tuple[Callable[[Rollout], None], ...] = ()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -126,6 +127,10 @@ class Pipeline:
         for active in lost:
             active.is_lost = True
             active.scope.cancel()
+
+    def on_finished(self, tell: Callable[[Rollout], None]) -> None:
+        """Have a function told of each rollout that this pipeline ends; it must be quick and must not raise."""
+        self._on_finished += (tell,)
 
     def live(self) -> int:
         """Return how many rollouts are in the pipeline, working or waiting."""
@@ -439,6 +444,8 @@ class Pipeline:
         self._context.metrics.count_finished(result)
         self._finished_in_drain += self._draining
         self.finished += 1
+        for tell in self._on_finished:
+            tell(result)
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
         """Write how an attempt ended; keep trying until the store accepts it."""

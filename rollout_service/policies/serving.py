@@ -8,14 +8,17 @@ one that this service cannot reach is not removed for the others.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+import time
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 import anyio
 import structlog
 from anyio.abc import TaskGroup
+from pydantic import JsonValue
 
+from api_schemas.events import EventKind
 from api_schemas.inference import (
     BackendSpec,
     BackendState,
@@ -38,7 +41,11 @@ from rollout_service.inference.errors import (
 from rollout_service.inference.pool.locality import is_loopback, loopback_scope
 from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.pools import Pools, backend_id_of
-from rollout_service.inference.pool.weights.outcomes import check_outcome, check_weights_outcome
+from rollout_service.inference.pool.weights.outcomes import (
+    check_outcome,
+    check_weights_outcome,
+    failed_backends,
+)
 from rollout_service.policies.commands import LeaveGroupRequest, LocalCommands, PoolCommands
 from rollout_service.policies.session import PolicySession
 from rollout_service.policies.turn_log import TurnLog
@@ -48,6 +55,9 @@ from rollout_service.tokens import ChatRenderer, Conversation, ToolSpec
 log = structlog.get_logger(__name__)
 
 RECONNECT_SECONDS = 5.0
+
+Announce = Callable[[EventKind, str, dict[str, JsonValue]], None]
+"""Writes an event of a kind, about a subject, with its data; never waits and never fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +79,19 @@ class _Reconnection:
 class PolicyServing:
     """The backends and chat formats of all pools."""
 
-    def __init__(self, pools: Pools, backends: BackendStore, commands: PoolCommands | None = None) -> None:
-        """Take the backends to serve, which survive restarts; `commands` of shared ones go to all services."""
+    def __init__(
+        self,
+        pools: Pools,
+        backends: BackendStore,
+        commands: PoolCommands | None = None,
+        *,
+        announce: Announce = lambda kind, subject, data: None,  # noqa: ARG005 - nobody listens
+    ) -> None:
+        """Take the backends to serve, which survive restarts; `commands` of shared ones go to all services.
+
+        `announce` is told what was done to pools.
+        """
+        self._announce = announce
         self._pools = pools
         self._backends = backends
         self._commands = commands or LocalCommands(pools)
@@ -254,6 +275,7 @@ class PolicyServing:
         """
         outcome = await self._commands.run(request)
         log.info("pool paused", pool=request.pool, mode=request.mode)
+        self._announce(EventKind.POOL_PAUSED, request.pool, {"mode": str(request.mode)})
         return check_outcome(outcome, "pause")
 
     async def resume(self, request: ResumeRequest) -> PoolOutcome:
@@ -265,6 +287,7 @@ class PolicyServing:
         """
         outcome = await self._commands.run(request)
         log.info("pool resumed", pool=request.pool)
+        self._announce(EventKind.POOL_RESUMED, request.pool, {})
         return check_outcome(outcome, "resume")
 
     async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
@@ -278,8 +301,10 @@ class PolicyServing:
         """
         order = log.bind(pool=request.pool, version=request.version, source=request.weights.type)
         order.info("weight update begun", mode=request.mode, forced=request.force)
+        began = time.monotonic()
         try:
             outcome = await self._commands.run(request)
+            self._tell_of_weights(outcome, time.monotonic() - began)
             check_weights_outcome(outcome, request.version)
         except WeightsPartlyLoaded as error:
             order.error("weight update done in part", error=str(error), hint=error.hint)
@@ -294,6 +319,18 @@ class PolicyServing:
             held_seconds=round(outcome.held_seconds, 3),
         )
         return outcome
+
+    def _tell_of_weights(self, outcome: PoolOutcome, seconds: float) -> None:
+        if not outcome.changed:
+            return
+        data: dict[str, JsonValue] = {
+            "version": outcome.version,
+            "seconds": round(seconds, 3),
+            "held_seconds": round(outcome.held_seconds, 3),
+            "backends": sum(each.ok for each in outcome.outcomes),
+            "failed": len(failed_backends(outcome)),
+        }
+        self._announce(EventKind.WEIGHTS_UPDATED, outcome.pool, data)
 
     async def join_group(self, request: WeightsGroupRequest) -> PoolOutcome:
         """Let a pool's backends join a process group, all or none.

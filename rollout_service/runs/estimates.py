@@ -35,6 +35,8 @@ class RunEstimates:
     _paths: dict[int, list[GroupProgress]] = field(default_factory=dict)
     _work: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """What each of the last rollouts did with sub-agents."""
+    oldest_version: int | None = None
+    """That of the tokens of the group that closed last."""
 
     @property
     def recent_figures(self) -> ParallelFigures | None:
@@ -77,6 +79,7 @@ class RunEstimates:
     ) -> None:
         """Learn from a group that was closed; `stragglers` tells for each rollout whether it was cut off."""
         path = self._paths.pop(closure.number, [])
+        self.oldest_version = closure.oldest_version
         if closure.reason not in NOT_FILTERED:
             self.acceptance.learn(kept=closure.reason is None, path=path)
         self._work.extend(sums for rollout in rollouts if (sums := work_sums([rollout])))

@@ -118,6 +118,13 @@ class RunManager:
         """Return the expected share of a run's groups that pass its filters."""
         return (self._estimates.get(run.run_id) or RunEstimates.from_record(run)).acceptance.rate
 
+    def staleness(self, run: RunRecord) -> float | None:
+        """Return how many versions the oldest token of the group that closed last is behind; None if unknown here."""
+        estimates = self._estimates.get(run.run_id)
+        if estimates is None or estimates.oldest_version is None:
+            return None
+        return float(max(0, run.version - estimates.oldest_version))
+
     def parallel(self, run: RunRecord) -> RunParallel | None:
         """Return how a run's rollouts use sub-agents; None if none may have any."""
         total = parallel_figures(rules.work_counts(run.counters))

@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import anyio
+
 from rollout_service.activity import ActivityBoard
 from rollout_service.cluster.concurrency import Concurrency
 from rollout_service.cluster.identity import ServiceIdentity
@@ -36,8 +38,10 @@ from rollout_service.runs import Delivery, RunManager
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
-from rollout_service.service.live import open_live
+from rollout_service.service.events import Announcer, EventTail, StateWatcher
+from rollout_service.service.live import Live, open_live
 from rollout_service.service.membership import ClusterMember, Suitability
+from rollout_service.service.overview import OverviewBuilder, OverviewFeed
 from rollout_service.service.parts import (
     claiming_less_ahead,
     load_environments,
@@ -75,7 +79,9 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         metrics.expect(one.spec.name for one in environments.list())
         node = await _open_node(stack, settings, state_dir, metrics)
         sandboxes = SandboxSource(node.pool, settings.pipeline.artifacts_bytes)
-        serving = await _open_serving(stack, settings, store, owner, state_dir, metrics)
+        announcer = Announcer(store)
+        await stack.enter_async_context(announcer.running())
+        serving = await _open_serving(stack, settings, store, owner, state_dir, metrics, announcer)
         gateway = await _open_gateway(stack, settings, serving, metrics)
         sampler = PoolTextSampler(serving)
         judge = PoolJudge(sampler, JudgeMetrics(metrics.registry))
@@ -123,9 +129,14 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             manager=manager,
             stages=(context.stages.init, context.stages.rollout),
         )
+        overview = await _open_overview(context, serving, pipeline, member, live)
         membership = member.membership()
         await stack.enter_async_context(membership.joined())
         await stack.enter_async_context(pipeline.running())
+        watcher = StateWatcher(
+            announcer.announce, node, backends=serving.views, claims=lambda: claims.is_open
+        )
+        await _watch(stack, watcher)
         leadership = Leadership(store.cluster, context.owner)
         metrics.registry.register(NodeMetrics(lambda: membership.beat, lambda: leadership.leases))
         await stack.enter_async_context(
@@ -136,7 +147,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         run_service = RunService(
             store.runs, manager, check_environment=check_environment, check_pool=serving.check
         )
-        yield Service(
+        service = Service(
             settings=settings,
             store=store,
             pipeline=pipeline,
@@ -150,6 +161,8 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             serving=serving,
             external=context.external,
             live=live,
+            overview=OverviewFeed(overview.build),
+            event_tail=EventTail(store),
             metrics=metrics,
             run_service=run_service,
             delivery=Delivery(store.runs, manager),
@@ -157,6 +170,35 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             rescorer=Rescorer(context, check_environment),
             shutdown=shutdown,
         )
+        overview.readiness = service
+        yield service
+
+
+async def _open_overview(
+    context: AttemptContext, serving: PolicyServing, pipeline: Pipeline, member: ClusterMember, live: Live
+) -> OverviewBuilder:
+    """Make the overview, which is told of everything that ends from now on."""
+    overview = OverviewBuilder(
+        store=context.store,
+        stages=context.stages,
+        serving=serving,
+        manager=member.manager,
+        nodes=member.nodes(),
+        board=context.activities,
+        node=member.node.name,
+        open_sessions=lambda: live.sessions.open_sessions,
+    )
+    context.activities.observe(overview.figures)
+    pipeline.on_finished(overview.outcomes.ended)
+    if not context.store.cluster.is_shared:
+        await overview.remember()
+    return overview
+
+
+async def _watch(stack: AsyncExitStack, watcher: StateWatcher) -> None:
+    tasks = await stack.enter_async_context(anyio.create_task_group())
+    stack.callback(tasks.cancel_scope.cancel)
+    tasks.start_soon(watcher.run)
 
 
 async def _open_gateway(
@@ -194,17 +236,24 @@ async def _open_node(stack: AsyncExitStack, settings: Settings, state_dir: Path,
 
 
 async def _open_serving(
-    stack: AsyncExitStack, settings: Settings, store: Store, owner: str, state_dir: Path, metrics: Metrics
+    stack: AsyncExitStack,
+    settings: Settings,
+    store: Store,
+    owner: str,
+    state_dir: Path,
+    metrics: Metrics,
+    announcer: Announcer,
 ) -> PolicyServing:
     if (engines := store.engines) is None:
         pools = await stack.enter_async_context(make_pools(settings, metrics))
-        serving = PolicyServing(pools, FileBackends(state_dir / "backends.json", backend_id_of_spec))
+        backends = FileBackends(state_dir / "backends.json", backend_id_of_spec)
+        serving = PolicyServing(pools, backends, announce=announcer.announce)
     else:
         commands = SharedCommands(engines, store.cluster, owner)
         pools = await stack.enter_async_context(make_pools(settings, metrics, commands.exclusive))
         commands.attach(pools)
         await stack.enter_async_context(commands.running())
-        serving = PolicyServing(pools, engines, commands)
+        serving = PolicyServing(pools, engines, commands, announce=announcer.announce)
     await stack.enter_async_context(run_embedded_engines(settings, serving))
     await stack.enter_async_context(serving.reconnecting(settings.backends))
     return serving

@@ -30,8 +30,10 @@ from rollout_service.runs import Delivery
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
+from rollout_service.service.events import EventTail
 from rollout_service.service.live import Live
 from rollout_service.service.membership import Suitability
+from rollout_service.service.overview import OverviewFeed
 from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
@@ -56,6 +58,8 @@ class Service:
     serving: PolicyServing
     external: ExternalAgents
     live: Live
+    overview: OverviewFeed
+    event_tail: EventTail
     metrics: Metrics
     run_service: RunService
     delivery: Delivery

@@ -1,0 +1,220 @@
+"""Streams of a real server: the overview and events, filtered, resumed, shared and left."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from api_schemas.errors import Problem
+from api_schemas.events import Event
+from api_schemas.views.overview import Overview
+from tests.support.processes.service import Running, eventually, scripted_engine, service
+
+pytestmark = pytest.mark.xdist_group("following")
+
+CONFIG = """
+[sandboxes.pressure]
+enabled = false
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("service")
+    with (
+        scripted_engine(folder, delay=0) as engine,
+        service(folder, engine.url, CONFIG, "--log-level", "debug") as started,
+    ):
+        yield started
+
+
+@pytest.fixture
+def api(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def order(api: httpx.Client, rollout_id: str, *, wait: float = 60) -> dict[str, Any]:
+    task = {"environment": "echo", "instance": {"number": 1}}
+    answer = api.post("/v1/rollouts", params={"wait": wait}, json={"task": task, "rollout_id": rollout_id})
+    answer.raise_for_status()
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def events_until(api: httpx.Client, last: str, **query: Any) -> list[Event]:
+    """Read events until one about the subject `last` ends it."""
+    events = []
+    with api.stream("GET", "/v1/events", params=query, timeout=30) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(Event.model_validate_json(line.removeprefix("data: ")))
+                if events[-1].subject == last and events[-1].data.get("state") == "completed":
+                    return events
+    pytest.fail("the stream ended early")
+
+
+def test_the_overview_counts_what_happened(server: Running, api: httpx.Client) -> None:
+    for number in range(3):
+        assert order(api, f"counted-{number}")["state"] == "completed"
+
+    def look() -> Overview:
+        return Overview.model_validate_json(api.get("/v1/overview").content)
+
+    eventually(lambda: look().outcomes.get("completed", 0) >= 3, server.log_file)
+    overview = look()
+    assert overview.outcomes["completed"] >= 3
+    assert overview.counts["completed"] >= 3
+    assert overview.success_share == 1.0
+    assert overview.ready
+    assert overview.role == "admin"
+    assert overview.last_event == api_last_event(api)
+    (backend,) = overview.backends
+    assert backend.p50_seconds is not None
+    assert backend.requests_per_second > 0
+    assert [stage.stage for stage in overview.stages] == ["init", "rollout", "evaluate"]
+    assert overview.nodes[0].node == overview.node
+
+
+def api_last_event(api: httpx.Client) -> int:
+    with api.stream("GET", "/v1/events") as response:
+        return int(next(response.iter_lines()).removeprefix("id: "))
+
+
+def test_a_failure_is_shown_with_its_cause(server: Running, api: httpx.Client) -> None:
+    task = {"environment": "echo", "instance": {"number": 1}}
+    body = {"task": task, "rollout_id": "broken", "limits": {"rollout_seconds": 0.0001}}
+    failed = api.post("/v1/rollouts", params={"wait": 60}, json=body).json()
+    assert failed["state"] == "failed", failed
+    code = failed["error"]["code"]
+
+    def look() -> dict[str, Any]:
+        return {group["code"]: group for group in api.get("/v1/overview").json()["errors"]}
+
+    eventually(lambda: code in look(), server.log_file)
+    groups = look()
+    assert groups[code]["rollouts"] == ["broken"]
+    assert groups[code]["message"] == failed["error"]["message"]
+    assert groups[code]["stage"] == failed["error"]["stage"]
+
+
+def test_the_overview_comes_once_a_second_to_each_of_ten_readers(api: httpx.Client, server: Running) -> None:
+    seen: list[list[str]] = []
+
+    def read() -> None:
+        with httpx.stream("GET", f"{server.url}/v1/overview/stream", timeout=30) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            data = []
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    data.append(line)
+                if len(data) == 3:
+                    break
+            seen.append(data)
+
+    threads = [threading.Thread(target=read) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(seen) == 10
+    times = [Overview.model_validate_json(line.removeprefix("data: ")).at for line in seen[0]]
+    gaps = [(later - earlier).total_seconds() for earlier, later in zip(times, times[1:], strict=False)]
+    assert all(gap >= 0.99 for gap in gaps), "once a second at most"
+    different = {line for data in seen for line in data}
+    assert len(different) <= 6, "readers share what is sent, however they started"
+
+
+def test_events_are_chosen_by_kind(api: httpx.Client) -> None:
+    order(api, "chosen-1")
+    api.post("/v1/pause").raise_for_status()
+    api.post("/v1/resume").raise_for_status()
+    order(api, "chosen-2")
+    every = events_until(api, "chosen-2", after=0)
+    pools = [event for event in every if event.kind.startswith("pool.")]
+    assert [event.kind for event in pools] == ["pool.paused", "pool.resumed"]
+    rollouts = events_until(api, "chosen-2", after=0, kind="rollout.")
+    assert rollouts == [event for event in every if event.kind.startswith("rollout.")]
+    both = events_until(api, "chosen-2", after=0, kind=["rollout.state", "pool.paused"])
+    assert both == [event for event in every if event.kind in ("rollout.state", "pool.paused")]
+
+
+def test_events_are_chosen_by_subject(api: httpx.Client) -> None:
+    order(api, "one-of-many")
+    order(api, "another")
+    events = events_until(api, "one-of-many", after=0, subject="one-of-many")
+    assert {event.subject for event in events} == {"one-of-many"}
+    assert [event.data["state"] for event in events][-1] == "completed"
+    resumed = events_until(api, "one-of-many", after=events[1].event_id, subject="one-of-many")
+    assert resumed == events[2:]
+
+
+def test_an_unknown_kind_of_event_is_refused_with_a_suggestion(api: httpx.Client) -> None:
+    answer = api.get("/v1/events", params={"kind": "rollout.sate"})
+    problem = Problem.model_validate_json(answer.content)
+    assert answer.status_code == 422
+    assert [field.path for field in problem.errors] == ["query.kind"]
+    assert "did you mean rollout.state?" in problem.detail
+
+
+def test_a_backend_that_joins_is_an_event(api: httpx.Client) -> None:
+    with api.stream("GET", "/v1/events", params={"after": 0, "kind": "backend.state"}, timeout=30) as response:
+        line = next(line for line in response.iter_lines() if line.startswith("data: "))
+    event = json.loads(line.removeprefix("data: "))
+    assert event["data"]["state"] == "ready"
+    assert event["data"]["was"] is None
+
+
+@pytest.mark.parametrize("path", ["/v1/events?after=0", "/v1/events?after=0&kind=rollout.", "/v1/overview/stream"])
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_readers_that_leave_while_events_are_written_are_no_error(
+    server: Running, api: httpx.Client, path: str, is_reset: bool
+) -> None:
+    before = len(server.log)
+    writing = threading.Event()
+
+    def write() -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            number = 0
+            while not writing.is_set():
+                number += 1
+                task = {"environment": "echo", "instance": {"number": number}}
+                client.post("/v1/rollouts", json={"task": task}).raise_for_status()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for amount in (16, 400, 4_000, 16_000) * 3:
+            leave(server.url, path, amount if "events" in path else min(amount, 3_000), reset=is_reset)
+    finally:
+        writing.set()
+        writer.join(60)
+    name = path.partition("?")[0]
+    eventually(lambda: server.log[before:].count(f" path={name} ") >= 12, server.log_file)
+    said = server.log[before:]
+    assert "Traceback" not in said
+    assert "[error" not in said
+    assert "[warning" not in said
+    api.post("/v1/abort", json={}).raise_for_status()
+
+
+def leave(url: str, path: str, amount: int, *, reset: bool) -> None:
+    """Read this many bytes of a stream, and leave."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode())
+        got = 0
+        while got < amount:
+            part = connection.recv(4_096)
+            assert part, "the stream ended early"
+            got += len(part)
+        if reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
