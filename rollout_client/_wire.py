@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from api_schemas.sessions import SessionRequest as SessionRequest
     from api_schemas.tasks import Task as Task
     from api_schemas.trajectories import Trajectory as Trajectory
+    from api_schemas.views.overview import Overview as Overview
     from api_schemas.views.summaries import RolloutSummary as RolloutSummary
     from api_schemas.views.summaries import SummaryPage as SummaryPage
 else:
@@ -100,6 +101,7 @@ else:
         ),
         "api_schemas.tasks": "Task",
         "api_schemas.trajectories": "Trajectory",
+        "api_schemas.views.overview": "Overview",
         "api_schemas.views.summaries": "RolloutSummary SummaryPage",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -37,6 +37,7 @@ from rollout_client.errors import (
 from rollout_client.lists import ListCalls
 from rollout_client.runs import ClientRun, LeasedBatch, send_rescore
 from rollout_client.sessions import SessionCalls
+from rollout_client.views import ViewCalls
 
 if TYPE_CHECKING:
     import httpx
@@ -71,7 +72,7 @@ RESCORED_AT_ONCE = 8
 """The number of rollouts in one request, whose body holds their messages."""
 
 
-class RolloutClient(SessionCalls, ListCalls):
+class RolloutClient(SessionCalls, ListCalls, ViewCalls):
     """The service at one address. Use it as `async with RolloutClient(url, key) as client`.
 
     `patience_seconds` is how long a call is repeated while the server cannot be reached or cannot take it now (408,

@@ -301,6 +301,7 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     dataset = blocking(RolloutClient.dataset)
     sandboxes = blocking(RolloutClient.sandboxes)
     nodes = blocking(RolloutClient.nodes)
+    overview = blocking(RolloutClient.overview)
     drain_node = blocking(RolloutClient.drain_node)
     resume_node = blocking(RolloutClient.resume_node)
     remove_node = blocking(RolloutClient.remove_node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import struct
@@ -127,7 +128,7 @@ def test_the_overview_comes_once_a_second_to_each_of_ten_readers(api: httpx.Clie
         thread.join(60)
     assert len(seen) == 10
     times = [Overview.model_validate_json(line.removeprefix("data: ")).at for line in seen[0]]
-    gaps = [(later - earlier).total_seconds() for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [(later - earlier).total_seconds() for earlier, later in itertools.pairwise(times)]
     assert all(gap >= 0.99 for gap in gaps), "once a second at most"
     different = {line for data in seen for line in data}
     assert len(different) <= 6, "readers share what is sent, however they started"
@@ -166,14 +167,18 @@ def test_an_unknown_kind_of_event_is_refused_with_a_suggestion(api: httpx.Client
 
 
 def test_a_backend_that_joins_is_an_event(api: httpx.Client) -> None:
-    with api.stream("GET", "/v1/events", params={"after": 0, "kind": "backend.state"}, timeout=30) as response:
+    with api.stream(
+        "GET", "/v1/events", params={"after": 0, "kind": "backend.state"}, timeout=30
+    ) as response:
         line = next(line for line in response.iter_lines() if line.startswith("data: "))
     event = json.loads(line.removeprefix("data: "))
     assert event["data"]["state"] == "ready"
     assert event["data"]["was"] is None
 
 
-@pytest.mark.parametrize("path", ["/v1/events?after=0", "/v1/events?after=0&kind=rollout.", "/v1/overview/stream"])
+@pytest.mark.parametrize(
+    "path", ["/v1/events?after=0", "/v1/events?after=0&kind=rollout.", "/v1/overview/stream"]
+)
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_readers_that_leave_while_events_are_written_are_no_error(
     server: Running, api: httpx.Client, path: str, is_reset: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -273,3 +274,22 @@ def test_a_hold_that_flickers_is_one_hold() -> None:
     began, ended = [data for _, _, data in watched.told]
     assert began == {"state": "began", "resource": "memory", "reason": reason.text, "waiting": 3}
     assert (ended["state"], ended["resource"], ended["seconds"]) == ("ended", "memory", 28.0)
+
+
+def test_the_page_on_events_lists_every_kind_and_no_other() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "events.md").read_text()
+    kinds = page.partition("## Kinds")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in kinds.splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`([a-z_.]+)`", row)]
+    assert sorted(listed) == sorted(map(str, EventKind))
+
+
+def test_no_code_writes_an_event_of_another_kind() -> None:
+    root = Path(__file__).parents[3] / "rollout_service" / "store"
+    written = set()
+    for path in [*root.rglob("*.py"), *root.rglob("*.lua")]:
+        written |= set(
+            re.findall(r"""['"]((?:rollout|run|group|backend|pool|node)\.[a-z_]+)['"]""", path.read_text())
+        )
+    assert written
+    assert written - {"rollout.trajectory"} <= set(map(str, EventKind))

@@ -37,10 +37,14 @@ def overview() -> Overview:
     )
 
 
-def rollout(rollout_id: str, state: RolloutState, code: str | None = None, environment: str = "calc") -> Rollout:
+def rollout(
+    rollout_id: str, state: RolloutState, code: str | None = None, environment: str = "calc"
+) -> Rollout:
     error = None
     if code is not None:
-        error = ErrorInfo(code=code, boundary=Boundary.SANDBOX, message=f"{rollout_id} broke", stage="rollout")
+        error = ErrorInfo(
+            code=code, boundary=Boundary.SANDBOX, message=f"{rollout_id} broke", stage="rollout"
+        )
     return Rollout(
         rollout_id=rollout_id,
         state=state,
