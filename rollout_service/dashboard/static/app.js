@@ -3,7 +3,7 @@ import {keyRequest, useKey} from "./lib/api.js";
 import {helpOpen, knownKeys, useKeys} from "./lib/keys.js";
 import {connection, overview, problem, useOverview} from "./lib/live.js";
 import {go, href, useRoute} from "./lib/router.js";
-import {Badge, Dialog, Problem} from "./lib/widgets.js";
+import {Badge, Dialog, Problem, Visible} from "./lib/widgets.js";
 import {html, render, useEffect, useErrorBoundary, useSignal, useState} from "./lib/ui.js";
 import {toggleTheme} from "./lib/theme.js";
 
@@ -79,7 +79,7 @@ function Banner() {
     The connection to the service is lost; trying again. What you see is from ${now ? new Date(now.at).toLocaleTimeString() : "before"}.</div>`;
   const stuck = now?.findings.filter((finding) => finding.verdict === "stuck") ?? [];
   if (!stuck.length) return null;
-  return html`<div class="banner bad" role="alert"><${Badge} state="stuck" /> ${stuck[0].message}
+  return html`<div class="banner bad" role="alert"><${Badge} state="stuck" /> <${Visible} text=${stuck[0].message} />
     ${stuck.length > 1 ? ` And ${stuck.length - 1} more.` : ""} <a href="#/hangs">What hangs</a></div>`;
 }
 

@@ -83,6 +83,8 @@ def test_each_wheel_has_its_own_packages(wheels):
         assert {f"{package}/py.typed" for package in packages} <= names
         assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
         assert not [name for name in names if "__pycache__" in name]
+    page = ROOT / "rollout_service" / "dashboard" / "static"
+    assert {str(path.relative_to(ROOT)) for path in page.rglob("*") if path.is_file()} <= server
 
 
 def test_both_say_who_they_are(wheels):

@@ -20,6 +20,8 @@ from starlette.responses import Response, StreamingResponse
 from api_schemas.errors import Problem
 from api_schemas.views.overview import Overview
 from rollout_service.dashboard import routes as dashboard
+from rollout_service.http.api_keys import Role
+from rollout_service.http.problems import problem_response
 from tests.support.browser import canned
 
 JSON = "application/json"
@@ -39,6 +41,10 @@ class FakeService:
     requests: list[tuple[str, str, Any]] = field(default_factory=list)
     """The method, path with query, and body of each request but those for files and streams."""
     events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
+    keys: dict[str, Role] = field(default_factory=dict)
+    """The roles of keys; if there are any, each request needs one."""
+    broken: bool = False
+    """Whether streams end at once, as when a service is restarted."""
     ended: bool = False
 
     def answer(self, request: str, content: BaseModel | Any, status: int = 200) -> None:
@@ -55,7 +61,7 @@ class FakeService:
 
     async def stream_overview(self) -> AsyncIterator[bytes]:
         sent = None
-        while not self.ended:
+        while not self.ended and not self.broken:
             if sent is not self.overview:
                 sent = self.overview
                 yield b"event: overview\ndata: %s\n\n" % sent.model_dump_json().encode()
@@ -63,7 +69,7 @@ class FakeService:
 
     async def stream_events(self, after: int) -> AsyncIterator[bytes]:
         yield b"id: %d\n\n" % after
-        while not self.ended:
+        while not self.ended and not self.broken:
             for number, kind, event in self.events:
                 if number > after:
                     after = number
@@ -71,7 +77,12 @@ class FakeService:
             await anyio.sleep(TICK)
 
     async def respond(self, request: Request) -> Response:
+        role = self.keys.get(request.headers.get("x-rollout-key", "")) if self.keys else Role.ADMIN
+        if role is None:
+            return _problem(401, "unauthorized", "the bearer key is missing or wrong")
         path, query = request.url.path, request.url.query
+        if self.broken:
+            return _problem(503, "shutting_down", "the service is shutting down")
         if path == "/v1/overview/stream":
             return StreamingResponse(self.stream_overview(), media_type="text/event-stream")
         if path == "/v1/events":
@@ -82,13 +93,19 @@ class FakeService:
             (request.method, path + (f"?{query}" if query else ""), orjson.loads(body) if body else None)
         )
         if path == "/v1/overview" and "GET /v1/overview" not in self.answers:
-            return Response(self.overview.model_dump_json(), media_type=JSON)
+            allowed = self.overview.model_copy(update={"role": role.value})
+            return Response(allowed.model_dump_json(), media_type=JSON)
         key = f"{request.method} {path}"
-        if key in self.handlers and key not in self.answers:
+        if key in self.answers:
+            status, content = self.answers[key]
+            return Response(content, status_code=status, media_type=JSON)
+        if key in self.handlers:
             return Response(self.handlers[key](request).model_dump_json(), media_type=JSON)
-        missing = Problem(title="Not found", status=404, detail=f"there is no {path}", code="not_found")
-        status, content = self.answers.get(key, (404, missing.model_dump_json().encode()))
-        return Response(content, status_code=status, media_type=JSON)
+        return _problem(404, "not_found", f"there is no {path}")
+
+
+def _problem(status: int, code: str, detail: str) -> Response:
+    return problem_response(Problem(title=code, status=status, detail=detail, code=code))
 
 
 @contextmanager

@@ -32,3 +32,6 @@ export function visible(text) {
   if (start < text.length) parts.push(text.slice(start));
   return parts;
 }
+
+// Return a text with the marks as characters, for labels and titles, which cannot have elements.
+export const plain = (text) => visible(String(text ?? "")).map((part) => (typeof part === "string" ? part : `[${part.mark}]`)).join("");

@@ -9,17 +9,13 @@ export const html = htm.bind(h);
 export {Component, render, batch, computed, effect, signal};
 export {useCallback, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useState};
 
-// Return the value of a signal; the component is drawn again when it changes.
+// Return the value of a signal; the component is drawn again when it is another than what was drawn.
 export function useSignal(source) {
   const [, redraw] = useState(0);
-  useEffect(() => {
-    let seen = source.peek();
-    return effect(() => {
-      if (source.value !== seen) {
-        seen = source.value;
-        redraw((count) => count + 1);
-      }
-    });
-  }, [source]);
-  return source.peek();
+  const drawn = useRef();
+  drawn.current = source.peek();
+  useEffect(() => effect(() => {
+    if (source.value !== drawn.current) redraw((count) => count + 1);
+  }), [source]);
+  return drawn.current;
 }

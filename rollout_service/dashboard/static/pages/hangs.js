@@ -3,6 +3,7 @@ import {ago, seconds} from "../lib/format.js";
 import {useLive, useOverview} from "../lib/live.js";
 import {href, segment} from "../lib/router.js";
 import {html, useState} from "../lib/ui.js";
+import {plain} from "../lib/text.js";
 import {Badge, Card, Empty, Problem, Visible} from "../lib/widgets.js";
 import {plural, waitWords} from "../lib/words.js";
 
@@ -20,7 +21,7 @@ export function Page() {
 
 function Finding({finding}) {
   const {usual} = finding;
-  return html`<${Card} class=${`finding ${finding.verdict}`} label=${finding.message}
+  return html`<${Card} class=${`finding ${finding.verdict}`} label=${plain(finding.message)}
       title=${html`<${Badge} state=${finding.verdict} /> <span class="finding-text"><${Visible} text=${finding.message} /></span>`}>
     <div class="finding-body"><div>
       <p class="advice"><${Visible} text=${finding.hint} /></p>
