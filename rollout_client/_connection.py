@@ -7,7 +7,7 @@ cancelled request closes its connection.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -18,7 +18,7 @@ import httpx
 from api_schemas.nodes import Readiness
 from rollout_client._answers import error_from, parse, readiness_from
 from rollout_client._download import LargeBody, is_direct
-from rollout_client.errors import UnavailableError, UnreachableError
+from rollout_client.errors import ProtocolError, UnavailableError, UnreachableError
 
 T = TypeVar("T")
 Receive = Callable[[httpx.Response], Awaitable[object]]
@@ -138,6 +138,35 @@ class Connection:
         """Open a stream once; `seconds` is how long it may be silent."""
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         return self.http.stream("GET", path, headers=headers, timeout=timeout)
+
+    async def lines(self, path: str, params: list[tuple[str, str]]) -> AsyncGenerator[bytes]:
+        """Yield the lines of a long response as they arrive; the request is repeated until the first has.
+
+        Raises:
+            ClientError: The request failed, as for `send`.
+            ProtocolError: The response was cut off.
+        """
+        patience, rest = self.patience(), b""
+        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+        while True:
+            begun = False
+            try:
+                async with self.http.stream(
+                    "GET", path, params=httpx.QueryParams(tuple(params)), timeout=timeout
+                ) as response:
+                    if not response.is_success:
+                        await response.aread()
+                        raise error_from(response)
+                    async for piece in response.aiter_bytes():
+                        begun = True
+                        *lines, rest = (rest + piece).split(b"\n")
+                        for line in lines:
+                            yield line
+                    return
+            except (httpx.TransportError, UnavailableError) as error:
+                if begun:
+                    raise ProtocolError("the response was cut off; the request can be repeated") from error
+                await patience.wait(error)
 
     def patience(self) -> Patience:
         """Return the patience for one request."""

@@ -11,7 +11,7 @@ may want to handle.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from pathlib import Path
@@ -252,6 +252,37 @@ class RolloutClient(SessionCalls, ListCalls, ViewCalls):
             NotFoundError: There is no such rollout or sub-agent, or the rollout has not ended.
         """
         return await self._connection.call(wire.AgentNode, "GET", f"/v1/rollouts/{rollout_id}/nodes/{number}")
+
+    async def steps(self, rollout_id: str) -> wire.RolloutSteps:
+        """Return what a rollout did and waited for so far, over all its attempts.
+
+        Raises:
+            NotFoundError: There is no such rollout.
+        """
+        return await self._connection.call(wire.RolloutSteps, "GET", f"/v1/rollouts/{rollout_id}/steps")
+
+    async def run_steps(self, run_id: str) -> AsyncGenerator[wire.RolloutAttempts]:
+        """Yield the steps of the rollouts of a run as columns, a rollout at a time; those without steps are left out.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        from rollout_client._answers import parse
+
+        async for line in self.step_lines(run=run_id):
+            yield parse(wire.RolloutAttempts, line)
+
+    async def step_lines(
+        self, *, run: str | None = None, rollouts: Sequence[str] = ()
+    ) -> AsyncGenerator[bytes]:
+        """Yield the steps of the rollouts of a run, or of these, as they are sent: a JSON document for each rollout.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        params = [("run", run)] if run is not None else [("rollout", name) for name in rollouts]
+        async for line in self._connection.lines("/v1/steps", params):
+            yield line
 
     async def page(
         self, *, state: wire.RolloutState | None = None, cursor: str | None = None, limit: int = 100

@@ -55,7 +55,8 @@ class RolloutStep(WireModel):
     name: str = ""
     """What it was about: the tool, the backend, the image, the session, or the stage."""
     lane: str = ""
-    """The lane of the rollout's timeline: empty for the agent's own, else a sub-agent's number or a tool's call."""
+    """The lane of the rollout's timeline: empty for the agent's own, else a sub-agent's number or the call of a tool
+    that ran beside others. A lane within another has the names of both: `3/call-1`."""
     stage: Stage | None = None
     """The stage that it was part of; null before the first one and after the last."""
     attempt: Integer
@@ -76,3 +77,38 @@ class RolloutSteps(WireModel):
     steps: list[RolloutStep]
     dropped: Integer = 0
     """The steps that were not recorded, since an attempt keeps a bounded number of them."""
+
+
+class AttemptSteps(WireModel):
+    """The steps of one attempt as columns: entry i of each is of step i, in the order in which they began.
+
+    Columns are small and quick to read. `lanes` and `errors` are empty if no step has one.
+    """
+
+    attempt: Integer
+    environment: str = ""
+    run_id: str | None = None
+    group: Integer | None = None
+    started_at: Real
+    """Unix seconds; all other times are microseconds after it."""
+    us: Integer
+    """How long the attempt took, or has taken so far."""
+    outcome: dict[str, JsonValue] = {}
+    """How it ended: the rollout's `state`, with `reward`, `stop_reason` and `code` if there are any."""
+    dropped: Integer = 0
+    stages: list[tuple[Stage, Integer]] = []
+    """The stages, with when each was first waited for."""
+    kinds: list[StepKind] = []
+    names: list[str] = []
+    starts: list[Integer] = []
+    lengths: list[Integer] = []
+    lanes: list[str] = []
+    errors: list[str | None] = []
+    details: list[dict[str, JsonValue]] = []
+
+
+class RolloutAttempts(WireModel):
+    """The steps of a rollout as columns, attempt by attempt: one line of `GET /v1/steps`."""
+
+    rollout_id: RolloutId
+    attempts: list[AttemptSteps]

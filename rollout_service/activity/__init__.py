@@ -5,6 +5,8 @@ from rollout_service.activity.record import Activity as Activity
 from rollout_service.activity.record import OpenStep as OpenStep
 from rollout_service.activity.record import StepObserver as StepObserver
 from rollout_service.activity.record import current_activity as current_activity
+from rollout_service.activity.record import current_lane as current_lane
 from rollout_service.activity.record import in_lane as in_lane
 from rollout_service.activity.record import note_outcome as note_outcome
+from rollout_service.activity.record import noting as noting
 from rollout_service.activity.record import waits_for as waits_for

@@ -5,6 +5,7 @@ Guarantee: an activity is on the board exactly as long as its attempt's block la
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -53,6 +54,7 @@ class ActivityBoard:
         finally:
             if self._active.get(rollout_id) is activity:
                 del self._active[rollout_id]
+            activity.finished = time.perf_counter()
             for observer in self._observers:
                 observer.finished(activity)
 

@@ -28,6 +28,7 @@ MAX_STEPS = 4_096
 
 _CURRENT: ContextVar[Activity | None] = ContextVar("activity", default=None)
 _LANE: ContextVar[str] = ContextVar("lane", default="")
+_NOTES: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
 
 
 class StepObserver:
@@ -129,16 +130,25 @@ class Activity:
         """The stage that the attempt is in, or waits for; None before the first."""
         self.stage_since = 0.0
         """When it came to that stage, on `time.perf_counter`."""
+        self.stages: list[tuple[Stage, float]] = []
+        """All stages that it came to so far, with that time."""
         self.task = asyncio.current_task()
         self.started = time.perf_counter()
         self.started_at = time.time()
         """The same moment as Unix time."""
+        self.finished: float | None = None
+        """When the attempt ended, on `time.perf_counter`; None while it lasts."""
         self.open: list[OpenStep] = []
         """The steps that have not ended, in the order in which they began."""
         self.ended: list[OpenStep] = []
         self.dropped = 0
         """Ended steps that were not kept."""
         self._observers = observers
+
+    def enter_stage(self, stage: Stage) -> None:
+        """Note that the attempt is in a stage from now on, or waits for it."""
+        self.stage, self.stage_since = stage, time.perf_counter()
+        self.stages.append((stage, self.stage_since))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -179,6 +189,8 @@ class waits_for:  # noqa: N801 - a context manager that reads like a statement
     def __init__(self, kind: StepKind, name: str = "", **detail: Any) -> None:
         self._activity = activity = _CURRENT.get()
         stage = None if activity is None else activity.stage
+        if (notes := _NOTES.get()) is not None:
+            detail = notes | detail
         self._step = OpenStep(kind, name, _LANE.get(), stage, detail)
 
     def __enter__(self) -> OpenStep:
@@ -195,8 +207,9 @@ class waits_for:  # noqa: N801 - a context manager that reads like a statement
 
 @contextmanager
 def in_lane(lane: str) -> Iterator[None]:
-    """Put the steps within the block into a lane of their own."""
-    token = _LANE.set(lane)
+    """Put the steps within the block into a lane of their own; a lane within another has the names of both."""
+    outer = _LANE.get()
+    token = _LANE.set(f"{outer}/{lane}" if outer else lane)
     try:
         yield
     finally:
@@ -207,6 +220,21 @@ def note_outcome(**outcome: Any) -> None:
     """Note how the current attempt ended; None is left out, and nothing happens outside of an attempt."""
     if (activity := _CURRENT.get()) is not None:
         activity.outcome = {name: value for name, value in outcome.items() if value is not None}
+
+
+@contextmanager
+def noting(**detail: Any) -> Iterator[None]:
+    """Add this detail to all steps that begin within the block."""
+    token = _NOTES.set((_NOTES.get() or {}) | detail)
+    try:
+        yield
+    finally:
+        _NOTES.reset(token)
+
+
+def current_lane() -> str:
+    """Return the lane that steps are put into."""
+    return _LANE.get()
 
 
 def current_activity() -> Activity | None:

@@ -13,6 +13,8 @@ from pydantic import JsonValue
 
 from api_schemas.external import RolloutAccess, RolloutEnd
 from api_schemas.rollouts import StopReason
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import waits_for
 from rollout_service.agents.tool_calling.agent import final_answer
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.episodes import Episode, GatewayAccess, Score
@@ -115,7 +117,8 @@ class ExternallyDriven(Environment):
             with episode.clock.limit(episode.limits.agent_seconds):
                 async with open_task_group() as tasks:
                     tasks.start_soon(access.until_failed)
-                    await agent.reported.wait()
+                    with waits_for(StepKind.AGENT, "external"):
+                        await agent.reported.wait()
                     tasks.cancel_scope.cancel()
         finally:
             self._agents.end(rollout_id)

@@ -14,7 +14,9 @@ from hashlib import sha256
 import anyio
 from pydantic import JsonValue
 
+from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message
+from rollout_service.activity import in_lane, waits_for
 from rollout_service.errors import ServiceError, describe
 from rollout_service.judging.cache import JudgmentCache
 from rollout_service.judging.contract import (
@@ -49,16 +51,23 @@ class PoolJudge(Judge):
         name = rubric.settings.name
         try:
             model = self._sampler.model(rubric.settings.pool)
-            prompt_hash = _hash(*(message.content for message in messages))
-            judgment, is_cached = await self._cache.get(
-                _hash(model, rubric.digest, prompt_hash),
-                lambda: self._judge(rubric, messages, model, prompt_hash[:12]),
-            )
+            with waits_for(StepKind.JUDGE, name):
+                judgment, is_cached = await self._remembered(rubric, messages, model)
         except Exception as error:
             self._metrics.count_judgment(name, describe(error).code)
             raise
         self._metrics.count_judgment(name, CACHED if is_cached else JUDGED)
         return judgment
+
+    async def _remembered(
+        self, rubric: Rubric, messages: Sequence[Message], model: str
+    ) -> tuple[Judgment, bool]:
+        """Return a judgment, and whether it was made before."""
+        prompt_hash = _hash(*(message.content for message in messages))
+        return await self._cache.get(
+            _hash(model, rubric.digest, prompt_hash),
+            lambda: self._judge(rubric, messages, model, prompt_hash[:12]),
+        )
 
     async def _judge(
         self, rubric: Rubric, messages: Sequence[Message], model: str, prompt_hash: str
@@ -76,7 +85,8 @@ class PoolJudge(Judge):
         keep_texts: bool = False,
     ) -> Poll:
         model = self._sampler.model(rubric.settings.pool)
-        votes = await self._collect(rubric, rubric.messages(instance, texts), keep_texts=keep_texts)
+        with waits_for(StepKind.JUDGE, rubric.settings.name):
+            votes = await self._collect(rubric, rubric.messages(instance, texts), keep_texts=keep_texts)
         return Poll(tuple(votes), model)
 
     async def _collect(
@@ -85,14 +95,15 @@ class PoolJudge(Judge):
         votes: list[Vote] = []
         started = time.perf_counter()
 
-        async def collect_one() -> None:
-            votes.append(await self._vote(rubric, messages, keep_texts))
+        async def collect_one(number: int) -> None:
+            with in_lane(f"vote {number}"):
+                votes.append(await self._vote(rubric, messages, keep_texts))
             if _has_settled(rubric.settings, votes):
                 tasks.cancel_scope.cancel()
 
         async with anyio.create_task_group() as tasks:
-            for _ in range(rubric.settings.votes):
-                tasks.start_soon(collect_one)
+            for number in range(rubric.settings.votes):
+                tasks.start_soon(collect_one, number + 1)
         self._metrics.count_votes(rubric.settings.name, votes, time.perf_counter() - started)
         return votes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import anyio
 
 from api_schemas.rollouts.steps import StepKind
-from rollout_service.activity import waits_for
+from rollout_service.activity import in_lane, waits_for
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode
 from rollout_service.pipeline.artifacts import Artifacts
@@ -58,7 +58,8 @@ class EpisodeSandboxes:
         """Start a fresh sandbox and copy the agent's artifacts into it, or those of a checkpoint."""
         await self.start(episode, spec.for_grader(), timer)
         if episode.sandbox is not None and self._artifacts is not None:
-            await self._source.unpack(episode.sandbox, self._artifacts, checkpoint)
+            with waits_for(StepKind.ARTIFACTS, "unpack", sandbox=episode.sandbox.id):
+                await self._source.unpack(episode.sandbox, self._artifacts, checkpoint)
 
     @property
     def checkpoints(self) -> int:
@@ -69,24 +70,30 @@ class EpisodeSandboxes:
         """End the agent's processes and keep its artifacts as a checkpoint."""
         if episode.sandbox is not None:
             earlier, self._artifacts = self._artifacts, None
-            self._artifacts = await self._source.keep(episode.sandbox, spec, earlier)
+            with waits_for(StepKind.ARTIFACTS, "checkpoint", sandbox=episode.sandbox.id):
+                self._artifacts = await self._source.keep(episode.sandbox, spec, earlier)
 
     async def open_sessions(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:
         """Open the agent's sessions, which spares its first call the wait."""
         if episode.sandbox is not None:
-            with timer.sandbox(), waits_for(StepKind.SESSION, ", ".join(sorted(spec.sessions))):
+            names = ", ".join(sorted(spec.sessions))
+            with in_lane("sessions"), timer.sandbox(), waits_for(StepKind.SESSION, names):
                 await open_sessions(episode.sandbox, spec.sessions)
 
     async def pack(self, episode: Episode, spec: EnvironmentSpec) -> None:
         """End the agent's processes and keep its artifacts for the grader's sandbox."""
         if episode.sandbox is not None:
             earlier, self._artifacts = self._artifacts, None
-            self._artifacts = await self._source.pack(episode.sandbox, spec, earlier)
+            with waits_for(StepKind.ARTIFACTS, "pack", sandbox=episode.sandbox.id):
+                self._artifacts = await self._source.pack(episode.sandbox, spec, earlier)
             episode.notes += self._artifacts.notes
 
     async def end_agent(self, episode: Episode) -> bool:
         """End the agent's processes; return False if its sandbox has ended already."""
-        return episode.sandbox is None or await self._source.end_agent(episode.sandbox, episode.notes)
+        if episode.sandbox is None:
+            return True
+        with waits_for(StepKind.ARTIFACTS, "end the agent", sandbox=episode.sandbox.id):
+            return await self._source.end_agent(episode.sandbox, episode.notes)
 
     async def close(self, *, keep_ticket: bool = False) -> None:
         """Close the sandbox; the next one can take its place if the ticket is kept. Idempotent."""

@@ -269,7 +269,12 @@ class Pipeline:
     async def _work(self, active: ActiveRollout) -> None:
         rollout_id, attempt, request = active.lease.rollout_id, active.lease.attempt, active.lease.request
         working = self._context.activities.working(
-            rollout_id, attempt=attempt, environment=request.task.environment, trace=request.trace
+            rollout_id,
+            attempt=attempt,
+            environment=request.task.environment,
+            run_id=active.lease.run_id,
+            group=active.lease.group,
+            trace=request.trace,
         )
         ids = {"rollout_id": rollout_id, "attempt": attempt}
         with working as activity, structlog.contextvars.bound_contextvars(**ids, **_trace_id(activity)):
@@ -417,6 +422,7 @@ class Pipeline:
         async def restart() -> bool:
             return await context.store.restart(lease, context.owner, spans=attempt.spans)
 
+        note_outcome(state=RolloutState.QUEUED.value)
         await self._settle("queue an interrupted rollout anew", attempt, restart)
         await report(context, lease, attempt.turns, outcome=BEGUN_ANEW, reason=error.reason)
 
@@ -424,6 +430,7 @@ class Pipeline:
         """Return an attempt that counts for nothing to the store, where it holds no place."""
         context, rollout_id = self._context, attempt.lease.rollout_id
         await attempt.release()
+        note_outcome(state=RolloutState.QUEUED.value)
         with anyio.CancelScope(shield=True):
             await retry_until_stored(
                 "hand a rollout back", partial(context.store.release, context.owner, [rollout_id])

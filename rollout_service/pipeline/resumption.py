@@ -12,6 +12,8 @@ import anyio.to_thread
 import structlog
 from pydantic import JsonValue
 
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import waits_for
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import StoreError
 from rollout_service.pipeline.context import AttemptContext
@@ -70,13 +72,15 @@ async def report(
         "seconds": round(seconds, 3),
     }
     try:
-        await context.store.record(EVENT, lease.rollout_id, data)
+        with waits_for(StepKind.STORE, "record the resumption"):
+            await context.store.record(EVENT, lease.rollout_id, data)
     except StoreError as error:
         log.warning("an event could not be recorded", kind=EVENT, error=str(error), hint=error.hint)
 
 
 async def _read(context: AttemptContext, rollout_id: str) -> list[SavedTurn]:
-    data = await context.store.saved_turns(rollout_id)
+    with waits_for(StepKind.STORE, "read the saved turns"):
+        data = await context.store.saved_turns(rollout_id)
     if NOT_REPLAYABLE in data:
         raise CannotResumeError(AnewReason.NOT_REPLAYABLE)
     try:

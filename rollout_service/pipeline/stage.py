@@ -132,7 +132,7 @@ class StageLimiter:
         `since` is a reading of `time.perf_counter`; `then`, if given, is awaited once the worker is held.
         """
         if (activity := current_activity()) is not None:
-            activity.stage, activity.stage_since = self.stage, time.perf_counter()
+            activity.enter_stage(self.stage)
         with self._metrics.track_waiting(self.stage):
             with waits_for(StepKind.PLACE, self.stage):
                 await slot.take_place(self.places)

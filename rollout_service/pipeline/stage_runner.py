@@ -160,8 +160,7 @@ class StageRunner:
             await self._run_agent(episode, timer)
             spec = self._environment.spec
             if spec.evaluate_in is EvaluateIn.FRESH:
-                with waits_for(StepKind.ARTIFACTS, "pack"):
-                    await self._sandboxes.pack(episode, spec)
+                await self._sandboxes.pack(episode, spec)
             if spec.evaluate_in is not EvaluateIn.SAME:
                 await self._sandboxes.close()
             self._policy.close()
@@ -211,14 +210,14 @@ class StageRunner:
         if spec.evaluate_in is EvaluateIn.FRESH:
             if spec.runs_submission:
                 await self._sandboxes.start_with_artifacts(episode, spec, timer)
-                await environment.execute(episode)
+                await self._execute(episode)
                 await self._sandboxes.close(keep_ticket=True)
             await self._score_checkpoints(episode, timer)
             await self._sandboxes.start_with_artifacts(episode, spec, timer)
         elif not await self._end_agent(episode):
             return SANDBOX_ENDED_SCORE
         elif spec.runs_submission:
-            await environment.execute(episode)
+            await self._execute(episode)
             if not await self._end_agent(episode):
                 return SANDBOX_ENDED_SCORE
         with waits_for(StepKind.GRADER, spec.name) as step:
@@ -226,10 +225,15 @@ class StageRunner:
             step.note(reward=score.reward)
         return score
 
+    async def _execute(self, episode: Episode) -> None:
+        with waits_for(StepKind.GRADER, "run the agent's program"):
+            await self._environment.execute(episode)
+
     async def _score_checkpoints(self, episode: Episode, timer: Timer) -> None:
         for number in range(self._sandboxes.checkpoints):
             await self._sandboxes.start_with_artifacts(episode, self._environment.spec, timer, number)
-            goes_on = await self._environment.evaluate_checkpoint(episode, number)
+            with waits_for(StepKind.GRADER, f"checkpoint {number}"):
+                goes_on = await self._environment.evaluate_checkpoint(episode, number)
             await self._sandboxes.close(keep_ticket=True)
             if not goes_on:
                 break

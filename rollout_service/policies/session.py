@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from api_schemas.rollouts import Sampling, TokenExtras, Usage
 from api_schemas.trajectories import ForkReason, Message, Trajectory
+from rollout_service.activity import noting
 from rollout_service.episodes import ContextFullError, PolicyTurn
 from rollout_service.inference import contract as inference
 from rollout_service.inference.errors import PromptTooLong
@@ -151,7 +152,8 @@ class PolicySession:
         )
         started = time.perf_counter()
         try:
-            return await self._pool.generate(request, affinity=self._affinity)
+            with noting(turn=self._usage.turns, segment=self._conversation.next_segment()):
+                return await self._pool.generate(request, affinity=self._affinity)
         except PromptTooLong as error:
             raise self._context_full(len(prompt)) from error
         finally:

@@ -63,6 +63,7 @@ from rollout_service.telemetry.metrics import Metrics
 from rollout_service.telemetry.nodes import NodeMetrics
 from rollout_service.telemetry.parallel import SlotMetrics
 from rollout_service.tracing.otel.opening import tracing
+from rollout_service.tracing.steps import StepArchive, StepWriter
 from sandboxes import make_provider
 
 
@@ -91,9 +92,11 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         metrics.registry.register(
             HealthMetrics(serving.views, serving.frozen_version_changes, store, node.free_bytes)
         )
+        activities, step_writer = ActivityBoard(), StepWriter(store)
+        activities.observe(step_writer)
+        await stack.enter_async_context(step_writer.running())
         slots = FairSlots(settings.pipeline.subagent_slots)
         metrics.registry.register(SlotMetrics(lambda: slots.held, lambda: slots.waiting, slots.total))
-        activities = ActivityBoard()
         await stack.enter_async_context(
             tracing(activities, metrics.registry, settings.node_name, serving.views)
         )
@@ -168,6 +171,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             delivery=Delivery(store.runs, manager),
             run_exporter=RunExporter(store.runs, run_service),
             rescorer=Rescorer(context, check_environment),
+            steps=StepArchive(store, activities, step_writer),
             shutdown=shutdown,
         )
         overview.readiness = service

@@ -38,6 +38,7 @@ from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
 from rollout_service.telemetry.metrics import Metrics
+from rollout_service.tracing.steps import StepArchive
 from sandboxes.errors import ImageError, SandboxConfigError
 
 
@@ -65,6 +66,7 @@ class Service:
     delivery: Delivery
     run_exporter: RunExporter
     rescorer: Rescorer
+    steps: StepArchive
     shutdown: Shutdown
 
     async def submit(self, request: RolloutRequest) -> Rollout:

@@ -38,6 +38,7 @@ from rollout_service.store.cluster_contract import ClusterStore
 from rollout_service.store.engines_contract import EnginesStore
 from rollout_service.store.lists_contract import SummaryStore
 from rollout_service.store.runs_contract import RunStore
+from rollout_service.store.steps_contract import StepStore
 from rollout_service.store.turns_contract import TurnStore
 
 
@@ -61,10 +62,14 @@ class Lease:
     """A number that grows with every claim and distinguishes this lease from earlier ones of the same owner."""
     saved_turns: int = 0
     """How many turns an interrupted attempt left, to continue from; `Store.saved_turns` returns them."""
+    run_id: str | None = None
+    """The run that the rollout is part of; None if it was submitted alone."""
+    group: int | None = None
+    """The number of its group in that run."""
 
 
-class Store(TurnStore, SummaryStore, Protocol):
-    """Rollouts, results, events, and the turns of rollouts that have not ended.
+class Store(TurnStore, StepStore, SummaryStore, Protocol):
+    """Rollouts, results, events, the turns of rollouts that have not ended, and the steps of those that were tried.
 
     Raises:
         StoreError: The store fails; every method can raise it.

@@ -130,6 +130,10 @@ class Conversation:
         """Return how many tokens of `prompt()` are in its segment already; 0 if it begins one."""
         return len(self._segments[-1].token_ids) if self._extends else 0
 
+    def next_segment(self) -> int:
+        """Return the number of the segment that `prompt()` extends or begins, from 0."""
+        return len(self._segments) - 1 if self._extends else len(self._segments)
+
     def routed_length(self) -> int:
         """Return for how many tokens of `prompt()` the segment already has experts."""
         return self._segments[-1].extras.routed if self._extends else 0

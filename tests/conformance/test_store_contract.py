@@ -31,6 +31,7 @@ from api_schemas.rollouts import (
     StopReason,
     Usage,
 )
+from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
@@ -38,7 +39,9 @@ from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.store import Lease, Store
 from rollout_service.store.redis import RedisStore
+from rollout_service.store.runs_contract import NewGroup, RetentionPolicy
 from rollout_service.store.sqlite import SqliteStore
+from rollout_service.store.steps_contract import MAX_RECORDS, EncodedSteps
 from rollout_service.store.turns_contract import UnsavedTurn
 from tests.support.redis_server import RedisServer
 
@@ -476,6 +479,93 @@ async def test_turns_of_an_attempt_that_is_over_are_deleted(store: Store, way: s
     else:
         await store.restart(lease, "a")
     assert await store.saved_turns("r1") == []
+
+
+def steps_of(rollout_id: str, number: int) -> EncodedSteps:
+    return EncodedSteps(rollout_id, f"steps {number} of {rollout_id}".encode() + bytes(range(256)))
+
+
+async def test_steps_are_kept_for_each_attempt_in_order(store: Store) -> None:
+    for name in ("r1", "r2", "r3"):
+        await store.submit(order(name))
+    attempts = [steps_of("r1", 0), steps_of("r2", 0), steps_of("r1", 1)]
+    assert await store.save_steps([*attempts, steps_of("unknown", 0)]) == len(attempts)
+    assert await store.save_steps([steps_of("r1", 2)]) == 1
+    assert await store.saved_steps(["r2", "r3", "r1", "unknown"]) == {
+        "r1": [steps_of("r1", number).data for number in range(3)],
+        "r2": [steps_of("r2", 0).data],
+    }
+    assert await store.saved_steps([]) == {}
+    assert await store.save_steps([]) == 0
+
+
+async def test_steps_of_many_rollouts_are_written_and_read_at_once(store: Store) -> None:
+    names = [f"r{number}" for number in range(700)]
+    for name in names:
+        await store.submit(order(name))
+    assert await store.save_steps([steps_of(name, 0) for name in names]) == len(names)
+    assert len(await store.saved_steps(names)) == len(names)
+
+
+async def test_a_rollout_keeps_the_steps_of_a_bounded_number_of_attempts(store: Store) -> None:
+    await store.submit(order())
+    attempts = [steps_of("r1", number) for number in range(MAX_RECORDS + 3)]
+    assert await store.save_steps(attempts) == MAX_RECORDS
+    assert (await store.saved_steps(["r1"]))["r1"] == [one.data for one in attempts[:MAX_RECORDS]]
+
+
+@pytest.mark.parametrize("way", ["finish", "retry", "restart", "release", "lost"])
+async def test_steps_are_kept_however_their_attempt_ended(store: Store, clock: Clock, way: str) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    await store.advance(lease, "a", S.ROLLOUT)
+    if way == "finish":
+        await store.finish(lease, "a", outcome(lease))
+    elif way == "retry":
+        await store.retry(lease, "a", INFRASTRUCTURE)
+    elif way == "restart":
+        await store.restart(lease, "a")
+    elif way == "release":
+        await store.release("a")
+    else:
+        clock.now += 10
+        await take(store, "b")
+    assert await store.save_steps([steps_of("r1", 0)]) == 1
+    assert await store.saved_steps(["r1"]) == {"r1": [steps_of("r1", 0).data]}
+
+
+async def test_steps_that_are_to_be_forgotten_are_not_stored_again(store: Store) -> None:
+    for name in ("r1", "r2"):
+        await store.submit(order(name))
+    await store.save_steps([steps_of("r1", 0), steps_of("r2", 0)])
+    for _ in range(2):
+        await store.forget_steps(["r1", "unknown"])
+    assert await store.save_steps([steps_of("r1", 1), steps_of("r2", 1)]) == 1
+    assert list(await store.saved_steps(["r1", "r2"])) == ["r2"]
+
+
+async def test_steps_are_deleted_with_their_rollout(store: Store, clock: Clock) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    await store.finish(lease, "a", outcome(lease))
+    await store.save_steps([steps_of("r1", 0)])
+    clock.now += 100
+    while await store.runs.delete_expired(RetentionPolicy(rollouts=50)):
+        pass
+    assert await store.get("r1") is None
+    await store.submit(order())
+    assert await store.saved_steps(["r1"]) == {}
+
+
+async def test_a_lease_tells_the_run_and_the_group(store: Store) -> None:
+    source = InlineTasks(tasks=[Task(environment="calc", instance={})])
+    run = RunRequest(run_id="a", source=source, group_size=1, batch_size=1)
+    await store.runs.create(run, tasks=1, version=0, digest=None)
+    request = order("a.0.0")
+    await store.runs.start_groups("a", [NewGroup(0, 0, [request])])
+    await store.submit(order("alone"))
+    leases = await store.claim("a", limit=2, lease_seconds=10)
+    assert [(one.run_id, one.group) for one in leases] == [("a", 0), (None, None)]
 
 
 async def test_a_restarted_rollout_is_queued_with_its_attempt_not_counted(store: Store) -> None:

@@ -13,7 +13,9 @@ from string import Template
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import AgentProgram, StopReason
+from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message
+from rollout_service.activity import waits_for
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.harnesses.registry import get_harness
 from rollout_service.agents.harnesses.servers import with_servers
@@ -152,14 +154,15 @@ class HarnessAgent:
         sandbox, preset, started = episode.require_sandbox(), self._preset, time.perf_counter()
         async with open_task_group() as tasks:
             tasks.start_soon(gateway.until_failed)
-            result = await sandbox.exec(
-                [_filled(part, values) for part in preset.command],
-                stdin=_filled(preset.stdin or "", values).encode(errors="replace"),
-                cwd=sandbox.workdir,
-                env={name: _filled(text, values) for name, text in preset.env.items()},
-                timeout=episode.limits.agent_seconds,
-                output_limit=OUTPUT_BYTES,
-            )
+            with waits_for(StepKind.AGENT, self._name, sandbox=sandbox.id):
+                result = await sandbox.exec(
+                    [_filled(part, values) for part in preset.command],
+                    stdin=_filled(preset.stdin or "", values).encode(errors="replace"),
+                    cwd=sandbox.workdir,
+                    env={name: _filled(text, values) for name, text in preset.env.items()},
+                    timeout=episode.limits.agent_seconds,
+                    output_limit=OUTPUT_BYTES,
+                )
             tasks.cancel_scope.cancel()
         episode.limit_violations.extend(result.limit_violations)
         episode.program = AgentProgram(

@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager, nullcontext
 from api_schemas.rollouts import StopReason
 from api_schemas.rollouts.trees import NodeParent
 from api_schemas.trajectories import Message, ToolCall
+from rollout_service.activity import in_lane
 from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.parallel.ledger import Ledger, Wave
 from rollout_service.agents.parallel.roster import Roster
@@ -230,7 +231,7 @@ class ParallelCalls:
             self.ledger.result_chars += len(branches[index].result)
 
         async def other(index: int, clock: WaitingClock) -> None:
-            with clock.working():
+            with clock.working(), in_lane(calls[index].id):
                 texts[index] = (await self._direct.run_one(calls[index], context)).text
 
         for number, wave in sorted(waves.items()):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import StopReason, Usage
+from api_schemas.rollouts.steps import StepKind
 from api_schemas.rollouts.trees import (
     AgentNode,
     InvalidBecause,
@@ -27,6 +28,7 @@ from api_schemas.rollouts.trees import (
     NodeSeconds,
 )
 from api_schemas.trajectories import Message
+from rollout_service.activity import in_lane, waits_for
 from rollout_service.agents.parallel.frozen_tokens import frozen, versions_of
 from rollout_service.agents.parallel.ledger import BranchTimes, Ledger
 from rollout_service.agents.parallel.steps import Steps
@@ -104,7 +106,8 @@ class Branch:
         self._number = len(self.tree.episode.nodes) + 1
         self.tree.put(self._number, self._node())
         try:
-            await self._run_with_retries(clock)
+            with in_lane(str(self._number)):
+                await self._run_with_retries(clock)
             return result_text(self.result, self._invalid_because)
         except Exception as error:
             self._invalid_because, self._error = InvalidBecause.ERROR, describe(error)
@@ -137,7 +140,9 @@ class Branch:
 
     async def _run_once(self, clock: WaitingClock) -> None:
         queued_since = time.perf_counter()
-        async with self.tree.host.slot() as slot:
+        async with AsyncExitStack() as stack:
+            with waits_for(StepKind.SUBAGENT, self.agent):
+                slot = await stack.enter_async_context(self.tree.host.slot())
             self.times.queued += time.perf_counter() - queued_since
             self.times.began = self.times.began or time.perf_counter()
             with clock.working():

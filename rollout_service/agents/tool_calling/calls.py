@@ -18,7 +18,7 @@ import anyio
 from api_schemas.rollouts import StopReason
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message, ToolCall
-from rollout_service.activity import waits_for
+from rollout_service.activity import in_lane, waits_for
 from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import Tool, ToolContext, ToolResult, by_name
 from rollout_service.episodes import Episode
@@ -28,6 +28,9 @@ from sandboxes.task_groups import open_task_group
 
 TOOL_STATE = "tools"
 """The key of what tools keep in `Episode.state`."""
+COMMANDS = ("command", "code")
+"""The arguments of tools that run what the policy writes."""
+COMMAND_CHARS = 200
 GRACE_SECONDS = 5.0
 """Time beyond its limit for a tool to end by itself, which leaves a better result than cutting it off."""
 
@@ -91,7 +94,8 @@ class ToolCalls:
         results: list[ToolResult] = [ToolResult("")] * len(calls)
 
         async def one(index: int) -> None:
-            results[index] = await self.run_one(calls[index], context)
+            with in_lane(calls[index].id):
+                results[index] = await self.run_one(calls[index], context)
 
         async with open_task_group() as tasks:
             for index in range(len(calls)):
@@ -109,7 +113,7 @@ class ToolCalls:
             with anyio.CancelScope(
                 deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
             ):
-                with waits_for(StepKind.TOOL, tool.name, call=call.id):
+                with waits_for(StepKind.TOOL, tool.name, **_detail(call, context)):
                     return await tool(call.arguments, context)
         except ToolInputError as error:
             return ToolResult(str(error))
@@ -118,6 +122,18 @@ class ToolCalls:
                 raise
             return ToolResult(f"[{error}]")
         return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]")
+
+
+def _detail(call: ToolCall, context: ToolContext) -> dict[str, str]:
+    """Return what is noted of a call: the first line of what it runs, not more."""
+    detail = {"call": call.id}
+    for name in COMMANDS:
+        if isinstance(text := (call.arguments or {}).get(name), str):
+            line = text[: 10 * COMMAND_CHARS].lstrip().partition("\n")[0]
+            detail["command"] = line[:COMMAND_CHARS]
+    if context.sandbox is not None:
+        detail["sandbox"] = context.sandbox.id
+    return detail
 
 
 def context_of(episode: Episode) -> ToolContext:

@@ -8,9 +8,11 @@ from http import HTTPStatus
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Path, Query, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from api_schemas.base import MAX_INT32, RolloutId
+from api_schemas.errors import FieldError
+from api_schemas.exports import EXPORT_MEDIA_TYPE
 from api_schemas.external import RolloutEnd
 from api_schemas.inference import AbortRequest
 from api_schemas.rollouts import (
@@ -21,16 +23,18 @@ from api_schemas.rollouts import (
     RolloutRequest,
     RolloutState,
 )
+from api_schemas.rollouts.steps import RolloutSteps
 from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import AgentNode, RolloutNodes
+from api_schemas.runs import RunId
 from api_schemas.trajectories import Trajectory
 from rollout_service.api.elsewhere import pass_on, wait_for_access
-from rollout_service.api.openapi.responses import extra_response, raises
+from rollout_service.api.openapi.responses import extra_response, media_response, raises
 from rollout_service.api.routes.support.dependencies import ServiceDep, as_json, role_of
 from rollout_service.api.routes.support.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.api.routes.support.trace_headers import trace_of
-from rollout_service.errors import ConflictError, NotFoundError, UnavailableError
+from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundError, UnavailableError
 from rollout_service.http.api_keys import Role
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.service import Service
@@ -40,6 +44,7 @@ router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
 MAX_WAIT_SECONDS = 3_600.0
 CURSOR = r"^[0-9]{1,18}$"
+_ATTEMPTS = media_response(EXPORT_MEDIA_TYPE, "One `RolloutAttempts` per line.", schema={"type": "string"})
 
 
 @router.post(
@@ -252,6 +257,43 @@ def _node(tree: RolloutNodes, number: int) -> AgentNode:
         f"rollout {tree.rollout_id} has no sub-agent {number}; it has {len(tree.nodes)}",
         hint=f"List them with GET /v1/rollouts/{tree.rollout_id}/nodes.",
     )
+
+
+@router.get("/rollouts/{rollout_id}/steps", response_model=RolloutSteps, responses=raises(NotFoundError))
+async def get_rollout_steps(service: ServiceDep, http: Request, rollout_id: RolloutId) -> Response:
+    """Read what a rollout did and waited for, step by step, over all its attempts.
+
+    Of a rollout under way, it is what has ended so far; the node that runs it answers. Each engine's step names the
+    request in the engine's log. A 404 means that the rollout is unknown. One that has not begun has no steps, nor has
+    one whose content was deleted on a user's demand.
+    """
+    rollout = await service.get(rollout_id)
+    if not rollout.state.terminal and (elsewhere := await pass_on(service, http, rollout_id)) is not None:
+        return elsewhere
+    return as_json(await service.steps.of_rollout(rollout_id))
+
+
+@router.get("/steps", response_class=StreamingResponse, responses=_ATTEMPTS | raises(NotFoundError))
+async def get_steps(
+    service: ServiceDep,
+    run: Annotated[RunId | None, Query(description="The run whose rollouts to read.")] = None,
+    rollout: Annotated[
+        list[RolloutId] | None,
+        Query(
+            max_length=1_000, description="The ids of the rollouts to read, each as a parameter of its own."
+        ),
+    ] = None,
+) -> StreamingResponse:
+    """Read the steps of many rollouts: those of a run, or those that are named.
+
+    The answer streams one `RolloutAttempts` per line, with the steps as columns. Rollouts without steps have no line;
+    of rollouts under way at another node, it has only their earlier attempts.
+    """
+    if (run is None) == (rollout is None):
+        problem = FieldError(path="query.run", message="name either a run or rollouts")
+        raise InvalidFieldError([problem], hint="Pass run=RUN, or rollout=ID once for each rollout.")
+    ids = await service.steps.of_run(run) if run is not None else list(dict.fromkeys(rollout or ()))
+    return StreamingResponse(service.steps.lines(ids), media_type=EXPORT_MEDIA_TYPE)
 
 
 @router.delete(

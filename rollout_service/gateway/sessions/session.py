@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from socket import socket
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from anyio.abc import TaskGroup
 
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import ForkReason, Message, Trajectory
+from rollout_service.activity import current_activity, current_lane, in_lane
 from rollout_service.episodes import EpisodeLimits, PolicyTurn
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.gateway.contract import (
@@ -103,6 +105,10 @@ class GatewaySession:
         self._reported = False
         self._usage = Usage()
         self._engine_seconds = 0.0
+        self._activity = current_activity()
+        """What the rollout does and waits for; None for a live session, of which no attempt waits."""
+        self._lanes: set[int] = set()
+        """The lanes of the calls under way, since calls may be made at once."""
 
     # -- for the program -------------------------------------------------------
 
@@ -155,7 +161,8 @@ class GatewaySession:
     async def _work(self, answer: LiveAnswer) -> None:
         outcome = CallOutcome.FAILED
         try:
-            outcome = await self._sample(answer)
+            with self._in_lane():
+                outcome = await self._sample(answer)
         except ContextOverflowError as error:
             outcome = CallOutcome.OVERFLOW
             answer.fail(error)
@@ -179,6 +186,7 @@ class GatewaySession:
         answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
         self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
         generation, is_read = None, False
+        steps_before = 0 if self._activity is None else len(self._activity.ended)
         with answer.scope:
             generation = await self._generate(answer, planned, budget)
             await answer.until_read()
@@ -194,6 +202,7 @@ class GatewaySession:
                     await answer.observer.record(generation, delivered=is_read)
             if is_read:
                 answer.end(events)
+            self._note_turn(steps_before)
             self._count(answer, generation)
         if is_read:
             return CallOutcome.ANSWERED
@@ -226,6 +235,28 @@ class GatewaySession:
             raise ContextOverflowError(len(planned.prompt_ids), self._engines.context_length) from error
         finally:
             self._engine_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def _in_lane(self) -> Iterator[None]:
+        """Work for the session's rollout within the block, in the first lane that no other call is in."""
+        if self._activity is None:
+            yield
+            return
+        number = next(number for number in count() if number not in self._lanes)
+        self._lanes.add(number)
+        try:
+            with self._activity.entered(), in_lane(f"model call {number + 1}" if number else ""):
+                yield
+        finally:
+            self._lanes.discard(number)
+
+    def _note_turn(self, steps_before: int) -> None:
+        """Add the number of the turn that was just recorded to the steps of its call, which are alone in their lane."""
+        if self._activity is not None:
+            lane = current_lane()
+            for step in self._activity.ended[steps_before:]:
+                if step.lane == lane:
+                    step.note(turn=self._usage.turns)
 
     def _note_failure(self, call: ModelCall, error: Exception) -> None:
         """Fail the rollout, unless the program's own request is to blame."""

@@ -14,8 +14,8 @@ from dataclasses import replace
 import anyio
 
 from api_schemas.rollouts.steps import StepKind
-from rollout_service.activity import waits_for
-from rollout_service.inference.contract import GenerateRequest, Generation, TokenSink
+from rollout_service.activity import OpenStep, current_activity, waits_for
+from rollout_service.inference.contract import GenerateRequest, Generation, TokenChunk, TokenSink
 from rollout_service.inference.errors import (
     BackendProtocolError,
     BackendUnreachable,
@@ -153,9 +153,13 @@ class Dispatcher:
                 step.request = request
                 if handle.traces and step.traceparent is not None:
                     request = replace(request, traceparent=step.traceparent)
-                step.answer = answer = await handle.generate(request, on_tokens)
+                step.answer = answer = await handle.generate(request, _noting_progress(step, on_tokens))
                 end = RequestEnd.ANSWERED
-                step.note(tokens=len(answer.output_ids), cached_tokens=answer.cached_tokens)
+                step.note(
+                    tokens=len(answer.output_ids),
+                    cached_tokens=answer.cached_tokens,
+                    version=answer.versions[-1] if answer.versions else None,
+                )
         except Exception:
             end = RequestEnd.FAILED
             raise
@@ -208,6 +212,21 @@ class Dispatcher:
             f"no backend of pool {name!r} is in service ({errors})",
             hint="Restart an engine, or register another with POST /v1/backends.",
         )
+
+
+def _noting_progress(step: OpenStep, on_tokens: TokenSink | None) -> TokenSink | None:
+    """Return a sink that also notes how many tokens have arrived, if a rollout waits for them."""
+    if on_tokens is None or current_activity() is None:
+        return on_tokens
+    arrived = 0
+
+    def take(chunk: TokenChunk) -> None:
+        nonlocal arrived
+        arrived += len(chunk.ids)
+        step.move(tokens=arrived)
+        on_tokens(chunk)
+
+    return take
 
 
 async def _back_off(fruitless: int) -> None:

@@ -118,7 +118,11 @@ class SessionDeletion:
         names = [part.rollout_id for part in parts if part.rollout_id is not None]
         for name in names:
             await self._end(name)
-        return await self._eraser.erase(names) if names else {}
+        if not names:
+            return {}
+        batches = await self._eraser.erase(names)
+        await self._store.forget_steps(names)  # also in a store that cannot erase
+        return batches
 
     async def _end(self, rollout_id: str) -> None:
         """End a rollout that is under way, so that it writes nothing after the erasure."""

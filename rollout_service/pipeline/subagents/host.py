@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
+from api_schemas.rollouts.steps import StepKind
+from rollout_service.activity import waits_for
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Policy, SubagentSlot
 from rollout_service.pipeline.context import AttemptContext
@@ -53,11 +55,17 @@ class EpisodeSubagents:
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[Sandbox]:
         """Start a sandbox of the environment's image, which ends with the block."""
-        ticket = await self._context.admission.admit(Purpose.GRADER)
+        with waits_for(StepKind.HOST):
+            ticket = await self._context.admission.admit(Purpose.GRADER)
         try:
-            label = self._request.rollout_id or ""
-            async with await self._context.sandboxes.start(self._spec, label) as sandbox:
+            with waits_for(StepKind.SANDBOX_START, self._spec.image or "") as step:
+                sandbox = await self._context.sandboxes.start(self._spec, self._request.rollout_id or "")
+                step.note(sandbox=sandbox.id)
+            try:
                 yield sandbox
+            finally:
+                with waits_for(StepKind.SANDBOX_END, sandbox=sandbox.id):
+                    await sandbox.close()
         finally:
             ticket.release()
 

@@ -189,6 +189,8 @@ def decode_lease(row: Row) -> Lease:
             queued_at=when(row["queued_at"]),
             token=row["token"],
             saved_turns=row["saved_turns"],
+            run_id=row["run_id"],
+            group=row["group_number"],
         )
 
 

@@ -59,6 +59,8 @@ def decode_row(reply: Sequence[Any]) -> RolloutRow:
             "retries": f"[{_text(retries) or ''}]",
             "spans": _text(spans) or "[]",
             "saved_turns": turns,
+            "run_id": _text(found.get("R")),
+            "group_number": _whole(found.get("G")),
             "trajectory": rest[0] if rest else None,
         }
     )

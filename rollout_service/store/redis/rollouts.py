@@ -38,7 +38,9 @@ from rollout_service.store.redis.lists.summaries import find_summaries
 from rollout_service.store.redis.reader import decode_entry
 from rollout_service.store.redis.replies import RolloutRow, decode_counts, decode_row
 from rollout_service.store.redis.signals import RolloutSignals
+from rollout_service.store.redis.trajectories import steps
 from rollout_service.store.redis.trajectories.place import InRedis, TrajectoryPlace
+from rollout_service.store.steps_contract import EncodedSteps
 from rollout_service.store.turns_contract import UnsavedTurn
 
 ROWS_AT_ONCE = 256
@@ -205,6 +207,15 @@ class RedisRollouts:
         key = self._connection.key(f"u:{rollout_id}")
         turns: builtins.list[bytes] = await self._connection.command("LRANGE", key, 0, -1)
         return turns
+
+    async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
+        return await steps.save(self._connection, attempts)
+
+    async def forget_steps(self, rollout_ids: Sequence[str]) -> None:
+        await steps.forget(self._connection, rollout_ids)
+
+    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, builtins.list[bytes]]:
+        return await steps.saved(self._connection, rollout_ids)
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         if not result.state.terminal or result.rollout_id != lease.rollout_id:

@@ -27,6 +27,8 @@ UPDATE results SET trajectory = NULL,
 WHERE seq = ?
 """
 _DELETE_TURNS = "DELETE FROM turns WHERE rollout = ?"
+_DELETE_STEPS = "DELETE FROM steps WHERE rollout = ?"
+_STORE_NO_STEPS = "INSERT OR REPLACE INTO steps (rollout, number, data) VALUES (?, -1, x'')"
 _GROUP = """
 SELECT groups.seq, groups.state, samples, run_id, batches.number AS batch_number
 FROM groups JOIN runs ON runs.seq = groups.run LEFT JOIN batches ON batches.seq = groups.batch
@@ -48,7 +50,8 @@ def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dic
     for rollout_id in rollout_ids:
         for row in db.execute(_ROLLOUTS, {"id": rollout_id}).fetchall():
             db.execute(_ERASE, (row["seq"],))
-            db.execute(_DELETE_TURNS, (row["seq"],))
+            for statement in (_DELETE_TURNS, _DELETE_STEPS, _STORE_NO_STEPS):
+                db.execute(statement, (row["seq"],))
             group = db.execute(_GROUP, (row["run"], row["group_number"])).fetchone()
             if group is None or group["samples"] is None:
                 continue

@@ -43,6 +43,7 @@ LIMIT ?
 """
 _OF_GROUP = "SELECT seq, state FROM rollouts WHERE run = :run AND group_number = :number"
 _DELETE_ROWS = (
+    "DELETE FROM steps WHERE rollout IN (SELECT value FROM json_each(?))",
     "DELETE FROM results WHERE seq IN (SELECT value FROM json_each(?))",
     "DELETE FROM requests WHERE seq IN (SELECT value FROM json_each(?))",
     "DELETE FROM rollouts WHERE seq IN (SELECT value FROM json_each(?))",

@@ -62,7 +62,8 @@ WHERE seq IN (
     ) ORDER BY seq LIMIT :limit
 )
 RETURNING *, (SELECT request FROM requests WHERE requests.seq = rollouts.seq) AS request,
-    (SELECT count(*) FROM turns WHERE turns.rollout = rollouts.seq) AS saved_turns
+    (SELECT count(*) FROM turns WHERE turns.rollout = rollouts.seq) AS saved_turns,
+    (SELECT run_id FROM runs WHERE runs.seq = rollouts.run) AS run_id
 """  # noqa: S608 - made of constants
 
 

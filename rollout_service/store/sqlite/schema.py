@@ -125,7 +125,14 @@ END;
 """
 """The turns of rollouts that have not ended, so that an interrupted rollout continues from its last turn."""
 
-MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5, _VERSION_6, VERSION_7)
+_VERSION_8 = """
+CREATE TABLE steps (
+    rollout INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL, UNIQUE (rollout, number)
+) STRICT;
+"""
+"""The steps of attempts that have ended. The number -1 marks a rollout that was erased: no more is stored of it."""
+
+MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5, _VERSION_6, VERSION_7, _VERSION_8)
 """The scripts that upgrade the schema; script n, from 1, upgrades version n - 1 to version n."""
 
 

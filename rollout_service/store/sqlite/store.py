@@ -42,6 +42,7 @@ from rollout_service.store.sqlite import turn_statements
 from rollout_service.store.sqlite.lists.summaries import ROWS_AT_ONCE, SummarySearch, look
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.thread import DatabaseThread
+from rollout_service.store.steps_contract import EncodedSteps
 from rollout_service.store.turns_contract import UnsavedTurn
 
 T = TypeVar("T")
@@ -226,6 +227,15 @@ class SqliteStore(Store):
 
     async def saved_turns(self, rollout_id: str) -> list[bytes]:
         return await self._read(lambda db: turn_statements.saved(db, rollout_id))
+
+    async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
+        return await self._write(lambda db: turn_statements.save_steps(db, attempts))
+
+    async def forget_steps(self, rollout_ids: Sequence[str]) -> None:
+        await self._write(lambda db: turn_statements.forget_steps(db, rollout_ids))
+
+    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, builtins.list[bytes]]:
+        return await self._read(lambda db: turn_statements.saved_steps(db, rollout_ids))
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         if not result.state.terminal or result.rollout_id != lease.rollout_id:

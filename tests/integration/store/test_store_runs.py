@@ -17,6 +17,7 @@ from rollout_service.store.runs_contract import (
     RetentionPolicy,
 )
 from rollout_service.store.sqlite import SqliteStore, schema
+from rollout_service.store.steps_contract import EncodedSteps
 from tests.support.runs import (
     TASKS,
     ManualClock,
@@ -130,6 +131,7 @@ async def test_groups_of_a_file_of_version_3_are_delivered_as_before(
 async def all_rows(store: SqliteStore) -> dict[str, int]:
     tables = (
         "rollouts",
+        "steps",
         "requests",
         "results",
         "runs",
@@ -151,6 +153,7 @@ async def test_no_row_is_left_of_what_was_deleted_by_age(store: SqliteStore, clo
     await make_ready(store, 0, 1, 2, 3)
     await store.submit(RolloutRequest(rollout_id="plain", task=TASKS[0]))
     await end_all(store)
+    await store.save_steps([EncodedSteps(name, b"steps") for name in ("a.0.0", "a.1.0", "plain")])
     for number in (0, 1):
         await leased_batch(store)
         await store.runs.acknowledge("a", number)
@@ -158,7 +161,7 @@ async def test_no_row_is_left_of_what_was_deleted_by_age(store: SqliteStore, clo
     while await store.runs.delete_expired(RetentionPolicy(ended_runs=10, settled_groups=10)):
         pass
     rows = await all_rows(store)
-    assert rows == dict.fromkeys(rows, 0) | {"rollouts": 1, "requests": 1, "results": 1}
+    assert rows == dict.fromkeys(rows, 0) | {"rollouts": 1, "requests": 1, "results": 1, "steps": 1}
     assert await store.runs.delete_expired(RetentionPolicy(rollouts=1)) == 1
     assert sum((await all_rows(store)).values()) == 0
 
@@ -208,6 +211,7 @@ async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(sto
 
 
 def downgrade_to_6(db: sqlite3.Connection) -> None:
+    db.execute("DROP TABLE steps")
     for index in ("by_environment", "by_run", "by_code"):
         db.execute(f"DROP INDEX {index}")
     for column in ("environment", "turns", "tokens", "worked"):

@@ -3,8 +3,9 @@
 -- `r:ID` is a small hash, whose short names keep it compact: `n` number, `s` state, `a` attempts, `t` token, `o` number of
 -- the owner, `c` cancellation requested, `f` fingerprint, `p` pool, `e` environment, `C` created, `Q` queued, `H` changed
 -- (Unix seconds), `w` reward, `S` stop reason, `k` code, `R` run, `G` group, `v` and `V` oldest and newest version, `B` bytes
--- of the trajectory, `z` written by `finish`, `T` turns, `N` sampled tokens, `W` seconds of work. Long texts have keys of their own: `q:ID` request, `x:ID` result, `t:ID`
--- trajectory, `h:ID` retries and spans of earlier attempts, `u:ID` the turns of one that was interrupted.
+-- of the trajectory, `z` written by `finish`, `T` turns, `N` sampled tokens, `W` seconds of work, `Y` no steps are kept. Long
+-- texts have keys of their own: `q:ID` request, `x:ID` result, `t:ID` trajectory, `h:ID` retries and spans of earlier
+-- attempts, `u:ID` the turns of one that was interrupted, `y:ID` the steps of all attempts.
 --
 -- A queued rollout that nobody holds is in `ready:POOL NUL ENVIRONMENT` by number and in `since:POOL NUL ENVIRONMENT` by
 -- when it was queued or, until its delay is over, in `delayed`; a leased one is in `leases` by the end of its lease, and in `held:OWNER`. `state:STATE` has all by number.
@@ -225,7 +226,8 @@ function rollouts.delete(call, id)
     if state and TERMINAL[state] then
         rollouts.forget(call, id)
         redis.call('ZREM', call:key('state:' .. state), id)
-        redis.call('UNLINK', at(call, 'r', id), at(call, 'q', id), at(call, 'x', id), at(call, 'h', id))
+        redis.call('UNLINK', at(call, 'r', id), at(call, 'q', id), at(call, 'x', id), at(call, 'h', id),
+            at(call, 'y', id))
     end
 end
 
@@ -499,6 +501,33 @@ common.register('rollouts_save_turns', function(call, owner, ...)
     return saved
 end)
 
+-- Store the steps of attempts, of which each has two arguments: rollout, data. Return how many were stored: those of
+-- rollouts that exist, are not to be forgotten, and have fewer than `most`.
+common.register('rollouts_save_steps', function(call, most, ...)
+    local attempts, saved = {...}, 0
+    for index = 1, #attempts, 2 do
+        local id, data = attempts[index], attempts[index + 1]
+        local key = at(call, 'y', id)
+        local number, is_forgotten = read(call, id, 'n', 'Y')
+        if number and not is_forgotten and redis.call('LLEN', key) < tonumber(most) then
+            redis.call('RPUSH', key, data)
+            saved = saved + 1
+        end
+    end
+    return saved
+end)
+
+-- Delete the steps of rollouts, and let no more be stored.
+common.register_freeing('rollouts_forget_steps', function(call, ...)
+    for _, id in ipairs({...}) do
+        redis.call('UNLINK', at(call, 'y', id))
+        if redis.call('EXISTS', at(call, 'r', id)) == 1 then
+            redis.call('HSET', at(call, 'r', id), 'Y', '1')
+        end
+    end
+    return 1
+end)
+
 -- Write a result; an empty text stands for none. `again` repeats a call whose answer was lost. Return whether the lease
 -- was held (0 or 1), or 2 if the trajectory's file is not open; then nothing is written.
 common.register('rollouts_finish', function(call, id, owner, token, again, state, result, trajectory, ...)
@@ -569,6 +598,14 @@ common.register_read('rollouts_rows', function(call, with_trajectory, ...)
         rows[index] = row
     end
     return rows
+end)
+
+common.register_read('rollouts_saved_steps', function(call, ...)
+    local found = {}
+    for index, id in ipairs({...}) do
+        found[index] = redis.call('LRANGE', at(call, 'y', id), 0, -1)
+    end
+    return found
 end)
 
 local function counts(call)

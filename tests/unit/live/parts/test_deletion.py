@@ -12,6 +12,7 @@ from api_schemas.sessions import DeletedSessions
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec import turn_marks
+from rollout_service.store.steps_contract import EncodedSteps
 from tests.support.live.parts import LiveBench, live_bench
 
 pytestmark = pytest.mark.anyio
@@ -41,15 +42,18 @@ async def test_no_byte_of_a_user_is_left_in_any_file(tmp_path: Path) -> None:
         await bench.create_run(live={"next_state": True})
         await bench.serve("s", [1.0, -1.0], user="u")
         await bench.drive()
-        found = await traces(bench, "run.0.0")
+        await bench.store.save_steps([EncodedSteps("run.0.0", b"a command of the user")])
+        found = [*await traces(bench, "run.0.0"), b"a command of the user"]
         before = await anyio.to_thread.run_sync(read_all, tmp_path)
         assert found[0] in before
         assert found[1] in before
         assert found[2] in before
+        assert found[-1] in before
         deleted = await delete(bench, user="u")
         assert (deleted.sessions, deleted.turns, deleted.undelivered, deleted.leased) == (1, 2, 1, [])
         left = await anyio.to_thread.run_sync(read_all, tmp_path)
         assert [trace for trace in found if trace in left] == []
+        assert await bench.store.save_steps([EncodedSteps("run.0.0", b"what came later")]) == 0
         assert await bench.lease() is None
         assert (await bench.store.runs.get("run")).count("dropped:deleted") == 1
 
@@ -106,6 +110,8 @@ async def test_a_store_that_cannot_erase_drops_what_waits_and_names_the_rest() -
         assert deleted.undelivered == 1
         assert await bench.lease(key="another") is None
         assert (await bench.store.runs.get("run")).count("dropped:deleted") == 1
+        names = [f"run.{number}.0" for number in range(2)]
+        assert await bench.store.save_steps([EncodedSteps(name, b"steps") for name in names]) == 0
 
 
 async def test_others_keep_what_they_have() -> None:
