@@ -139,6 +139,19 @@ def test_no_source_has_an_address_of_its_own(path: Path) -> None:
         assert not re.findall(r"https?://", text)
 
 
+def test_no_two_style_sheets_style_the_same_class() -> None:
+    """All of them are loaded on every page, so one would change the looks of the other's page."""
+    found: dict[str, set[str]] = {}
+    for path in (STATIC / "styles").glob("*.css"):
+        rules = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        for selectors in re.findall(r"([^{}]+)\{", rules):
+            for selector in selectors.split(","):
+                if first := re.match(r"\s*[a-z]*\.([\w-]+)", selector):
+                    found.setdefault(first[1], set()).add(path.name)
+    base = set(re.findall(r"\.([a-z][\w-]+)", (STATIC / "style.css").read_text()))
+    assert {name: files for name, files in found.items() if len(files) > 1 and name not in base} == {}
+
+
 def test_the_vendored_libraries_are_those_that_the_readme_describes() -> None:
     command = [sys.executable, ROOT / "scripts" / "vendor", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -54,7 +54,7 @@ function Engine({backend, most, ...figures}) {
   const again = {url: backend.url, pool: backend.pool, kind: backend.kind};
   return html`<section class=${`engine ${backend.state}`} aria-label=${backend.url}>
     <header><h3 class="mono ellipsis" title=${backend.backend_id}>${backend.url.replace(/\/$/, "")}</h3><${Badge} state=${backend.state} /></header>
-    <dl class="facts">
+    <dl class="pairs">
       <dt>In flight</dt><dd class="with-value"><${Bar} value=${backend.in_flight} max=${most} tone="rollout" label=${`${backend.in_flight} requests in flight`} /> ${count(backend.in_flight)}</dd>
       <dt>Prefix cache</dt><dd class="with-value"><${Bar} value=${figures.cached_share ?? 0} tone="evaluate" label=${`${share(figures.cached_share)} of prompts cached`} /> ${share(figures.cached_share)}</dd>
       <dt>Tokens a second</dt><dd>${count(Math.round(figures.tokens_per_second))}</dd>

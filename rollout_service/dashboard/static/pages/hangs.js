@@ -25,7 +25,7 @@ function Finding({finding}) {
       title=${html`<${Badge} state=${finding.verdict} /> <span class="finding-text"><${Visible} text=${finding.message} /></span>`}>
     <div class="finding-body"><div>
       <p class="advice"><${Visible} text=${finding.hint} /></p>
-      <dl class="facts">
+      <dl class="pairs">
         <dt>Waits for</dt><dd>${waitWords(finding.kind)}${finding.stage ? ` in ${finding.stage}` : ""}${finding.environment ? `, ${finding.environment}` : ""}</dd>
         <dt>About</dt><dd class="mono"><${Visible} text=${finding.subject} />${finding.responds === false ? html` <span class="bad-text">does not answer</span>`
           : finding.responds ? html` <span class="good-text">answers</span>` : null}</dd>
@@ -61,7 +61,7 @@ function Waiting({id}) {
 export function Activity({id}) {
   const {data, error} = useLive(`v1/rollouts/${encodeURIComponent(id)}/activity`, {every: 3});
   if (!data) return html`<${Problem} error=${error} />`;
-  return html`<div class="activity"><p class="dim">${data.environment}, attempt ${data.attempt} at ${data.node}, begun ${ago(data.since)}</p>
+  return html`<div class="waiting-now"><p class="dim">${data.environment}, attempt ${data.attempt} at ${data.node}, begun ${ago(data.since)}</p>
     <ol>${data.waits.map((wait, index) => html`<li key=${index}>${waitWords(wait.kind)} <span class="mono"><${Visible} text=${wait.name} /></span>
       for ${seconds(wait.seconds)}${wait.progress_seconds === null ? "" : html`, <span class="dim">moved ${seconds(wait.progress_seconds)} ago</span>`}</li>`)}</ol>
     ${data.stack.length ? html`<${Stack} frames=${data.stack} />` : null}</div>`;

@@ -24,10 +24,10 @@ function Node({node, here, alone}) {
     dead: html`<${Action} label="Remove" danger confirm=${`Remove ${node.node} from the list?`} run=${sends("DELETE", path)}>What it worked on was queued again.<//>`,
   };
   return html`<${Card} label=${node.node} actions=${actions[node.state]}
-      title=${html`<span class="node-name">${node.node}</span> <${Badge} state=${node.state} /> ${here ? html`<span class="dim plain">answers this page</span>` : null}`}>
+      title=${html`<span class="node-title">${node.node}</span> <${Badge} state=${node.state} /> ${here ? html`<span class="dim plain">answers this page</span>` : null}`}>
     <div class="node">
       <div><h3>Sandboxes</h3><${Sandboxes} node=${node} />
-        <dl class="facts"><dt>In use</dt><dd>${node.in_use} of ${node.target} at the present pressure</dd>
+        <dl class="pairs"><dt>In use</dt><dd>${node.in_use} of ${node.target} at the present pressure</dd>
           <dt>Warm</dt><dd>${node.warm}</dd><dt>Alive</dt><dd>${node.live} of ${node.ceiling} at most</dd>
           <dt>Waiting</dt><dd>${plural(node.waiting, "rollout")}</dd><dt>Provider</dt><dd>${node.provider}</dd>
           <dt>Limits</dt><dd>${node.enforced.join(", ") || "none are enforced"}</dd>
@@ -36,7 +36,7 @@ function Node({node, here, alone}) {
         ${node.holds.length ? html`<ul class="holds" aria-label="What holds sandboxes back">${node.holds.map((hold) => html`<li key=${hold.resource}>
           <${Badge} state="held" /> <${Visible} text=${hold.reason} /></li>`)}</ul>`
           : html`<p class="good-text">Nothing holds sandboxes back.</p>`}</div>
-      <div><h3>Work</h3><dl class="facts"><dt>Rollouts</dt><dd>${node.rollouts} of ${node.places} at once</dd><dt>Ended</dt><dd>${count(node.finished)}</dd>
+      <div><h3>Work</h3><dl class="pairs"><dt>Rollouts</dt><dd>${node.rollouts} of ${node.places} at once</dd><dt>Ended</dt><dd>${count(node.finished)}</dd>
         <dt>Heartbeat</dt><dd class=${node.silent_seconds > 5 ? "bad-text" : ""}>${seconds(node.silent_seconds)} ago</dd>
         <dt>Address</dt><dd class="mono">${node.address || "–"}</dd><dt>Labels</dt><dd>${node.labels.join(", ") || "–"}</dd>
         <dt>Environments</dt><dd>${node.environments.join(", ") || "–"}</dd>

@@ -23,7 +23,7 @@ export function Pressure({node, brief = false}) {
     ${rows.map(([name, percent]) => html`<div key=${name}><span class="dim">${name}</span>
       <${Bar} value=${percent ?? 0} max=${100} tone=${tone(percent ?? 0)} label=${`${name} pressure ${number(percent, 1)} percent`} />
       <span class="number">${percent === null ? "–" : `${number(percent, percent < 10 ? 1 : 0)} %`}</span></div>`)}
-    ${brief ? null : html`<dl class="facts">
+    ${brief ? null : html`<dl class="pairs">
       <dt>Load</dt><dd>${number(pressure.load, 1)} of ${node.cpus} processors</dd>
       <dt>Memory free</dt><dd>${bytes(pressure.memory_available_bytes)} of ${bytes(node.memory_bytes)}</dd>
       ${Object.entries(pressure.disk_free_bytes).map(([folder, free]) => html`<dt key=${`t${folder}`} class="mono">${folder}</dt>

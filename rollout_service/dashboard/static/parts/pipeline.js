@@ -47,12 +47,13 @@ const Arrow = () => html`<div class="queue" aria-hidden="true"><svg viewBox="0 0
   <path class="pipe-line" d="M2 13 H22" /><path class="tip" d="M18 5 L26 13 L18 21" /></svg></div>`;
 
 function Stage({stage}) {
-  const waits = Object.entries(stage.waits_for).sort((a, b) => b[1] - a[1]);
+  // Those that wait for a worker are in the queue beside it.
+  const waits = Object.entries(stage.waits_for).filter(([kind]) => kind !== "worker").sort((a, b) => b[1] - a[1]);
   return html`<section class=${`stage ${stage.stage}`} aria-label=${stage.stage}>
     <header><h3>${stage.stage}</h3><span><strong>${stage.working}</strong> <span class="dim">of ${stage.workers}</span></span></header>
     <${Workers} stage=${stage} waits=${waits} />
     ${waits.length ? html`<ul class="waits" aria-label="What they wait for">${waits.map(([kind, number]) => html`<li key=${kind}>
-      <span class=${`swatch ${waitTone(kind)}`}></span><span class="ellipsis">${waitWords(kind)}</span>
+      <span class=${`wait-key ${waitTone(kind)}`}></span><span class="ellipsis">${waitWords(kind)}</span>
       <${Bar} value=${number} max=${stage.working} tone=${waitTone(kind)} label=${`${number} of ${stage.working}`} />
       <span class="number">${number}</span></li>`)}</ul>` : html`<p class="empty">idle</p>`}
     ${stage.working ? html`<p class="oldest dim">oldest ${seconds(stage.oldest_seconds)}</p>` : null}

@@ -1,0 +1,125 @@
+"""The page with a real service behind it: what rollouts do is seen while they do it, and orders are carried out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Locator, Page, expect
+
+from tests.support.browser.prefix_proxy import prefix_proxy
+from tests.support.processes.service import Running, scripted_engine, service
+
+pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+
+PATIENCE = 60_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("service")
+    with scripted_engine(folder, delay=0.3) as engine, service(folder, engine.url, turns=3) as started:
+        yield started
+
+
+@pytest.fixture
+async def http(server: Running) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    (await http.post(path, json=body)).raise_for_status()
+
+
+async def submit(http: httpx.AsyncClient, count: int) -> None:
+    for number in range(count):
+        await post(http, "/v1/rollouts", {"task": {"environment": "echo", "instance": {"number": number}}})
+
+
+def figure(page: Page, name: str) -> Locator:
+    return page.locator(".figures > div", has_text=name).locator(".value")
+
+
+async def test_rollouts_are_seen_while_they_run_and_when_they_end(
+    page: Page, server: Running, http: httpx.AsyncClient
+) -> None:
+    await page.goto(server.url)
+    await expect(page.get_by_role("status")).to_have_text("Live")
+    before = int(await figure(page, "Completed").inner_text())
+    await submit(http, 5)
+    at_work = page.get_by_role("region", name="rollout", exact=True).locator(".slot:not(.free)")
+    await expect(at_work.first).to_be_visible(timeout=PATIENCE)
+    await expect(figure(page, "Completed")).to_have_text(str(before + 5), timeout=PATIENCE)
+    await expect(figure(page, "Under way")).to_have_text("0", timeout=PATIENCE)
+    await expect(page.get_by_role("row", name="completed")).to_be_visible()
+
+
+async def test_a_pool_is_paused_and_resumed(page: Page, server: Running) -> None:
+    await page.goto(f"{server.url}/#/engines")
+    await page.get_by_role("button", name="Pause").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Pause").click()
+    resume = page.get_by_role("button", name="Resume")
+    await expect(resume).to_be_visible(timeout=PATIENCE)
+    await expect(page.get_by_text("paused").first).to_be_visible()
+    await resume.click()
+    await page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+    await expect(page.get_by_role("button", name="Pause")).to_be_visible(timeout=PATIENCE)
+
+
+async def test_an_engine_is_drained_and_put_back(
+    page: Page, server: Running, http: httpx.AsyncClient
+) -> None:
+    await page.goto(f"{server.url}/#/engines")
+    await page.get_by_role("button", name="Drain").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+    back = page.get_by_role("button", name="Put back")
+    await expect(back).to_be_visible(timeout=PATIENCE)
+    await back.click()
+    await page.get_by_role("dialog").get_by_role("button", name="Put back").click()
+    await expect(page.get_by_role("button", name="Drain")).to_be_visible(timeout=PATIENCE)
+    engine = (await http.get("/v1/backends")).json()[0]
+    assert engine["state"] == "ready"
+
+
+async def test_a_node_is_drained_and_resumed_and_its_concurrency_changed(
+    page: Page, server: Running, http: httpx.AsyncClient
+) -> None:
+    await page.goto(f"{server.url}/#/nodes")
+    await page.get_by_role("button", name="Drain").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+    resume = page.get_by_role("button", name="Resume")
+    await expect(resume).to_be_visible(timeout=PATIENCE)
+    await resume.click()
+    await page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+    await expect(page.get_by_role("button", name="Drain")).to_be_visible(timeout=PATIENCE)
+    await page.get_by_label("Workers of evaluate").fill("7")
+    await page.get_by_role("button", name="Change").click()
+    await expect(page.get_by_role("button", name="Change")).to_be_disabled(timeout=PATIENCE)
+    assert (await http.get("/v1/node")).json()["evaluate"]["workers"] == 7
+    await expect(page.get_by_label("Workers of evaluate")).to_have_value("7")
+
+
+async def test_all_rollouts_are_aborted_at_once(page: Page, server: Running, http: httpx.AsyncClient) -> None:
+    await post(http, "/v1/pause", {})
+    try:
+        await submit(http, 3)
+        await page.goto(f"{server.url}/#/engines")
+        abort = page.get_by_role("button", name="Abort all rollouts")
+        await expect(abort).to_be_enabled(timeout=PATIENCE)
+        await abort.click()
+        await page.get_by_role("dialog").get_by_role("button", name="Abort all rollouts").click()
+        await expect(page.get_by_role("dialog")).to_have_count(0, timeout=PATIENCE)
+        await expect(abort).to_be_disabled(timeout=PATIENCE)
+    finally:
+        await post(http, "/v1/resume", {})
+
+
+async def test_a_proxy_that_takes_its_prefix_away_needs_no_setting(page: Page, server: Running) -> None:
+    with prefix_proxy(server.url, "/proxy/8080", strip=True) as url:
+        await page.goto(f"{url}#/nodes")
+        await expect(page.get_by_role("status")).to_have_text("Live")
+        await expect(page.get_by_label("Workers of init")).to_be_visible()
+        await page.goto("about:blank")  # its stream must end before the proxy does
