@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from api_schemas.runs import RunPatch as RunPatch
     from api_schemas.runs import RunRequest as RunRequest
     from api_schemas.runs import RunState as RunState
+    from api_schemas.runs.history import GroupPage as GroupPage
+    from api_schemas.runs.history import GroupRow as GroupRow
+    from api_schemas.runs.history import RunHistory as RunHistory
     from api_schemas.sandboxes import SandboxView as SandboxView
     from api_schemas.sessions import Canary as Canary
     from api_schemas.sessions import DeletedSessions as DeletedSessions
@@ -97,6 +100,7 @@ else:
         "api_schemas.runs": (
             "BINARY_MEDIA_TYPE AppendTasks Batch BatchAnswer Group Run RunPage RunPatch RunRequest RunState"
         ),
+        "api_schemas.runs.history": "GroupPage GroupRow RunHistory",
         "api_schemas.sandboxes": "SandboxView",
         "api_schemas.sessions": (
             "Canary DeletedSessions FeedbackAnswer FeedbackByVersion LiveSession OpenedSession SessionFeedback"

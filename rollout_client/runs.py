@@ -32,6 +32,7 @@ ANSWER_SECONDS = 300.0
 """The time for which the transfer of a batch may stall."""
 
 
+GroupState = Literal["open", "ready", "batched", "acknowledged", "dropped"]
 Spawn = Callable[..., object]
 """Starts a coroutine function with its arguments in a task group."""
 
@@ -160,6 +161,55 @@ class ClientRun:
         return await self._connection.call(
             wire.Run, "PATCH", self._path, patch.model_dump(mode="json", exclude_none=True)
         )
+
+    async def group_page(
+        self,
+        *,
+        state: GroupState | None = None,
+        reason: str | None = None,
+        order: Literal["newest", "oldest"] = "newest",
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> wire.GroupPage:
+        """Return a page of the run's groups with their samples, of those in this state, or dropped for this reason.
+
+        A page can be short, or empty, although there are more: go on while `next_cursor` is not None.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        given = {"state": state, "reason": reason, "order": order, "cursor": cursor, "limit": str(limit)}
+        params = {name: value for name, value in given.items() if value is not None}
+        return await self._connection.call(wire.GroupPage, "GET", f"{self._path}/groups", params=params)
+
+    async def groups(
+        self,
+        *,
+        state: GroupState | None = None,
+        reason: str | None = None,
+        order: Literal["newest", "oldest"] = "newest",
+    ) -> AsyncGenerator[wire.GroupRow]:
+        """Yield the run's groups with their samples, of those in this state, or dropped for this reason.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        cursor: str | None = None
+        while True:
+            page = await self.group_page(state=state, reason=reason, order=order, cursor=cursor)
+            for group in page.groups:
+                yield group
+            if (cursor := page.next_cursor) is None:
+                return
+
+    async def history(self, *, points: int = 100) -> wire.RunHistory:
+        """Return how the run went, as columns with an entry for each of up to `points` intervals of closed groups.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        params = {"points": str(points)}
+        return await self._connection.call(wire.RunHistory, "GET", f"{self._path}/history", params=params)
 
     async def pause(self) -> wire.Run:
         """Stop starting groups."""

@@ -137,6 +137,9 @@ class SyncRun(Blocking[ClientRun]):
 
     view = blocking(ClientRun.view)
     append = blocking(ClientRun.append)
+    group_page = blocking(ClientRun.group_page)
+    groups = iterating(ClientRun.groups)
+    history = blocking(ClientRun.history)
     patch = blocking(ClientRun.patch)
     pause = blocking(ClientRun.pause)
     resume = blocking(ClientRun.resume)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, run_lists
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ app = typer.Typer(
     help="Create, pause, and end runs; lease and settle their batches.",
     no_args_is_help=True,
 )
+run_lists.register(app)
 
 PATIENCE_SECONDS = 300.0
 """How long a server may be unreachable while a command waits for it."""

@@ -28,6 +28,7 @@ from rollout_service.groups import (
     work_sums,
 )
 from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, weighted_parts, weighted_total
+from rollout_service.groups.figures import group_figures
 from rollout_service.store import rules
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember
 
@@ -144,6 +145,7 @@ def close_group(
         measured_on=None if weights is None else RewardPart.PERF,
         filtered_on=[] if weights is None else chain.parts,
         critical_steps=_critical_steps(request, group, samples),
+        figures=group_figures(rollout for _, rollout in samples),
         counts={rules.WORK + name: n for name, n in work_sums(rollout for _, rollout in samples).items()},
     )
 

@@ -30,8 +30,10 @@ from api_schemas.rollouts.figures import StepsSpread
 from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from api_schemas.tasks import Task
+from rollout_service.groups.figures import GroupFigures
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.columns import Columns
+from rollout_service.store.lists_contract import RunLists
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class GroupClosure:
     filtered_on: Sequence[RewardPart] = ()
     """The parts of the rewards that the filters looked at, if there are parts."""
     critical_steps: StepsSpread | None = None
+    figures: GroupFigures | None = None
+    """How its rollouts went, for the history of the run."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What to add to the run's counters when the group is closed, and not when it is closed again."""
 
@@ -212,7 +216,7 @@ class NoBatch:
     """Whether waiting groups have become too old: call `reclose_group` for each, then ask again."""
 
 
-class RunStore(Protocol):
+class RunStore(RunLists, Protocol):
     """Runs, groups and batches.
 
     Raises:

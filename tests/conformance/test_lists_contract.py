@@ -15,18 +15,25 @@ from hypothesis import strategies as st
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason, Usage
-from api_schemas.runs import FileTasks
+from api_schemas.runs import FileTasks, RunState
 from api_schemas.tasks import Task
 from api_schemas.views.summaries import RolloutSummary
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import InvalidFieldError
+from rollout_service.errors import InvalidFieldError, NotFoundError
+from rollout_service.groups.figures import GroupFigures
 from rollout_service.store import Lease, Store
-from rollout_service.store.lists_contract import SummaryFilter
+from rollout_service.store.lists_contract import GroupSelection, SummaryFilter
 from rollout_service.store.redis.store import RedisStore
-from rollout_service.store.runs_contract import NewGroup
+from rollout_service.store.runs_contract import (
+    BatchLeaseRequest,
+    ClosedSample,
+    GroupClosure,
+    NewGroup,
+    RetentionPolicy,
+)
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
-from tests.support.runs import ManualClock, create_run
+from tests.support.runs import ManualClock, create_run, new_group
 
 pytestmark = pytest.mark.anyio
 
@@ -340,3 +347,116 @@ def test_redis_lists_as_the_model_does(
             await play(await stack.enter_async_context(opened), clock, calls, searches)
 
     anyio.run(main)
+
+
+# -- groups and history ---------------------------------------------------------
+
+
+async def closed_group(
+    store: Store, number: int, *, reason: str | None = None, mean: float = 0.5, **figures: Any
+) -> None:
+    """Start a group of the run `a`, end its two rollouts, and close it."""
+    await store.runs.start_groups("a", [new_group(number)])
+    for lease in await store.claim("w", limit=9, lease_seconds=1e6):
+        await store.finish(lease, "w", ended(lease, reward=mean))
+    samples = [ClosedSample(s, f"a.{number}.{s}", True, None, mean, None) for s in range(2)]
+    seconds = {"queued": 2.0, "engine": 5.0, "evaluate": 1.0}
+    made = GroupFigures(**{"samples": 2, "turns": 6, "tokens": 140, "seconds": seconds} | figures)
+    closure = GroupClosure(number, reason, samples, mean, 0.25, 3, 4, figures=made)
+    await store.runs.close_group("a", closure)
+
+
+async def test_the_history_says_how_a_run_went(store: Store, clock: ManualClock) -> None:
+    await create_run(store, batch_size=1)
+    assert (await store.runs.history("a", points=10)).groups == []
+    await store.runs.update("a", version=5)
+    await closed_group(store, 0, mean=0.0, reason="zero_variance", failed=1)
+    clock.now += 60
+    await closed_group(store, 1, mean=1.0)
+    clock.now += 60
+    await store.runs.update("a", version=6)
+    await closed_group(store, 2, mean=0.5)
+    whole = await store.runs.history("a", points=10)
+    assert whole.groups == [1, 1, 1]
+    assert whole.at == [START + timedelta(seconds=seconds) for seconds in (0, 60, 120)]
+    assert (whole.reward_mean, whole.reward_std) == ([0.0, 1.0, 0.5], [0.25] * 3)
+    assert (whole.acceptance, whole.staleness) == ([0.0, 1.0, 1.0], [2.0, 2.0, 3.0])
+    assert (whole.turns, whole.tokens, whole.failed) == ([3.0] * 3, [70.0] * 3, [0.5, 0.0, 0.0])
+    assert whole.stage_shares == {
+        "queued": [0.25] * 3,
+        "init": [0.0] * 3,
+        "engine": [0.625] * 3,
+        "tool": [0.0] * 3,
+        "rollout": [0.0] * 3,
+        "evaluate": [0.125] * 3,
+    }
+    assert whole.dropped == {"zero_variance": [1, 0, 0]}
+    halves = await store.runs.history("a", points=2)
+    assert (halves.groups, halves.at) == ([1, 2], [whole.at[0], whole.at[2]])
+    assert (halves.reward_mean, halves.staleness) == ([0.0, 0.75], [2.0, 2.5])
+    assert halves.dropped == {"zero_variance": [1, 0]}
+
+
+async def test_the_history_outlives_the_rollouts_but_not_the_run(store: Store, clock: ManualClock) -> None:
+    await create_run(store, batch_size=1)
+    await closed_group(store, 0, reason="zero_variance", mean=0.0)
+    await closed_group(store, 1, reason="too_few_usable", mean=0.75)
+    before = await store.runs.history("a", points=10)
+    (newest, oldest) = (await store.runs.group_page("a", GroupSelection())).groups
+    assert [(one.rollout_id, one.reward, one.tokens) for one in newest.samples] == [
+        ("a.1.0", 0.75, 70),
+        ("a.1.1", 0.75, 70),
+    ]
+    clock.now += 100
+    assert await store.runs.delete_expired(RetentionPolicy(settled_groups=50)) > 0
+    assert await store.runs.history("a", points=10) == before
+    emptied = (await store.runs.group_page("a", GroupSelection())).groups
+    bare = {"samples": [], "environment": ""}
+    assert emptied == [newest.model_copy(update=bare), oldest.model_copy(update=bare)]
+    await store.runs.update("a", state=RunState.ENDED)
+    clock.now += 100
+    while await store.runs.delete_expired(RetentionPolicy(ended_runs=50)):
+        pass
+    with pytest.raises(NotFoundError):
+        await store.runs.history("a", points=10)
+    await create_run(store, batch_size=1)
+    assert (await store.runs.history("a", points=10)).groups == []
+
+
+async def test_a_surplus_group_passed_the_filters_and_was_dropped(store: Store) -> None:
+    await create_run(store, batch_size=1, surplus="cancel")
+    await closed_group(store, 0)
+    await closed_group(store, 1)
+    await store.runs.lease(BatchLeaseRequest("a", "k", 60.0))
+    history = await store.runs.history("a", points=1)
+    assert (history.acceptance, history.dropped) == ([1.0], {"surplus": [1]})
+    (row,) = (await store.runs.group_page("a", GroupSelection("dropped", "surplus"))).groups
+    assert (row.number, row.state, row.reason, row.batch) == (1, "dropped", "surplus", None)
+    (row,) = (await store.runs.group_page("a", GroupSelection("batched"))).groups
+    assert (row.number, row.batch, row.reason) == (0, 0, None)
+
+
+async def test_an_open_group_shows_how_far_its_samples_are(store: Store) -> None:
+    await create_run(store)
+    await store.runs.start_groups("a", [new_group(0)])
+    await store.cancel("a.0.1")
+    (row,) = (await store.runs.group_page("a", GroupSelection())).groups
+    assert (row.state, row.environment, row.closed_at) == ("open", "calc", None)
+    assert [(one.sample, one.state, one.reward) for one in row.samples] == [
+        (0, S.QUEUED, None),
+        (1, S.CANCELLED, None),
+    ]
+
+
+@pytest.mark.parametrize("cursor", ["n", "5", "o1", "n1;"])
+async def test_a_wrong_cursor_of_groups_is_refused(store: Store, cursor: str) -> None:
+    await create_run(store)
+    with pytest.raises(InvalidFieldError):
+        await store.runs.group_page("a", GroupSelection(), cursor=cursor)
+
+
+async def test_a_run_that_is_unknown_has_no_history(store: Store) -> None:
+    with pytest.raises(NotFoundError):
+        await store.runs.history("b", points=3)
+    with pytest.raises(NotFoundError):
+        await store.runs.group_page("b", GroupSelection())

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import FileTasks, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
+from api_schemas.runs.history import GroupRow
+from api_schemas.views.summaries import SummaryOrder
 from rollout_service.cluster.identity import is_gone
 from rollout_service.errors import RequestError
 from rollout_service.store import Store
+from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import (
     BatchLease,
@@ -33,6 +36,11 @@ from tests.support.runs import TASKS, ManualClock, create_run, end_all, new_grou
 
 pytestmark = pytest.mark.redis
 
+SELECTIONS = [
+    GroupSelection(),
+    *(GroupSelection(state=state) for state in ("open", "ready", "batched", "acknowledged", "dropped")),
+    *(GroupSelection(state="dropped", reason=reason) for reason in ("zero_variance", "surplus", "stale")),
+]
 Step = Callable[[Store], Awaitable[Any]]
 NUMBERS = st.integers(0, 5)
 KEYS = st.sampled_from(["k", "l"])
@@ -149,6 +157,19 @@ async def answer(store: Store, step: Step) -> Any:
         return type(error), str(error)
 
 
+async def pages(store: Store, which: GroupSelection) -> list[GroupRow]:
+    """Return the rows of all groups that match, page by page, the same in both orders."""
+    found: dict[SummaryOrder, list[GroupRow]] = {"newest": [], "oldest": []}
+    for order, rows in found.items():
+        page = await store.runs.group_page("a", which, order=order, limit=2)
+        rows += page.groups
+        while page.next_cursor is not None:
+            page = await store.runs.group_page("a", which, order=order, cursor=page.next_cursor, limit=2)
+            rows += page.groups
+    assert found["oldest"] == found["newest"][::-1]
+    return found["oldest"]
+
+
 async def visible(store: Store) -> dict[str, Any]:
     """Return all that a store tells of the run."""
     runs = store.runs
@@ -166,6 +187,8 @@ async def visible(store: Store) -> dict[str, Any]:
             "states": await runs.group_states("a"),
             "ids": await runs.rollout_ids("a"),
             "groups": [await answer(store, lambda s, n=n: s.runs.group("a", n)) for n in closed],
+            "pages": [await pages(store, which) for which in SELECTIONS],
+            "history": [await runs.history("a", points=points) for points in (1, 2, 50)],
             "exported": [await runs.exported_samples("a", n) for n in closed],
         }
     return found

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
 from api_schemas.base import MAX_INT, Timestamp
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import RolloutState
+from api_schemas.runs import RunId
+from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.views.summaries import SummaryOrder, SummaryPage
+from rollout_service.api.openapi.responses import raises
 from rollout_service.api.routes.support.dependencies import ServiceDep
 from rollout_service.api.routes.support.strict import StrictRoute
-from rollout_service.errors import InvalidFieldError
-from rollout_service.store.lists_contract import SummaryFilter
+from rollout_service.errors import InvalidFieldError, NotFoundError
+from rollout_service.store.lists_contract import GroupSelection, SummaryFilter
 
-router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
+router = APIRouter(prefix="/v1", route_class=StrictRoute)
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 RUN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
@@ -29,7 +32,7 @@ Cursor = Annotated[
 ]
 
 
-@router.get("/summaries")
+@router.get("/summaries", tags=["rollouts"])
 async def list_summaries(
     service: ServiceDep,
     state: Annotated[
@@ -81,6 +84,45 @@ async def list_summaries(
         text=text,
     )
     return await service.store.summaries(which, order=order, cursor=cursor, limit=limit)
+
+
+@router.get("/runs/{run_id}/groups", tags=["runs"], responses=raises(NotFoundError))
+async def list_groups(
+    service: ServiceDep,
+    run_id: RunId,
+    state: Annotated[
+        Literal["open", "ready", "batched", "acknowledged", "dropped"] | None,
+        Query(description="Only groups in this state."),
+    ] = None,
+    reason: Annotated[
+        str | None, Query(max_length=256, description="Only groups that were dropped for this reason.")
+    ] = None,
+    order: Order = "newest",
+    cursor: Cursor = None,
+    limit: Annotated[int, Query(ge=1, le=200, description="Groups per page.")] = 50,
+) -> GroupPage:
+    """List the groups of a run with their samples, those that started last first.
+
+    What is known of a group outlives its rollouts, which retention deletes: then it has no samples. If few match, a
+    page can be short, or even empty, although there are more: go on while `next_cursor` is not null.
+    """
+    if reason is not None and state not in (None, "dropped"):
+        raise _invalid("reason", "only dropped groups have a reason", hint="Leave `state` or `reason` out.")
+    which = GroupSelection(state="dropped" if reason is not None else state, reason=reason)
+    return await service.store.runs.group_page(run_id, which, order=order, cursor=cursor, limit=limit)
+
+
+@router.get("/runs/{run_id}/history", tags=["runs"], responses=raises(NotFoundError))
+async def get_history(
+    service: ServiceDep,
+    run_id: RunId,
+    points: Annotated[int, Query(ge=1, le=1_000, description="The most intervals to return.")] = 100,
+) -> RunHistory:
+    """Read how a run went, as columns with one entry for each interval of closed groups, the oldest first.
+
+    Each interval has about as many groups. A group is there from when it closes, for as long as the run is kept.
+    """
+    return await service.store.runs.history(run_id, points=points)
 
 
 def _invalid(name: str, message: str, *, hint: str) -> InvalidFieldError:

@@ -21,6 +21,7 @@ from rollout_service.store.runs_contract import (
     OpenGroup,
 )
 from rollout_service.store.sqlite import run_statements
+from rollout_service.store.sqlite.lists import history
 from rollout_service.store.sqlite.run_statements import (
     add_to_counter,
     cancel_groups,
@@ -155,6 +156,8 @@ def _new_batch(
     db.execute(_COUNT_BATCH, {"run": row["seq"], "reported": json.dumps(dropped)})
     if decision.surplus:
         db.execute(_DROP_SURPLUS, of_run | {"groups": json.dumps(decision.surplus)})
+        for number in decision.surplus:
+            history.write_reason(db, row["seq"], number, SURPLUS)
     if decision.cancels_open:
         cancel_groups(db, row["seq"], SURPLUS)
     return _batch(db, made, request.run_id)

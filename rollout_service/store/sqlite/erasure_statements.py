@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from rollout_service.ids import BatchId
 from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.sqlite.lists import history
 
 DELETED = "deleted"
 """Why a sample is masked, or a group dropped, whose content was erased."""
@@ -30,7 +31,7 @@ _DELETE_TURNS = "DELETE FROM turns WHERE rollout = ?"
 _DELETE_STEPS = "DELETE FROM steps WHERE rollout = ?"
 _STORE_NO_STEPS = "INSERT OR REPLACE INTO steps (rollout, number, data) VALUES (?, -1, x'')"
 _GROUP = """
-SELECT groups.seq, groups.state, samples, run_id, batches.number AS batch_number
+SELECT groups.seq, groups.run, groups.number, groups.state, samples, run_id, batches.number AS batch_number
 FROM groups JOIN runs ON runs.seq = groups.run LEFT JOIN batches ON batches.seq = groups.batch
 WHERE groups.run = ? AND groups.number = ?
 """
@@ -73,3 +74,4 @@ def _mask(db: sqlite3.Connection, group: sqlite3.Row, rollout_id: str, now: floa
     db.execute(_REVISE, (run_codec.encode_samples(samples), group["seq"]))
     if group["state"] == "ready" and not any(sample.usable for sample in samples):
         db.execute(_DROP, (DELETED, now, group["seq"]))
+        history.write_reason(db, group["run"], group["number"], DELETED)

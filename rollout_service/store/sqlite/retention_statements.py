@@ -31,6 +31,7 @@ ORDER BY seq LIMIT 1
 """
 _DELETE_RUN = (
     "DELETE FROM groups WHERE run = ?",
+    "DELETE FROM group_history WHERE run = ?",
     "DELETE FROM batches WHERE run = ?",
     "DELETE FROM tallies WHERE run = ?",
     "DELETE FROM run_tasks WHERE run = ?",

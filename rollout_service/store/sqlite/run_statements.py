@@ -16,6 +16,7 @@ from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.codec.history import encode_record
 from rollout_service.store.rules import SettledGroup
 from rollout_service.store.runs_contract import (
     GroupClosure,
@@ -25,6 +26,7 @@ from rollout_service.store.runs_contract import (
     RunRecord,
 )
 from rollout_service.store.sqlite import rollout_statements as statements
+from rollout_service.store.sqlite.lists import history
 
 _CREATE = """
 INSERT INTO runs (run_id, fingerprint, request, state, version, first_version, tasks, total, digest,
@@ -128,6 +130,12 @@ def record_of(db: sqlite3.Connection, row: sqlite3.Row) -> RunRecord:
     """Return a run with its counters."""
     counters = {row["name"]: row["count"] for row in db.execute(_COUNTERS, (row["seq"],))}
     return run_codec.decode_run(row, counters)
+
+
+def seq_and_counters(db: sqlite3.Connection, run_id: str) -> tuple[int, dict[str, int]]:
+    """Return the number of a run in the database, and its counters."""
+    row = row_of(db, run_id)
+    return row["seq"], {row["name"]: row["count"] for row in db.execute(_COUNTERS, (row["seq"],))}
 
 
 def add_to_counter(db: sqlite3.Connection, run: int, name: str, count: int = 1) -> None:
@@ -325,13 +333,15 @@ def close_group(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
     """Keep or drop an open group."""
-    run = row_of(db, run_id)["seq"]
+    row = row_of(db, run_id)
+    run = row["seq"]
     values = _closed(run, closure, now) | {
         "ids": json.dumps([sample.rollout_id for sample in closure.samples])
     }
     if db.execute(_CLOSE, values).rowcount:
         _keep_head(db, run, closure.number, head)
         _count(db, run, rules.closing_counts(closure))
+        history.write(db, run, closure.number, encode_record(closure, version=row["version"], now=now))
         finish_if_done(db, run_id, now)
 
 
@@ -339,14 +349,16 @@ def reclose_group(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
     """Close a group that waits for a batch again."""
-    run = row_of(db, run_id)["seq"]
-    row = db.execute(_READY_SAMPLES, (run, closure.number)).fetchone()
-    if row is None:
+    row = row_of(db, run_id)
+    run = row["seq"]
+    waiting = db.execute(_READY_SAMPLES, (run, closure.number)).fetchone()
+    if waiting is None:
         return
-    before = run_codec.decode_samples(row["samples"])
+    before = run_codec.decode_samples(waiting["samples"])
     db.execute(_RECLOSE, _closed(run, closure, now))
     _keep_head(db, run, closure.number, head)
     _count(db, run, rules.masked_counts(closure.samples, before))
+    history.write(db, run, closure.number, encode_record(closure, version=row["version"], now=now))
     finish_if_done(db, run_id, now)
     announce(db, run_id, now)
 

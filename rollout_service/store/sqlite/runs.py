@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -13,7 +14,9 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import Group, RunRequest, RunState
+from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.tasks import Task
+from api_schemas.views.summaries import SummaryOrder
 from rollout_service.signals import MonotonicCounter
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
@@ -22,7 +25,11 @@ from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.fingerprint import fingerprint
+from rollout_service.store.codec.group_rows import make_row
+from rollout_service.store.codec.history import make_history
+from rollout_service.store.codec.summaries import decode_cursor, encode_cursor
 from rollout_service.store.columns import Columns
+from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,
@@ -41,6 +48,8 @@ from rollout_service.store.sqlite import (
     retention_statements,
     run_statements,
 )
+from rollout_service.store.sqlite.lists import history
+from rollout_service.store.sqlite.lists.groups import StoredGroups, look_at_groups
 from rollout_service.store.sqlite.thread import DatabaseThread
 
 T = TypeVar("T")
@@ -195,6 +204,33 @@ class SqliteRuns(RunStore):
     async def group_states(self, run_id: str) -> Mapping[int, str]:
         return await self._read(lambda db: run_statements.group_states(db, run_id))
 
+    async def group_page(
+        self,
+        run_id: str,
+        which: GroupSelection,
+        *,
+        order: SummaryOrder = "newest",
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> GroupPage:
+        after = decode_cursor(order, cursor)
+
+        def look(db: sqlite3.Connection) -> StoredGroups:
+            run = run_statements.row_of(db, run_id)["seq"]
+            return look_at_groups(db, run, which, order=order, after=after, limit=limit)
+
+        found = await self._read(look)
+        rows = [make_row(group, found.rollouts) for group in found.groups]
+        return GroupPage(groups=rows, next_cursor=encode_cursor(order, found.next))
+
+    async def history(self, run_id: str, *, points: int) -> RunHistory:
+        run, counters = await self._read(lambda db: run_statements.seq_and_counters(db, run_id))
+        parts: dict[int, bytes] = {}
+        while some := await self._read(partial(history.read_from, run=run, part=max(parts, default=-1) + 1)):
+            parts.update(some)
+        dropped = rules.dropped_counts(counters)
+        return await anyio.to_thread.run_sync(_history, run_id, parts, dropped, points)
+
     async def group(self, run_id: str, number: int) -> Group:
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
         return await anyio.to_thread.run_sync(group_codec.decode_group, row, members)
@@ -286,3 +322,7 @@ class SqliteRuns(RunStore):
 
     async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
         return await self._thread.run(job, writes=False)
+
+
+def _history(run_id: str, parts: Mapping[int, bytes], reasons: Mapping[str, int], points: int) -> RunHistory:
+    return make_history(run_id, b"".join(parts.values()), reasons, points)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout_service.errors import StoreError
-from rollout_service.store.sqlite.lists.schema import VERSION_7
+from rollout_service.store.sqlite.lists.schema import VERSION_7, VERSION_9
 from rollout_service.store.sqlite.schema_runs import VERSION_2, VERSION_4, VERSION_5
 
 APPLICATION_ID = 0x526F6C6C
@@ -132,7 +132,17 @@ CREATE TABLE steps (
 """
 """The steps of attempts that have ended. The number -1 marks a rollout that was erased: no more is stored of it."""
 
-MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5, _VERSION_6, VERSION_7, _VERSION_8)
+MIGRATIONS = (
+    _VERSION_1,
+    VERSION_2,
+    _VERSION_3,
+    VERSION_4,
+    VERSION_5,
+    _VERSION_6,
+    VERSION_7,
+    _VERSION_8,
+    VERSION_9,
+)
 """The scripts that upgrade the schema; script n, from 1, upgrades version n - 1 to version n."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunState
-from rollout_client.client import InvalidRequestError, RolloutClient
+from rollout_client.client import InvalidRequestError, NotFoundError, RolloutClient
 from rollout_client.sync import SyncRolloutClient
+from rollout_service.cli import app
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.api.server import api_server
 from tests.support.runs import TASKS, create_run, make_ready
@@ -59,6 +62,58 @@ async def test_both_clients_list_what_the_filters_select(url: str) -> None:
         rows = list(blocking.summaries(run="a", group=1, environment="calc", text="a."))
         assert [row.rollout_id for row in rows] == ["a.1.1", "a.1.0"]
         assert [row.rollout_id for row in blocking.summary_page(since=LATER).rows] == []
+
+
+async def test_both_clients_list_the_groups_of_a_run(url: str) -> None:
+    async with RolloutClient(url) as client:
+        run = client.open_run("a")
+        first = await run.group_page(limit=1)
+        second = await run.group_page(limit=1, cursor=first.next_cursor)
+        assert [group.number for group in (*first.groups, *second.groups)] == [1, 0]
+        assert [sample.reward for sample in first.groups[0].samples] == [0.0, 1.0]
+        assert [group async for group in run.groups(state="dropped")] == []
+        history = await run.history(points=1)
+        assert (history.groups, history.reward_mean, history.acceptance) == ([2], [0.5], [1.0])
+        with pytest.raises(NotFoundError):
+            await client.open_run("b").history()
+    with SyncRolloutClient(url) as blocking:
+        of_run = blocking.open_run("a")
+        assert [group.number for group in of_run.groups(state="ready", order="oldest")] == [0, 1]
+        assert of_run.group_page().groups == [*first.groups, *second.groups]
+        assert of_run.history(points=1) == history
+
+
+def test_the_command_line_shows_groups_and_history(url: str) -> None:
+    def shown(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["runs", *arguments, "--url", url])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert [line.split() for line in shown("groups", "a", "--limit", "1").splitlines()[1:]] == [
+        ["1", "ready", "-", "-", "0.5", "0", "1"]
+    ]
+    assert shown("groups", "a", "--reason", "zero_variance") == "There are no such groups.\n"
+    assert [group["number"] for group in json.loads(shown("groups", "a", "--json"))] == [1, 0]
+    (line,) = shown("history", "a", "--points", "1").splitlines()[1:]
+    assert line.split()[2:] == ["2", "0.5", "1", "0", "-", "-", "-", "0"]
+    assert json.loads(shown("history", "a", "--json"))["groups"] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("query", "path"),
+    [
+        ("groups?state=done", "query.state"),
+        ("groups?state=ready&reason=stale", "query.reason"),
+        ("groups?limit=201", "query.limit"),
+        ("groups?cursor=1", "query.cursor"),
+        ("history?points=0", "query.points"),
+        ("history?points=1001", "query.points"),
+    ],
+)
+def test_a_wrong_query_about_a_run_is_named(url: str, query: str, path: str) -> None:
+    answer = httpx.get(f"{url}/v1/runs/a/{query}", timeout=30)
+    assert answer.status_code == 422, answer.text
+    assert [field["path"] for field in answer.json()["errors"]] == [path]
 
 
 async def test_a_wrong_cursor_is_an_error_of_the_client(url: str) -> None:

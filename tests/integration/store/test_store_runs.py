@@ -212,7 +212,8 @@ async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(sto
 
 def downgrade_to_6(db: sqlite3.Connection) -> None:
     db.execute("DROP TABLE steps")
-    for index in ("by_environment", "by_run", "by_code"):
+    db.execute("DROP TABLE group_history")
+    for index in ("groups_by_state", "by_environment", "by_run", "by_code"):
         db.execute(f"DROP INDEX {index}")
     for column in ("environment", "turns", "tokens", "worked"):
         db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")

@@ -21,7 +21,7 @@ COMMANDS = {
     *(("nodes", name) for name in ("list", "drain", "resume", "remove", "show", "set")),
     *(("backends", name) for name in ("list", "add", "remove", "drain")),
     *(("runs", name) for name in ("create", "list", "show", "pause", "resume", "end", "lease")),
-    *(("runs", name) for name in ("ack", "nack", "export", "rescore")),
+    *(("runs", name) for name in ("ack", "nack", "export", "rescore", "groups", "history")),
     *(("sessions", name) for name in ("list", "show", "judge", "delete")),
     *(("config", name) for name in ("show", "docs")),
     *(("image", name) for name in ("list", "build", "pull", "import", "inspect", "remove", "prune")),

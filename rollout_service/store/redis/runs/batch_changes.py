@@ -94,6 +94,7 @@ def _new_batch(
     for number in decision.surplus:
         _take(change, number, GroupStatus(rules.DROPPED.rstrip(":"), SURPLUS))
         change.settle_group(number, waiting[number].size)
+        change.write_reason(number, SURPLUS)
     return _leased(change, batch), decision.cancels_open
 
 

@@ -73,10 +73,15 @@ class RunKeys:
         return f"{self.run}:held"
 
     @property
+    def history(self) -> str:
+        """A text: the records of closed groups in the order of their numbers, as `codec.history` writes them."""
+        return f"{self.run}:history"
+
+    @property
     def all(self) -> tuple[str, ...]:
         """Every key of the run."""
         groups = (self.open, self.closed, self.states, self.ready, self.heads, self.settled, self.held)
-        return (self.run, self.tasks, *groups, self.out, self.batches)
+        return (self.run, self.tasks, *groups, self.out, self.batches, self.history)
 
 
 def all_runs(root: str) -> str:

@@ -141,6 +141,7 @@ def close_group(
     change.move_group(number, OPEN.counter, status)
     _place(change, closure, size=size, head=head)
     change.group_closed(number, status)
+    change.write_history(closure)
     _count(change, rules.closing_counts(closure))
 
 
@@ -157,6 +158,7 @@ def reclose_group(
     change.do("HDEL", change.keys.heads, number)
     change.move_group(number, READY.counter, GroupStatus(closure.state, closure.reason))
     _place(change, closure, size=before.size, head=head)
+    change.write_history(closure)
     masked = rules.masked_counts(closure.samples, run_codec.decode_samples(before.samples))
     _count(change, masked)
     change.announce()

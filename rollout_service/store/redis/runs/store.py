@@ -16,7 +16,9 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import Group, InlineTasks, RunRequest, RunState
+from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.tasks import Task
+from api_schemas.views.summaries import SummaryOrder
 from rollout_service.errors import ConflictError
 from rollout_service.groups import SURPLUS
 from rollout_service.signals import MonotonicCounter
@@ -26,12 +28,14 @@ from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.columns import Columns
+from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.redis.runs import batch_changes, run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import active_runs, all_runs
+from rollout_service.store.redis.runs.lists import RunPages
 from rollout_service.store.redis.runs.reading import GroupReader
 from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
 from rollout_service.store.redis.runs.replies import by_number, chunks
@@ -90,6 +94,7 @@ class RedisRuns(RunStore):
         self._signals = signals
         self._reader = GroupReader(database, rollouts)
         self._retention = RunRetention(database)
+        self._pages = RunPages(database)
 
     @classmethod
     def of_store(cls, connection: RedisConnection, rollouts: StoredRollouts) -> Self:
@@ -315,6 +320,20 @@ class RedisRuns(RunStore):
 
     async def group_states(self, run_id: str) -> Mapping[int, str]:
         return await self._reader.group_states(run_id)
+
+    async def group_page(
+        self,
+        run_id: str,
+        which: GroupSelection,
+        *,
+        order: SummaryOrder = "newest",
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> GroupPage:
+        return await self._pages.group_page(run_id, which, order=order, cursor=cursor, limit=limit)
+
+    async def history(self, run_id: str, *, points: int) -> RunHistory:
+        return await self._pages.history(run_id, points=points)
 
     async def group(self, run_id: str, number: int) -> Group:
         return await self._reader.group(run_id, number)

@@ -17,6 +17,7 @@ from api_schemas.tasks import Task
 from rollout_service.errors import NotFoundError
 from rollout_service.ids import BatchId, GroupId
 from rollout_service.store import rules
+from rollout_service.store.codec import history
 from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import RunKeys, all_runs
@@ -24,6 +25,7 @@ from rollout_service.store.redis.runs.packing import Command, Word
 from rollout_service.store.redis.runs.records import BatchRecord, ClosedRecord, GroupStatus, WaitingGroup
 from rollout_service.store.redis.runs.replies import chunks
 from rollout_service.store.rules import BatchState
+from rollout_service.store.runs_contract import GroupClosure
 
 TASKS_AT_ONCE = 1_000
 """The most tasks in one command, since a command in a function has at most some thousand words."""
@@ -86,6 +88,18 @@ class RunTransaction:
         self.do("ZADD", self.keys.settled, self.now, number)
         self.do("ZADD", self.keys.held, self.now, number)
         self.run.set(settled_at=self.now, held_bytes=self.run["held_bytes"] + size)
+
+    def write_history(self, closure: GroupClosure) -> None:
+        """Write what the run's history says of a group that is closed."""
+        if closure.number < history.MAX_GROUPS:
+            record = history.encode_record(closure, version=self.run["version"], now=self.now)
+            self.do("SETRANGE", self.keys.history, closure.number * history.SIZE, record)
+
+    def write_reason(self, number: int, reason: str) -> None:
+        """Write why a group was dropped after it had passed the filters."""
+        if number < history.MAX_GROUPS:
+            place = number * history.SIZE + history.REASON_AT
+            self.do("SETRANGE", self.keys.history, place, history.encode_reason(reason))
 
     def wait_for_batch(self, group: WaitingGroup) -> None:
         """Put a kept group among those that wait for a batch."""
