@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import anyio
 import pytest
 from playwright.async_api import Page, expect
 
@@ -71,6 +74,32 @@ async def test_a_lost_connection_is_said_and_comes_back(page: Page, notes: Notes
     fake.overview = fake.overview.model_copy(update={"finished_per_second": 9.87})
     await expect(page.get_by_text("9.87")).to_be_visible()
     await expect(page.get_by_text("The connection to the service is lost")).to_have_count(0)
+
+
+async def test_a_hidden_tab_gives_its_connection_back(page: Page, fake: FakeService) -> None:
+    """A browser has six connections for each server, so tabs that nobody looks at must not hold them."""
+    await page.clock.install()
+    await page.goto(fake.url)
+    await expect(page.get_by_role("status")).to_have_text("Live")
+    assert fake.readers == 1
+    hide = """(hidden) => {
+      Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    await page.evaluate(hide, True)
+    await page.clock.run_for(6_000)
+    await _until(lambda: fake.readers == 0)
+    fake.overview = fake.overview.model_copy(update={"finished_per_second": 7.65})
+    await page.evaluate(hide, False)
+    await page.clock.run_for(1_000)
+    await expect(page.get_by_text("7.65")).to_be_visible()
+    assert fake.readers == 1
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not condition():
+            await anyio.sleep(0.02)
 
 
 @pytest.mark.parametrize("prefix", ["/proxy/8080", "/rnode/host-1.cluster/8080", "/a b/ü"])

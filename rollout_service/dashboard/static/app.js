@@ -57,6 +57,9 @@ function Navigation({route}) {
   </ul></nav>`;
 }
 
+const Logo = () => html`<svg viewBox="0 0 16 16" width="18" height="18" aria-hidden="true"><rect width="16" height="16" rx="4" class="logo-back" />
+  <path class="logo-line" d="M4 11V5h4.2a2 2 0 0 1 .4 4L11.5 12M4 8.9h4" /></svg>`;
+
 function Status() {
   const now = useSignal(overview);
   const state = useSignal(connection);
@@ -134,7 +137,7 @@ function App() {
       event.preventDefault();
       document.getElementById("content").focus();
     }}>To the content</a>
-    <div class="side"><a class="brand" href="#/">Rollout service</a><${Navigation} route=${route} /><${Status} /></div>
+    <div class="side"><a class="brand" href="#/"><${Logo} />Rollout service</a><${Navigation} route=${route} /><${Status} /></div>
     <main id="content" tabindex="-1"><${Banner} /><${Content} route=${route} /></main>
     <${KeyForm} /><${Help} />`;
 }

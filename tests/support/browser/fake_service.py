@@ -45,6 +45,8 @@ class FakeService:
     """The roles of keys; if there are any, each request needs one."""
     broken: bool = False
     """Whether streams end at once, as when a service is restarted."""
+    readers: int = 0
+    """The streams of the overview that are open."""
     ended: bool = False
 
     def answer(self, request: str, content: BaseModel | Any, status: int = 200) -> None:
@@ -61,11 +63,15 @@ class FakeService:
 
     async def stream_overview(self) -> AsyncIterator[bytes]:
         sent = None
-        while not self.ended and not self.broken:
-            if sent is not self.overview:
-                sent = self.overview
-                yield b"event: overview\ndata: %s\n\n" % sent.model_dump_json().encode()
-            await anyio.sleep(TICK)
+        self.readers += 1
+        try:
+            while not self.ended and not self.broken:
+                if sent is not self.overview:
+                    sent = self.overview
+                    yield b"event: overview\ndata: %s\n\n" % sent.model_dump_json().encode()
+                await anyio.sleep(TICK)
+        finally:
+            self.readers -= 1
 
     async def stream_events(self, after: int) -> AsyncIterator[bytes]:
         yield b"id: %d\n\n" % after

@@ -62,7 +62,6 @@ export function Activity({id}) {
   const {data, error} = useLive(`v1/rollouts/${encodeURIComponent(id)}/activity`, {every: 3});
   if (!data) return html`<${Problem} error=${error} />`;
   return html`<div class="waiting-now"><p class="dim">${data.environment}, attempt ${data.attempt} at ${data.node}, begun ${ago(data.since)}</p>
-    <ol>${data.waits.map((wait, index) => html`<li key=${index}>${waitWords(wait.kind)} <span class="mono"><${Visible} text=${wait.name} /></span>
-      for ${seconds(wait.seconds)}${wait.progress_seconds === null ? "" : html`, <span class="dim">moved ${seconds(wait.progress_seconds)} ago</span>`}</li>`)}</ol>
+    <ol>${data.waits.map((wait, index) => html`<li key=${index}>${waitWords(wait.kind)} <span class="mono"><${Visible} text=${wait.name} /></span>${" "}for ${seconds(wait.seconds)}${wait.progress_seconds === null ? "" : html`, <span class="dim">moved ${seconds(wait.progress_seconds)} ago</span>`}</li>`)}</ol>
     ${data.stack.length ? html`<${Stack} frames=${data.stack} />` : null}</div>`;
 }
