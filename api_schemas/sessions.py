@@ -86,6 +86,19 @@ class SessionCounts(WireModel):
     """The turns about which nothing is decided yet."""
 
 
+class SessionPart(WireModel):
+    """Turns of a session that were handed to a run together."""
+
+    part: Integer
+    """The number of the part in its session, counted from 0."""
+    run_id: RunId
+    rollout_id: RolloutId | None = None
+    """The rollout that the part became, without the suffix of a retry; null until it has begun."""
+    turns: list[Integer] = []
+    """The turns that are trained on."""
+    closed_at: Timestamp
+
+
 class LiveSession(WireModel):
     """A session in its present state."""
 
@@ -109,6 +122,8 @@ class LiveSession(WireModel):
     counts: SessionCounts = SessionCounts()
     turns: Annotated[list[TurnMark], Field(exclude_if=lambda turns: not turns)] = []
     """The turns so far; left out of lists of sessions."""
+    handed_over: Annotated[list[SessionPart], Field(exclude_if=lambda parts: not parts)] = []
+    """The parts that were handed to runs; left out of lists of sessions."""
 
 
 class OpenedSession(WireModel):

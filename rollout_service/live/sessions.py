@@ -45,7 +45,7 @@ from rollout_service.live.serving.cursors import decode_cursor, encode_cursor
 from rollout_service.live.serving.feedback import take_feedback
 from rollout_service.live.serving.limits import RequestRate
 from rollout_service.live.serving.users import UserHashes
-from rollout_service.live.serving.views import show_counts, show_session, show_turn
+from rollout_service.live.serving.views import show_counts, show_part, show_session, show_turn
 from rollout_service.settings.live import LiveKey, LiveSettings
 
 log = structlog.get_logger(__name__)
@@ -188,8 +188,9 @@ class LiveSessions:
             NotFoundError: There is no such session.
         """
         session = await self.show(await self._known(session_id))
-        turns = await self._store.turns(session_id)
-        return session.model_copy(update={"turns": [show_turn(turn) for turn in turns]})
+        turns = [show_turn(turn) for turn in await self._store.turns(session_id)]
+        parts = [show_part(part) for part in await self._store.parts(session_id=session_id)]
+        return session.model_copy(update={"turns": turns, "handed_over": parts})
 
     async def show(self, record: SessionRecord) -> LiveSession:
         """Return a session without its turns."""

@@ -16,6 +16,7 @@ const PAGES = {
   runs: () => import("./pages/runs.js"),
   "runs/*": () => import("./pages/run.js"),
   sessions: () => import("./pages/sessions.js"),
+  "sessions/*": () => import("./pages/session.js"),
   engines: () => import("./pages/engines.js"),
   nodes: () => import("./pages/nodes.js"),
   hangs: () => import("./pages/hangs.js"),

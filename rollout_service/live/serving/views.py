@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from api_schemas.rollouts.sessions import MaskReason, NextState, TurnMark
-from api_schemas.sessions import LiveSession, SessionCounts, SessionState
-from rollout_service.live.contract import NextStateRecord, SessionRecord, TurnRecord
+from api_schemas.sessions import LiveSession, SessionCounts, SessionPart, SessionState
+from rollout_service.live.contract import NextStateRecord, PartRecord, SessionRecord, TurnRecord
 
 _DROPPED = "dropped:"
 
@@ -42,6 +42,17 @@ def show_session(session: SessionRecord, counts: SessionCounts, parts: int) -> L
         closed_because=session.closed_because,
         parts=parts,
         counts=counts,
+    )
+
+
+def show_part(part: PartRecord) -> SessionPart:
+    """Return where a part of a session went."""
+    return SessionPart(
+        part=part.part,
+        run_id=part.run_id,
+        rollout_id=part.rollout_id,
+        turns=list(part.usable),
+        closed_at=_time(part.closed_at),
     )
 
 

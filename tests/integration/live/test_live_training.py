@@ -84,8 +84,10 @@ async def test_a_conversation_becomes_a_batch(tmp_path: Path, store: dict[str, A
         [segment] = rollout.trajectory.segments
         sampled = [token for token, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]
         assert sampled == ChatRenderer.load(POLICY).encode(f"Hello.{END}Better?{END}")
-        counts = (await service.show(name)).counts
-        assert (counts.served, counts.delivered, counts.waiting) == (2, 2, 0)
+        shown = await service.show(name)
+        assert (shown.counts.served, shown.counts.delivered, shown.counts.waiting) == (2, 2, 0)
+        [part] = shown.handed_over
+        assert (part.run_id, part.rollout_id, part.turns) == (batch.run_id, rollout.rollout_id, [0, 1])
 
 
 async def test_nobody_submits_a_part_of_a_session(tmp_path: Path) -> None:
