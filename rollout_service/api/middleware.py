@@ -29,6 +29,7 @@ from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.live.serving.app import MAY_USE_ALL, is_session_call
 from rollout_service.telemetry.metrics import Metrics
 
+OWN_HEADER = "x-rollout-key"
 PROBES = frozenset({"/health", "/ready"})
 PAGES = frozenset({"/openapi.json", "/docs", "/", "/dashboard"})
 """Open paths: the same for every user of this release, and needed by a browser before a key can be typed in."""
@@ -94,7 +95,10 @@ class BearerAuthMiddleware:
         scope.setdefault("state", {})[MAY_USE_ALL] = may
 
     def _key(self, headers: Headers) -> ApiKey:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Portals in front of the service may use `Authorization` themselves, so a header of our own comes first.
+        scheme, given = "bearer", headers.get(OWN_HEADER)
+        if given is None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
         key = self._keyring.find(given.strip())
         if key is None or scheme.lower() != "bearer":
             raise UnauthorizedError(

@@ -103,6 +103,35 @@ async def test_no_role_sends_more_than_it_may_on_any_route(app: FastAPI) -> None
                 assert (await http.request(method, concrete)).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-rollout-key": VALUE.format(role="read")}, 403),
+        ({"x-rollout-key": VALUE.format(role="read"), "authorization": "token of-the-portal"}, 403),
+        (
+            {
+                "x-rollout-key": VALUE.format(role="read"),
+                "authorization": f"Bearer {VALUE.format(role='admin')}",
+            },
+            403,
+        ),
+        ({"x-rollout-key": "another-key-of-enough-characters"}, 401),
+        ({"x-rollout-key": "", "authorization": f"Bearer {VALUE.format(role='admin')}"}, 401),
+        ({"x-rollout-key": f"Bearer {VALUE.format(role='admin')}"}, 401),
+        ({"cookie": f"x-rollout-key={VALUE.format(role='admin')}"}, 401),
+    ],
+)
+async def test_a_header_of_its_own_has_the_key_where_a_portal_uses_the_other(
+    app: FastAPI, headers: dict[str, str], status: int
+) -> None:
+    """A key of `read` that is known is a 403 for an order, and one that is not is a 401."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        answer = await http.post("/v1/pause", json={}, headers=headers)
+        assert answer.status_code == status
+        assert "-of-enough-" not in answer.text
+
+
 FILE = """
 [[keys]]
 name = "{name}"

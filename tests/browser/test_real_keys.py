@@ -1,0 +1,70 @@
+"""The page of a service that needs keys: it shows nothing without one, and a key that may only read changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.async_api import Page, expect
+
+from tests.support.browser.watched_page import Notes
+from tests.support.processes.service import Running, scripted_engine, service
+
+pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+
+ADMIN, READ = "the-key-of-the-administrator", "the-key-that-may-only-read"
+CONFIG = f"""
+keys = [
+  {{name = "admin", key = "{ADMIN}"}},
+  {{name = "reader", role = "read", key = "{READ}"}},
+]
+"""
+PATIENCE = 60_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("service")
+    with scripted_engine(folder, delay=0.1) as engine, service(folder, engine.url, CONFIG) as started:
+        yield started
+
+
+async def use_key(page: Page, key: str) -> None:
+    await page.get_by_label("Key", exact=True).fill(key)
+    await page.keyboard.press("Enter")
+
+
+async def test_nothing_is_shown_before_the_right_key_is_given(
+    page: Page, notes: Notes, server: Running
+) -> None:
+    notes.expected_statuses = {401}
+    await page.goto(f"{server.url}/#/engines")
+    await expect(page.get_by_role("dialog")).to_contain_text("This service needs a key")
+    await expect(page.get_by_role("heading", level=2)).to_have_text(["This service needs a key"])
+    await use_key(page, "a-key-that-nobody-was-given")
+    await expect(page.get_by_role("dialog")).to_contain_text("The key is wrong")
+    await use_key(page, ADMIN)
+    await expect(page.get_by_role("button", name="Pause")).to_be_enabled(timeout=PATIENCE)
+    await expect(page.locator(".dot")).to_have_text("Live")
+    assert ADMIN not in server.log
+
+
+async def test_a_key_that_may_only_read_looks_at_everything_and_changes_nothing(
+    page: Page, notes: Notes, server: Running
+) -> None:
+    notes.expected_statuses = {401}
+    await page.goto(f"{server.url}/#/engines")
+    await use_key(page, READ)
+    await expect(page.get_by_role("button", name="Pause")).to_be_disabled(timeout=PATIENCE)
+    await expect(page.get_by_role("button", name="Drain")).to_be_disabled()
+    notes.expected_statuses.add(403)
+    refused = await page.evaluate(
+        """(key) => fetch("v1/pause", {method: "POST", body: "{}",
+             headers: {"Content-Type": "application/json", "X-Rollout-Key": key}}).then((answer) => answer.status)""",
+        READ,
+    )
+    assert refused == 403
+    for address, heading in [("", "Overview"), ("#/nodes", "Nodes"), ("#/rollouts", "Rollouts")]:
+        await page.goto(f"{server.url}/{address}")
+        await expect(page.get_by_role("heading", level=1)).to_have_text(heading)
+    await expect(page.locator(".dot")).to_have_text("Live")
