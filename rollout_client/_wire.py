@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from api_schemas.sessions import SessionRequest as SessionRequest
     from api_schemas.tasks import Task as Task
     from api_schemas.trajectories import Trajectory as Trajectory
+    from api_schemas.views.hangs import HangReport as HangReport
+    from api_schemas.views.hangs import RolloutActivity as RolloutActivity
     from api_schemas.views.overview import Overview as Overview
     from api_schemas.views.summaries import RolloutSummary as RolloutSummary
     from api_schemas.views.summaries import SummaryPage as SummaryPage
@@ -108,6 +110,7 @@ else:
         ),
         "api_schemas.tasks": "Task",
         "api_schemas.trajectories": "Trajectory",
+        "api_schemas.views.hangs": "HangReport RolloutActivity",
         "api_schemas.views.overview": "Overview",
         "api_schemas.views.summaries": "RolloutSummary SummaryPage",
     }

@@ -458,6 +458,25 @@ class RolloutClient(SessionCalls, ListCalls, ViewCalls):
         """Return the nodes that share the store: what each takes and works on, and what holds back new sandboxes."""
         return await self._connection.call(list[wire.NodeView], "GET", "/v1/nodes")
 
+    async def hangs(self, *, node: str | None = None) -> wire.HangReport:
+        """Return what is stuck, slow or held back at a node; by default, at the one that answers.
+
+        Raises:
+            NotFoundError: There is no such node.
+        """
+        params = {} if node is None else {"node": node}
+        return await self._connection.call(wire.HangReport, "GET", "/v1/hangs", params=params)
+
+    async def activity(self, rollout_id: str) -> wire.RolloutActivity:
+        """Return what a rollout under way does or waits for now.
+
+        Raises:
+            NotFoundError: There is no such rollout.
+            ConflictError: It is not under way.
+        """
+        path = f"/v1/rollouts/{rollout_id}/activity"
+        return await self._connection.call(wire.RolloutActivity, "GET", path)
+
     async def drain_node(self, node: str) -> wire.NodeView:
         """Let a node end its rollouts and begin no more.
 

@@ -308,6 +308,8 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     sandboxes = blocking(RolloutClient.sandboxes)
     nodes = blocking(RolloutClient.nodes)
     overview = blocking(RolloutClient.overview)
+    hangs = blocking(RolloutClient.hangs)
+    activity = blocking(RolloutClient.activity)
     drain_node = blocking(RolloutClient.drain_node)
     resume_node = blocking(RolloutClient.resume_node)
     remove_node = blocking(RolloutClient.remove_node)

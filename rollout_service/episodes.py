@@ -23,6 +23,7 @@ from api_schemas.rollouts.sessions import SessionInfo, TurnMark
 from api_schemas.rollouts.trees import AgentNode, Work
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Message, Trajectory
+from rollout_service.activity import current_step
 from rollout_service.errors import EnvironmentFailedError, ServiceError
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.tokens import ToolSpec
@@ -37,7 +38,7 @@ class ContextFullError(ServiceError):
 
 
 def require_sandbox(sandbox: Sandbox | None) -> Sandbox:
-    """Return the sandbox of an episode or a tool call.
+    """Return the sandbox of an episode or a tool call, which now works on the caller's step.
 
     Raises:
         EnvironmentFailedError: There is no sandbox.
@@ -46,6 +47,8 @@ def require_sandbox(sandbox: Sandbox | None) -> Sandbox:
         raise EnvironmentFailedError(
             "a sandbox is needed, and there is none", hint="Give the environment an image."
         )
+    if (step := current_step()) is not None:
+        step.sandbox = sandbox
     return sandbox
 
 

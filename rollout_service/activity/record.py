@@ -17,12 +17,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.tracing import TraceContext
 from rollout_service.errors import describe
+
+if TYPE_CHECKING:
+    import anyio
+
+    from sandboxes import Sandbox
 
 MAX_STEPS = 4_096
 
@@ -60,9 +65,11 @@ class OpenStep:
         "error",
         "kind",
         "lane",
+        "limit",
         "moved",
         "name",
         "request",
+        "sandbox",
         "stage",
         "started",
         "task",
@@ -79,6 +86,10 @@ class OpenStep:
         self.detail = detail
         self.task = asyncio.current_task()
         """The task that waits, whose stack tells where."""
+        self.limit: float | None = None
+        """The seconds after which it is to end, if it has a limit of its own."""
+        self.sandbox: Sandbox | None = None
+        """The sandbox that works on it, until it has ended."""
         self.started = time.perf_counter()
         self.moved: float | None = None
         """When something last moved, such as a token that arrived."""
@@ -132,6 +143,16 @@ class Activity:
         """When it came to that stage, on `time.perf_counter`."""
         self.stages: list[tuple[Stage, float]] = []
         """All stages that it came to so far, with that time."""
+        self.working_since: float | None = None
+        """When its work in the stage began; None while it waits for a worker."""
+        self.limit_seconds: float | None = None
+        """The limit of the stage that it works in."""
+        self.limit: anyio.CancelScope | None = None
+        """The scope whose deadline ends the work in the stage."""
+        self.sandbox: Sandbox | None = None
+        """The sandbox that is open for it."""
+        self.moved: float | None = None
+        """When a step last ended."""
         self.task = asyncio.current_task()
         self.started = time.perf_counter()
         self.started_at = time.time()
@@ -159,6 +180,15 @@ class Activity:
         finally:
             _CURRENT.reset(token)
 
+    @contextmanager
+    def working(self, seconds: float, limit: anyio.CancelScope) -> Iterator[None]:
+        """Note within the block that it works in a stage, under this limit."""
+        self.working_since, self.limit_seconds, self.limit = time.perf_counter(), seconds, limit
+        try:
+            yield
+        finally:
+            self.working_since = self.limit_seconds = self.limit = None
+
     def begin(self, step: OpenStep) -> None:
         """Add a step that has begun."""
         self.open.append(step)
@@ -167,7 +197,7 @@ class Activity:
 
     def end(self, step: OpenStep, error: BaseException | None) -> None:
         """End a step."""
-        step.ended = time.perf_counter()
+        step.ended = self.moved = time.perf_counter()
         step.task = None
         if error is not None:
             step.error = _code(error)
@@ -178,7 +208,7 @@ class Activity:
             self.dropped += 1
         for observer in self._observers:
             observer.closed(self, step)
-        step.request = step.answer = None
+        step.request = step.answer = step.sandbox = None
 
 
 class waits_for:  # noqa: N801 - a context manager that reads like a statement
@@ -240,6 +270,13 @@ def current_lane() -> str:
 def current_activity() -> Activity | None:
     """Return the activity of the attempt that this task works for."""
     return _CURRENT.get()
+
+
+def current_step() -> OpenStep | None:
+    """Return the innermost open step of this task."""
+    activity, task = _CURRENT.get(), asyncio.current_task()
+    steps = () if activity is None else reversed(activity.open)
+    return next((step for step in steps if step.task is task), None)
 
 
 def _code(error: BaseException) -> str:

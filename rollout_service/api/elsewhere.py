@@ -1,4 +1,4 @@
-"""Requests about a rollout's external agent at a node that does not run the rollout: the node that does answers them.
+"""Requests that only another node can answer, such as those about what a rollout does now: that node answers them.
 
 Guarantee: a request is passed on once at most, with its caller's own key.
 """
@@ -13,11 +13,12 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from api_schemas.nodes import NodeState
-from rollout_service.errors import UnavailableError
+from rollout_service.errors import NotFoundError, UnavailableError
 from rollout_service.service import Service
 
 PASSED_ON = "x-rollout-passed-on"
 """The header of a request that another node passes on."""
+PASSED_HEADERS = ("authorization", "x-rollout-key", "content-type")
 LOOK_SECONDS = 1.0
 """How often a request that waits looks which node runs the rollout by now."""
 ANSWER_SECONDS = 30.0
@@ -63,7 +64,34 @@ async def pass_on(
     """
     if PASSED_ON in http.headers or (address := await _address(service, rollout_id)) is None:
         return None
-    headers = {name: http.headers[name] for name in ("authorization", "content-type") if name in http.headers}
+    return await _send(http, address, f"the node that runs rollout {rollout_id}", query, body)
+
+
+async def ask_node(service: Service, http: Request, node: str) -> Response | None:
+    """Have a node answer a request; None if this is that node.
+
+    Raises:
+        NotFoundError: There is no such node.
+        UnavailableError: The node is dead, or cannot be reached.
+    """
+    if PASSED_ON in http.headers or node == service.node.name:
+        return None
+    for record in await service.store.cluster.nodes():
+        if record.report.name == node:
+            if record.state is NodeState.DEAD or not record.report.address:
+                raise UnavailableError(f"node {node} is dead, or has no address", hint="See GET /v1/nodes.")
+            return await _send(http, record.report.address, f"node {node}", dict(http.query_params))
+    raise NotFoundError(f"there is no node {node!r}", hint="List them with GET /v1/nodes.")
+
+
+async def _send(
+    http: Request,
+    address: str,
+    who: str,
+    query: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+) -> Response:
+    headers = {name: http.headers[name] for name in PASSED_HEADERS if name in http.headers}
     seconds = float((query or {}).get("wait", 0)) + ANSWER_SECONDS
     try:
         async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
@@ -76,7 +104,7 @@ async def pass_on(
             )
     except httpx.HTTPError as error:
         raise UnavailableError(
-            f"the node that runs rollout {rollout_id} cannot be reached at {address}: {error!r}",
+            f"{who} cannot be reached at {address}: {error!r}",
             hint="Set [cluster] address of that node to the URL at which other nodes reach it.",
         ) from error
     return Response(

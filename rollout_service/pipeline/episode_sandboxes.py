@@ -9,7 +9,7 @@ from __future__ import annotations
 import anyio
 
 from api_schemas.rollouts.steps import StepKind
-from rollout_service.activity import in_lane, waits_for
+from rollout_service.activity import current_activity, in_lane, waits_for
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode
 from rollout_service.pipeline.artifacts import Artifacts
@@ -51,6 +51,8 @@ class EpisodeSandboxes:
             self._episode = episode
             episode.sandbox = await self._source.start(spec, self._label, sessions, listens=listens)
             step.note(sandbox=episode.sandbox.id)
+            if (activity := current_activity()) is not None:
+                activity.sandbox = episode.sandbox
 
     async def start_with_artifacts(
         self, episode: Episode, spec: EnvironmentSpec, timer: Timer, checkpoint: int | None = None
@@ -101,6 +103,8 @@ class EpisodeSandboxes:
             sandbox, self._episode.sandbox = self._episode.sandbox, None
             with waits_for(StepKind.SANDBOX_END, sandbox=sandbox.id):
                 await sandbox.close()
+            if (activity := current_activity()) is not None:
+                activity.sandbox = None
         if not keep_ticket and self._ticket is not None:
             ticket, self._ticket = self._ticket, None
             ticket.release()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -152,9 +152,11 @@ class StageLimiter:
         Raises:
             StageTimeoutError: The deadline has passed.
         """
+        activity = current_activity()
         with (
             self._metrics.track_work(self.stage),
             clock.limit(seconds) as scope,
+            nullcontext() if activity is None else activity.working(seconds, scope),
         ):
             yield
         if scope.cancelled_caught:

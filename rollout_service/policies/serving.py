@@ -38,6 +38,7 @@ from rollout_service.inference.errors import (
     UnknownBackend,
     WeightsPartlyLoaded,
 )
+from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.locality import is_loopback, loopback_scope
 from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.pools import Pools, backend_id_of
@@ -251,6 +252,14 @@ class PolicyServing:
     def views(self) -> list[BackendView]:
         """Return all backends of all pools."""
         return self._pools.views()
+
+    def pool(self, name: str) -> BackendPool | None:
+        """Return the engines of a pool, or None if there is none of that name."""
+        return self._pools.get(name)
+
+    def backend(self, backend_id: str) -> BackendHandle | None:
+        """Return an engine with its record, or None."""
+        return self._pools.handle(backend_id)
 
     def frozen_version_changes(self) -> dict[str, int]:
         """Return how often the version of each frozen pool has changed, which only an engine itself can do."""

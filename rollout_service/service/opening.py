@@ -23,6 +23,7 @@ from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.gateway import Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.hangs import HangWatch
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.pipeline.claims import ClaimRules
@@ -118,6 +119,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             activities=activities,
             is_stopping=lambda: shutdown.begun,
         )
+        hangs = HangWatch(node.name, context, serving, state_dir)
         claims = ClaimRules(one.spec.name for one in environments.list())
         pipeline = Pipeline(context, settings.pipeline, claims)
         manager = await make_run_manager(settings, store, environments, serving, metrics)
@@ -133,8 +135,10 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             stages=(context.stages.init, context.stages.rollout),
         )
         overview = await _open_overview(context, serving, pipeline, member, live)
+        overview.hangs = hangs
         membership = member.membership()
         await stack.enter_async_context(membership.joined())
+        await stack.enter_async_context(hangs.running())
         await stack.enter_async_context(pipeline.running())
         watcher = StateWatcher(
             announcer.announce, node, backends=serving.views, claims=lambda: claims.is_open
@@ -166,6 +170,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             live=live,
             overview=OverviewFeed(overview.build),
             event_tail=EventTail(store),
+            hangs=hangs,
             metrics=metrics,
             run_service=run_service,
             delivery=Delivery(store.runs, manager),

@@ -21,6 +21,7 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
 from rollout_service.gateway.external import ExternalAgents
+from rollout_service.hangs import HangWatch
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.pipeline import Pipeline, first_of
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -61,6 +62,7 @@ class Service:
     live: Live
     overview: OverviewFeed
     event_tail: EventTail
+    hangs: HangWatch
     metrics: Metrics
     run_service: RunService
     delivery: Delivery

@@ -47,6 +47,15 @@ class Sandbox(ABC):
         """Whether the sandbox and every open session run, as far as is known without asking; takes no time."""
         return True
 
+    @property
+    def pid(self) -> int | None:
+        """The process on the host below which everything inside runs; None if there is none to be seen."""
+        return None
+
+    async def responds(self, seconds: float) -> bool:  # noqa: ARG002 - here, nothing is asked
+        """Return whether the sandbox itself answers within this time, whatever the programs inside do."""
+        return self.healthy
+
     @abstractmethod
     async def bash(self) -> BashSession:
         """Return the agent's bash. The first call opens it, later calls return the same session.

@@ -18,7 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -162,6 +162,16 @@ class ControlledSandbox(Sandbox):
     def healthy(self) -> bool:
         running = not self._closing and self._launched.control.alive
         return running and self._shell.healthy and self._kernel.healthy
+
+    @property
+    def pid(self) -> int | None:
+        return self.info.pid
+
+    async def responds(self, seconds: float) -> bool:
+        with anyio.move_on_after(seconds), suppress(SandboxError):
+            await self._launched.control.wait_until_done()
+            return True
+        return False
 
     def resolve(self, path: str) -> str:
         """Return the absolute path as code inside would write it, without looking at files."""

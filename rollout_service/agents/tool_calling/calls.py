@@ -113,7 +113,8 @@ class ToolCalls:
             with anyio.CancelScope(
                 deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
             ):
-                with waits_for(StepKind.TOOL, tool.name, **_detail(call, context)):
+                with waits_for(StepKind.TOOL, tool.name, **_detail(call, context)) as step:
+                    step.limit = context.seconds
                     return await tool(call.arguments, context)
         except ToolInputError as error:
             return ToolResult(str(error))

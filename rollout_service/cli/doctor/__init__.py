@@ -1,6 +1,7 @@
 """`rollout-service doctor`: check this machine, and name the commands that fix what it lacks.
 
-With a batch and a model, it checks instead whether the batch's log-probabilities are the model's.
+With a batch and a model, it checks instead whether the batch's log-probabilities are the model's. With `--live`, it
+asks a service that runs what is stuck there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_service.cli import common
-from rollout_service.cli.common import AsJson, CommandError
+from rollout_service.cli.common import AsJson, CommandError, Key, Url
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,16 +41,31 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="With --batch: file for every token, one JSON object per line."),
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask a service what is stuck, slow or held back, and why.")
+    ] = False,
+    url: Url = common.DEFAULT_URL,
+    key: Key = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help="With --live: the service's state folder, read if the service does not answer."),
+    ] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="With --live: show where each waits.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check that this machine has what the service needs, and show how to fix what it lacks.
 
     `missing` keeps the service from running rollouts, and makes the exit code 1; `limited` works, with reduced
     functionality. With --batch and --model, recompute the log-probability of every sampled token with transformers
-    instead, and show the differences by token, version, and position.
+    instead, and show the differences by token, version, and position. With --live, ask the service at --url; the exit
+    code is 1 if something is stuck.
     """
 
     def main() -> int:
+        if live:
+            from rollout_service.cli.doctor.live import check_live
+
+            return check_live(url, key, state_dir, config, stacks=stacks, as_json=as_json)
         if batch is not None and model is not None:
             return _compare(batch, model, temperature, output, as_json=as_json)
         if batch is not None or model is not None:

@@ -148,7 +148,11 @@ class Dispatcher:
         end, started = RequestEnd.CANCELLED, time.perf_counter()
         try:
             with waits_for(
-                StepKind.ENGINE, handle.id, request=request.request_id, prompt_tokens=len(request.input_ids)
+                StepKind.ENGINE,
+                handle.id,
+                pool=self._registry.name,
+                request=request.request_id,
+                prompt_tokens=len(request.input_ids),
             ) as step:
                 step.request = request
                 if handle.traces and step.traceparent is not None:

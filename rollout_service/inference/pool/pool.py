@@ -81,6 +81,20 @@ class BackendPool:
         """Whether a backend serves, or will once a pause ends."""
         return any(handle.state is BackendState.READY for handle in self._registry)
 
+    @property
+    def paused_at(self) -> float | None:
+        """When the pause began, as Unix time; None without one."""
+        return self._registry.paused_at
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """The most requests in flight on all backends together."""
+        return self._options.max_in_flight
+
+    def handle(self, backend_id: str) -> BackendHandle | None:
+        """Return a backend with its record, or None."""
+        return self._registry.get(backend_id)
+
     def _changed(self) -> None:
         self._queue.wake_all()
         if self._on_change is not None:

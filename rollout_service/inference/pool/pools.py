@@ -13,6 +13,7 @@ from rollout_service.inference.contract import Backend
 from rollout_service.inference.engines import connect as engines
 from rollout_service.inference.engines.http_backend import location_of, normalize_url
 from rollout_service.inference.errors import NoBackendError, UnknownBackend
+from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.weights.controller import Exclusive
@@ -102,6 +103,11 @@ class Pools:
     def get(self, name: str) -> BackendPool | None:
         """Return the pool of that name, or None if no backend was ever registered in it."""
         return self._pools.get(name)
+
+    def handle(self, backend_id: str) -> BackendHandle | None:
+        """Return a backend of any pool with its record, or None."""
+        found = (pool.handle(backend_id) for pool in self._pools.values())
+        return next((handle for handle in found if handle is not None), None)
 
     def names(self) -> list[str]:
         """Return the names of the existing pools, sorted."""

@@ -1,5 +1,6 @@
 """The backends of one pool, which of them may be used, and wake-ups for callers that wait for one."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import structlog
@@ -24,6 +25,8 @@ class BackendRegistry:
     def __init__(self, name: str, on_leave: Callable[[str], None], on_change: Callable[[], None]) -> None:
         self.name = name
         self._paused: PauseMode | None = None
+        self.paused_at: float | None = None
+        """When the pause began, as Unix time; None without one."""
         self.held = 0
         """How many requests wait for a change."""
         self._on_leave = on_leave
@@ -40,6 +43,10 @@ class BackendRegistry:
 
     @paused.setter
     def paused(self, mode: PauseMode | None) -> None:
+        if mode is None:
+            self.paused_at = None
+        elif self._paused is None:
+            self.paused_at = time.time()
         self._paused = mode
         self.notify()
 

@@ -1,0 +1,140 @@
+"""When a wait is stuck, slow or held back: pure decisions.
+
+Elapsed time alone would both miss hangs and cry wolf. So a wait is stuck once it takes longer than its history says
+*and* nothing moves. Evidence shortens the wait: what does not answer, or is seen to do nothing, is stuck long before a
+deadline; what works is slow at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.hangs import HangVerdict, UsualTimes
+
+FACTOR = 4.0
+"""How many times its 99th percentile a step may take."""
+GONE_SECONDS = 8.0
+"""How long a step waits for something that does not answer before it is called stuck."""
+OVERRUN_SECONDS = 6.0
+"""How much longer than its own limit a command may take to end."""
+IDLE_SECONDS = 10.0
+"""How long something may say that it has nothing to do, while a step waits for it."""
+LOOK_SECONDS = 2.0
+"""After how long without progress what a step waits for is looked at."""
+
+HELD_KINDS = frozenset(
+    {
+        StepKind.PLACE,
+        StepKind.WORKER,
+        StepKind.HOST,
+        StepKind.POOL_QUEUE,
+        StepKind.PAUSED_POOL,
+        StepKind.SUBAGENT,
+    }
+)
+"""The waits that something is meant to cause."""
+
+FLOORS = {
+    StepKind.PLACE: 30.0,
+    StepKind.WORKER: 30.0,
+    StepKind.HOST: 15.0,
+    StepKind.SANDBOX_START: 30.0,
+    StepKind.SESSION: 15.0,
+    StepKind.SETUP: 20.0,
+    StepKind.POOL_QUEUE: 20.0,
+    StepKind.PAUSED_POOL: 10.0,
+    StepKind.ENGINE: 20.0,
+    StepKind.TOOL: 20.0,
+    StepKind.AGENT: 60.0,
+    StepKind.SUBAGENT: 30.0,
+    StepKind.ARTIFACTS: 20.0,
+    StepKind.GRADER: 20.0,
+    StepKind.JUDGE: 30.0,
+    StepKind.SANDBOX_END: 15.0,
+    StepKind.STORE: 5.0,
+}
+"""The seconds that no wait of a kind is remarkable within, however short it usually is."""
+
+_CONCLUSIVE = frozenset({StepKind.ENGINE})
+"""The kinds where standing still says more than the time: an engine at work changes its report with every token."""
+
+_SEEN_TO_WORK = frozenset({StepKind.ENGINE, StepKind.TOOL, StepKind.SESSION})
+"""The kinds that nothing else works on than what is looked at; a grader may wait for another service, for example."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What is seen of what a step waits for."""
+
+    responds: bool | None = None
+    """Whether it answers; None if it cannot be asked."""
+    still_seconds: float | None = None
+    """For how long it has been seen to do nothing; None if that cannot be seen."""
+    is_idle: bool = False
+    """Whether it says that it has nothing to do."""
+
+
+UNSEEN = Signs()
+
+
+def patience(kind: StepKind, usual: UsualTimes | None, limit: float | None) -> float:
+    """Return after how many seconds a wait is longer than it should be.
+
+    `limit` is the one that ends the step or its stage, if there is one.
+    """
+    floor = FLOORS[kind]
+    if usual is not None:
+        return max(floor, FACTOR * usual.p99)
+    if kind in HELD_KINDS or limit is None:
+        return floor
+    return max(floor, limit / 2)
+
+
+def judge(
+    kind: StepKind,
+    *,
+    seconds: float,
+    quiet: float,
+    usual: UsualTimes | None = None,
+    limit: float | None = None,
+    own_limit: float | None = None,
+    signs: Signs = UNSEEN,
+) -> HangVerdict | None:
+    """Return what a wait is; None if there is nothing remarkable about it.
+
+    Args:
+        kind: what it waits for.
+        seconds: how long it has waited.
+        quiet: how long ago the step itself made progress; at most `seconds`.
+        usual: how long such steps take.
+        limit: the limit of the stage.
+        own_limit: the limit of the step itself, if it has one.
+        signs: what is seen of what it waits for.
+    """
+    if kind in HELD_KINDS:
+        return HangVerdict.HELD if seconds > patience(kind, usual, limit) else None
+    if own_limit is not None and seconds > own_limit + OVERRUN_SECONDS:
+        return HangVerdict.STUCK
+    if _is_proven(kind, seconds, quiet, usual, signs):
+        return HangVerdict.STUCK
+    if seconds <= patience(kind, usual, own_limit if own_limit is not None else limit):
+        return None
+    return HangVerdict.SLOW if _moves(kind, quiet, signs) else HangVerdict.STUCK
+
+
+def _is_proven(kind: StepKind, seconds: float, quiet: float, usual: UsualTimes | None, signs: Signs) -> bool:
+    """Return whether what is seen says more than the time."""
+    if signs.responds is False:
+        return quiet >= min(GONE_SECONDS, FLOORS[kind])
+    if kind not in _SEEN_TO_WORK:
+        return False
+    still = min(quiet, signs.still_seconds or 0.0)
+    allowed = IDLE_SECONDS if signs.is_idle else FLOORS[kind]
+    usually = 0.0 if usual is None else usual.p99 * (1.0 if kind in _CONCLUSIVE else FACTOR)
+    return still >= allowed and seconds > usually
+
+
+def _moves(kind: StepKind, quiet: float, signs: Signs) -> bool:
+    floor = FLOORS[kind]
+    return quiet < floor or (signs.still_seconds is not None and signs.still_seconds < floor)

@@ -1,0 +1,98 @@
+"""The waits of the attempts under way, and how long each has made no progress.
+
+Of steps that contain each other, the innermost is looked at: it is the one that waits. What contains others moves
+whenever one of them ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.hangs import OpenWait
+from rollout_service.activity import Activity, OpenStep
+from sandboxes import Sandbox
+
+_CONTAINERS = frozenset({StepKind.SETUP, StepKind.AGENT, StepKind.GRADER, StepKind.JUDGE})
+_IN_SANDBOX = frozenset(
+    {
+        StepKind.SESSION,
+        StepKind.SETUP,
+        StepKind.AGENT,
+        StepKind.ARTIFACTS,
+        StepKind.GRADER,
+    }
+)
+"""The kinds of steps that the attempt's sandbox works on; tools say themselves whether they use it."""
+
+
+class StepWait:
+    """One step that waits, at one moment."""
+
+    __slots__ = ("activity", "now", "step")
+
+    def __init__(self, activity: Activity, step: OpenStep, now: float) -> None:
+        self.activity = activity
+        self.step = step
+        self.now = now
+
+    @property
+    def seconds(self) -> float:
+        """How long it has waited."""
+        return self.now - self.step.started
+
+    @property
+    def quiet(self) -> float:
+        """How long ago it made progress, or began."""
+        moved = max(self.step.started, self.step.moved or 0.0)
+        if self._contains:
+            moved = max(moved, self.activity.moved or 0.0)
+        return max(0.0, self.now - moved)
+
+    @property
+    def _contains(self) -> bool:
+        """Whether other steps are part of it: a tool's are in lanes of their own."""
+        lane, started = self.step.lane, self.step.started
+        inside = any(each.lane != lane and each.started > started for each in self.activity.open)
+        return self.step.kind in _CONTAINERS or inside
+
+    @property
+    def own_limit(self) -> float | None:
+        """The limit of the step itself."""
+        return self.step.limit
+
+    @property
+    def sandbox(self) -> Sandbox | None:
+        """The sandbox that works on it, as far as is known."""
+        if self.step.sandbox is None and self.step.kind in _IN_SANDBOX:
+            return self.activity.sandbox
+        return self.step.sandbox
+
+
+def waits_of(activities: Iterable[Activity], now: float) -> Iterator[StepWait]:
+    """Yield the innermost open steps of each lane of each attempt."""
+    for activity in activities:
+        innermost = {step.lane: step for step in activity.open}
+        for step in innermost.values():
+            yield StepWait(activity, step, now)
+
+
+def at(moment: float) -> datetime:
+    """Return the time of a reading of `time.perf_counter`."""
+    return datetime.now(UTC) - timedelta(seconds=time.perf_counter() - moment)
+
+
+def view(step: OpenStep, now: float) -> OpenWait:
+    """Return an open step as the API shows it."""
+    return OpenWait(
+        kind=step.kind,
+        name=step.name,
+        lane=step.lane,
+        stage=step.stage,
+        since=at(step.started),
+        seconds=now - step.started,
+        progress_seconds=None if step.moved is None else now - step.moved,
+        detail=dict(step.detail),
+    )

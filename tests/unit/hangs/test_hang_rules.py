@@ -1,0 +1,109 @@
+"""A wait is stuck only if it is late and nothing moves; what is seen speaks sooner than the clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.hangs import HangVerdict, UsualTimes
+from rollout_service.hangs.rules import (
+    FACTOR,
+    FLOORS,
+    GONE_SECONDS,
+    HELD_KINDS,
+    OVERRUN_SECONDS,
+    UNSEEN,
+    Signs,
+    judge,
+    patience,
+)
+
+KINDS = st.sampled_from(list(StepKind))
+WORK = st.sampled_from([kind for kind in StepKind if kind not in HELD_KINDS])
+SECONDS = st.floats(0, 1e5, allow_nan=False)
+USUAL = st.none() | st.builds(
+    lambda p50, more: UsualTimes(count=20, p50=p50, p95=p50 + more, p99=p50 + 2 * more),
+    st.floats(0, 1e3),
+    st.floats(0, 1e3),
+)
+SIGNS = st.builds(Signs, st.sampled_from([None, True, False]), st.none() | st.floats(0, 1e5), st.booleans())
+LIMITS = st.none() | st.floats(0.1, 1e4)
+
+
+@given(KINDS, SECONDS, USUAL, LIMITS, LIMITS, SIGNS)
+def test_nothing_is_remarkable_before_its_floor_unless_it_is_proven(kind, seconds, usual, limit, own, signs):
+    earliest = min(FLOORS[kind], GONE_SECONDS, *([own + OVERRUN_SECONDS] if own else []))
+    if seconds < earliest:
+        verdict = judge(
+            kind, seconds=seconds, quiet=seconds, usual=usual, limit=limit, own_limit=own, signs=signs
+        )
+        assert verdict is None
+
+
+@given(KINDS, SECONDS, USUAL, LIMITS, SIGNS)
+def test_a_wait_that_grows_older_never_becomes_less_remarkable(kind, seconds, usual, limit, signs):
+    worse = [None, HangVerdict.HELD, HangVerdict.SLOW, HangVerdict.STUCK]
+    found = [
+        judge(kind, seconds=each, quiet=each, usual=usual, limit=limit, signs=signs)
+        for each in (seconds, seconds * 2)
+    ]
+    assert worse.index(found[0]) <= worse.index(found[1])
+
+
+@given(WORK, SECONDS, USUAL, LIMITS, st.sampled_from([None, True]))
+def test_what_moves_is_never_stuck(kind, seconds, usual, limit, responds):
+    for quiet, signs in (
+        (0.0, Signs(responds)),
+        (seconds, Signs(responds, still_seconds=0.0)),
+    ):
+        verdict = judge(kind, seconds=seconds, quiet=quiet, usual=usual, limit=limit, signs=signs)
+        assert verdict in (None, HangVerdict.SLOW)
+
+
+@given(st.sampled_from(sorted(HELD_KINDS)), SECONDS, USUAL, LIMITS, SIGNS)
+def test_what_is_meant_to_wait_is_held_at_most(kind, seconds, usual, limit, signs):
+    verdict = judge(kind, seconds=seconds, quiet=seconds, usual=usual, limit=limit, signs=signs)
+    assert verdict in (None, HangVerdict.HELD)
+
+
+@given(KINDS, USUAL, LIMITS)
+def test_patience_follows_the_history_and_never_falls_below_the_floor(kind, usual, limit):
+    seconds = patience(kind, usual, limit)
+    assert seconds >= FLOORS[kind]
+    if usual is not None:
+        assert seconds == max(FLOORS[kind], FACTOR * usual.p99)
+    elif limit is not None and kind not in HELD_KINDS:
+        assert seconds == max(FLOORS[kind], limit / 2)
+
+
+LONG = UsualTimes(count=100, p50=20.0, p95=30.0, p99=40.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "verdict"),
+    [
+        (StepKind.ENGINE, {"signs": Signs(responds=False)}, HangVerdict.STUCK),
+        (StepKind.ENGINE, {"signs": Signs(True, 29.0)}, HangVerdict.STUCK),
+        (StepKind.ENGINE, {"signs": Signs(True, 12.0), "limit": 900.0}, None),
+        (StepKind.ENGINE, {"signs": Signs(True, 12.0, is_idle=True)}, HangVerdict.STUCK),
+        (StepKind.ENGINE, {"signs": UNSEEN, "limit": 900.0}, None),
+        (StepKind.ENGINE, {"signs": Signs(True, 29.0), "usual": LONG}, None),
+        (StepKind.TOOL, {"signs": Signs(True, 29.0), "own_limit": 300.0}, HangVerdict.STUCK),
+        (StepKind.TOOL, {"signs": Signs(True, 0.5), "own_limit": 300.0}, None),
+        (StepKind.TOOL, {"signs": Signs(True, 0.5), "own_limit": 50.0}, HangVerdict.SLOW),
+        (StepKind.TOOL, {"signs": Signs(True, 0.5), "own_limit": 20.0}, HangVerdict.STUCK),
+        (StepKind.GRADER, {"signs": Signs(True, 29.0), "limit": 900.0}, None),
+        (StepKind.STORE, {"signs": UNSEEN}, HangVerdict.STUCK),
+        (StepKind.HOST, {}, HangVerdict.HELD),
+        (StepKind.PAUSED_POOL, {"usual": LONG}, None),
+    ],
+)
+def test_the_verdict_after_half_a_minute(kind, fields, verdict):
+    assert judge(kind, seconds=30.0, quiet=30.0, **fields) is verdict
+
+
+def test_every_kind_of_step_has_a_floor():
+    assert set(FLOORS) == set(StepKind)
+    assert all(floor <= 60 for floor in FLOORS.values())
