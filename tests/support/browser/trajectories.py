@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from starlette.requests import Request
 
@@ -111,6 +111,8 @@ def units(text: str) -> int:
 
 def decoded(contents: Sequence[bytes]) -> tuple[str, list[int], list[int]]:
     """Return the text of tokens, where each ends in it, and the positions of those that are parts of characters."""
+    if all(content.isascii() for content in contents):
+        return b"".join(contents).decode(), list(accumulate(map(len, contents))), []
     owner = [at for at, content in enumerate(contents) for _ in content]
     data = b"".join(contents)
     text = ""
@@ -178,6 +180,7 @@ class CannedRollout:
     turns: int = 1
     reward: float | None = 1.0
     entropy: bool = True
+    has_text: bool = True
     summary: RolloutSummary | None = None
     changes: dict[str, object] = field(default_factory=dict)
 
@@ -214,7 +217,7 @@ class CannedRollout:
             TrajectoryOutline(
                 rollout_id=self.rollout_id,
                 segments=[one.outline(index) for index, one in enumerate(self.segments)],
-                has_text=True,
+                has_text=self.has_text,
                 has_entropy=self.entropy,
             ),
         )
@@ -233,9 +236,11 @@ class CannedRollout:
     def _tokens(self, request: Request) -> TokenRange:
         query = request.query_params
         index = int(query["segment"])
-        return self.segments[index].tokens(
+        found = self.segments[index].tokens(
             index, int(query["start"]), int(query["count"]), entropy=self.entropy
         )
+        hidden = {"text": None, "ends": [], "partial": [], "pieces": {}}
+        return found if self.has_text else found.model_copy(update=hidden)
 
 
 def spans() -> list[Span]:

@@ -1,4 +1,5 @@
 // One rollout: what became of it, when it did what, and its trajectory as a conversation, as tokens and as prompts.
+import {seconds} from "../lib/format.js";
 import {href, go, segment} from "../lib/router.js";
 import {Timeline} from "../lib/timeline/view.js";
 import {timelineOf} from "../lib/timeline/model.js";
@@ -53,6 +54,22 @@ function Body({tab, id, node, route, rollout, steps, marks}) {
   return html`<${Talk} id=${id} node=${node} rollout=${rollout} steps=${steps} marks=${marks} />`;
 }
 
+const FOLDED = "rollout-timeline-folded";
+
+// The timeline, which stays folded for whoever folded it.
+function Times({model, onBar, dropped}) {
+  const [open, setOpen] = useState(() => localStorage.getItem(FOLDED) === null);
+  const toggle = () => {
+    if (open) localStorage.setItem(FOLDED, "yes");
+    else localStorage.removeItem(FOLDED);
+    setOpen(!open);
+  };
+  return html`<section class="card" aria-label="When">
+    <button type="button" class="quiet fold" aria-expanded=${open ? "true" : "false"} onClick=${toggle}>${open ? "▾" : "▸"} Timeline <span class="dim">${seconds(model.length)}</span></button>
+    ${!open ? null : model.lanes.length ? html`<${Timeline} model=${model} onBar=${onBar} />` : html`<p class="empty">Nothing has begun yet.</p>`}
+    ${dropped ? html`<p class="dim">${dropped} more steps were not recorded.</p>` : null}</section>`;
+}
+
 function tabsOf(rollout, ended) {
   const tabs = ended ? [["conversation", "Conversation"], ["tokens", "Tokens"], ["prompts", "Prompts"], ["subagents", "Sub-agents"]] : [];
   if (rollout.kind === "session") tabs.push(["session", "Session"]);
@@ -96,8 +113,7 @@ function Loaded({id, node, route}) {
   return html`<div class="rollout-page">
     <${Head} rollout=${rollout} summary=${summary} group=${group} />
     ${live ? html`<${Activity} activity=${activity.data} error=${activity.error} />` : null}
-    <div class="card">${model.lanes.length ? html`<${Timeline} model=${model} onBar=${openBar} />` : html`<p class="empty">Nothing has begun yet.</p>`}
-      ${steps.data?.dropped ? html`<p class="dim">${steps.data.dropped} more steps were not recorded.</p>` : null}</div>
+    <${Times} model=${model} onBar=${openBar} dropped=${steps.data?.dropped} />
     <div class="card trajectory">
       ${node === null ? null : html`<p class="node-notice">This is the trajectory of sub-agent ${node}. <a href=${href(`/rollouts/${segment(id)}`, {tab: "subagents"})}>All sub-agents</a>, or <a href=${href(`/rollouts/${segment(id)}`)}>the agent's own</a>.</p>`}
       <${Tabs} tabs=${tabs} current=${tab} onChange=${to} label="Views of the trajectory" />

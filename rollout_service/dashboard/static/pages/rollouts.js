@@ -4,7 +4,7 @@ import {count, seconds, ago, number} from "../lib/format.js";
 import {useKeys} from "../lib/keys.js";
 import {useSummaries} from "../lib/lists/summaries.js";
 import {useOverview} from "../lib/live.js";
-import {go, href, segment} from "../lib/router.js";
+import {go, href, parse, segment} from "../lib/router.js";
 import {VirtualRows} from "../lib/rows.js";
 import {Badge, Problem} from "../lib/widgets.js";
 import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "../lib/ui.js";
@@ -105,7 +105,8 @@ function useAnchor(box, rows) {
 
 export function Page({route}) {
   const filters = route.query;
-  const change = (values) => go("/rollouts", {...filters, ...values}, {replace: true});
+  // From the address as it is now: two fields may have changed since the last drawing.
+  const change = (values) => go("/rollouts", {...parse(location.hash).query, ...values}, {replace: true});
   const query = useMemo(() => asked(filters), [JSON.stringify(filters)]);
   const shown = useRef(0);
   const box = useRef(null);

@@ -89,8 +89,9 @@ export class Viewport {
   // Scrolls until the row is in sight, in the middle if it was not.
   reveal(index) {
     const first = this.first;
-    if (index >= first + 1 && index < first + this.visible - 2) return;
-    this.scrollTo(index - Math.floor(this.visible / 2));
+    if (index < first + 1 || index >= first + this.visible - 2) this.scrollTo(index - Math.floor(this.visible / 2));
+    const row = this.rows.get(index)?.getBoundingClientRect();
+    if (row && (row.top < 0 || row.bottom > innerHeight)) this.scroller.scrollIntoView({block: "nearest"});
   }
 
   scrollTo(index) {

@@ -1,11 +1,12 @@
 // The tokens of a trajectory: all of them, colored by what is asked about them, to search and to walk through.
-import {count} from "../../lib/format.js";
 import {useKeys} from "../../lib/keys.js";
 import {Problem} from "../../lib/widgets.js";
 import {colorings, legend} from "../../lib/tokens/colors.js";
 import {findText, segmentPlaces, step, turnPlaces, unlikelyPlaces} from "../../lib/tokens/find.js";
 import {Legend, Strip, TokenFacts, TokenLines, inSight, useLoaded} from "../../lib/tokens/view.js";
 import {html, useEffect, useMemo, useRef, useState} from "../../lib/ui.js";
+
+const whole = (value) => value.toLocaleString("en");
 
 // Return the token `by` places from here, within its segment.
 function beside(source, here, by) {
@@ -75,7 +76,7 @@ export function Tokens({source, marks = new Map(), startTurn = null}) {
       <span class="spacer"></span>
       <label class="filter">Search<input type="search" data-search="" value=${wanted} placeholder="/" onInput=${(event) => setWanted(event.currentTarget.value)}
         onKeyDown=${(event) => event.key === "Enter" && (event.preventDefault(), walk(event.currentTarget.value === wanted ? hits : findText(source, event.currentTarget.value), !event.shiftKey))} /></label>
-      <span class="dim" role="status">${wanted ? `${count(hits.length)} found` : loaded < source.total ? `${count(loaded)} of ${count(source.total)} tokens` : `${count(source.total)} tokens`}</span>
+      <span class="dim" role="status">${wanted ? `${whole(hits.length)} found` : loaded < source.total ? `${whole(loaded)} of ${whole(source.total)} tokens` : `${whole(source.total)} tokens`}</span>
       <button type="button" disabled=${!hits.length} onClick=${() => walk(hits, false)} aria-label="Previous match">↑</button>
       <button type="button" disabled=${!hits.length} onClick=${() => walk(hits, true)} aria-label="Next match">↓</button>
     </div>
