@@ -1,6 +1,12 @@
 // Long texts as rows of bounded width, so that a line of a megabyte is some thousand rows and not one.
 
+import {visible} from "../text.js";
+
 export const WIDTH = 160;
+
+// Return a text as one string, with the names of characters that cannot be seen in their place: for what has to be a
+// string, such as the label of a shape.
+export const flat = (text) => visible(text).map((part) => (typeof part === "string" ? part : part.mark)).join("");
 
 const isLow = (code) => code >= 0xdc00 && code <= 0xdfff;
 

@@ -2,6 +2,8 @@
 
 import {html, useEffect, useMemo, useRef, useState} from "../ui.js";
 import {seconds} from "../format.js";
+import {flat} from "../texts/rows.js";
+import {Visible} from "../widgets.js";
 import {TONES, ticks} from "./model.js";
 
 const ROW = 18;
@@ -44,8 +46,8 @@ export function barFacts(bar) {
 
 function Details({bar}) {
   if (!bar) return html`<p class="timeline-details dim" aria-live="polite">Point at a bar, or use the arrow keys: left and right go from bar to bar, + and − zoom.</p>`;
-  return html`<dl class="timeline-details" aria-live="polite"><div><dt class="bar-title"><bdi>${bar.title}</bdi></dt></div>
-    ${barFacts(bar).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd><bdi>${value}</bdi></dd></div>`)}</dl>`;
+  return html`<dl class="timeline-details" aria-live="polite"><div><dt class="bar-title"><bdi><${Visible} text=${bar.title} /></bdi></dt></div>
+    ${barFacts(bar).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd><bdi><${Visible} text=${value} /></bdi></dd></div>`)}</dl>`;
 }
 
 function placed(model) {
@@ -152,8 +154,9 @@ export function Timeline({model, onBar}) {
 
 function Bar({bar, x, width, chosen, onPoint, onChoose}) {
   const room = Math.floor((width - 6) / 6.2);
-  const label = bar.title.length <= room ? bar.title : room > 4 ? `${bar.title.slice(0, room - 1)}…` : "";
+  const title = flat(bar.title.slice(0, 200));
+  const label = title.length <= room ? title : room > 4 ? `${title.slice(0, room - 1)}…` : "";
   return html`<g class=${`tl-bar tone-${bar.tone} ${bar.error ? "failed" : ""} ${bar.open ? "open" : ""} ${chosen ? "chosen" : ""}`}
     onMouseOver=${onPoint} onClick=${onChoose} transform=${`translate(${x} ${bar.row * ROW})`}>
-    <title>${bar.title}</title><rect width=${width} height=${ROW - 3} rx="2" />${label ? html`<text x="4" y="11.5">${bar.error ? "✕ " : ""}${label}</text>` : null}</g>`;
+    <title>${title}</title><rect width=${width} height=${ROW - 3} rx="2" />${label ? html`<text x="4" y="11.5">${bar.error ? "✕ " : ""}${label}</text>` : null}</g>`;
 }

@@ -3,8 +3,8 @@ import {count, seconds} from "../../lib/format.js";
 import {useKeys} from "../../lib/keys.js";
 import {href} from "../../lib/router.js";
 import {LongText} from "../../lib/texts/view.js";
-import {occurrences} from "../../lib/texts/rows.js";
-import {Badge, Copy} from "../../lib/widgets.js";
+import {flat, occurrences} from "../../lib/texts/rows.js";
+import {Badge, Copy, Visible} from "../../lib/widgets.js";
 import {html, useEffect, useMemo, useRef, useState} from "../../lib/ui.js";
 import {toolSteps} from "./data.js";
 
@@ -66,10 +66,10 @@ const Time = ({step}) => step ? html`<span class="step-time" title=${`began ${st
 function Call({call, step, index, wanted, focus}) {
   const at = (name) => (focus?.field === `call ${index} ${name}` ? focus.at : null);
   return html`<div class=${`tool-call ${call.error ? "malformed" : ""}`}>
-    <div class="call-head"><span class="call-name mono">${call.name ?? "?"}</span> <span class="dim mono">${call.id}</span> <${Time} step=${step} />
+    <div class="call-head"><bdi class="call-name mono"><${Visible} text=${call.name ?? "?"} /></bdi> <bdi class="dim mono"><${Visible} text=${call.id} /></bdi> <${Time} step=${step} />
       ${call.error ? html` <${Badge} state="failed">malformed: ${call.error}<//>` : null}</div>
     ${call.arguments
-      ? argumentsOf(call).map(([name, text]) => html`<div class="call-argument" key=${name}><span class="dim mono">${name}</span><div class="mono argument-text"><${LongText} text=${text} wanted=${wanted} at=${at(name)} label=${`Argument ${name}`} /></div></div>`)
+      ? argumentsOf(call).map(([name, text]) => html`<div class="call-argument" key=${name}><bdi class="dim mono argument-name"><${Visible} text=${name} /></bdi><div class="mono argument-text"><${LongText} text=${text} wanted=${wanted} at=${at(name)} label=${`Argument ${flat(name)}`} /></div></div>`)
       : html`<div class="mono argument-text"><${LongText} text=${call.raw} wanted=${wanted} at=${at("raw")} label="The call as it was sampled" /></div>`}
   </div>`;
 }
@@ -81,7 +81,7 @@ function Message({entry, shown, wanted, focus, turnStep, mark, tokensLink}) {
   return html`<article class=${`message role-${role}`} id=${`message-${entry.index}`} data-role=${role} aria-label=${`${message.role}, message ${entry.index + 1}`}>
     <div class="message-side">
       <strong>${message.role}</strong>
-      ${message.name ? html`<span class="mono ellipsis">${message.name}</span>` : null}
+      ${message.name ? html`<span class="mono ellipsis"><${Visible} text=${message.name} /></span>` : null}
       ${turn === null ? null : html`<a href=${tokensLink(turn)} title="Its tokens">turn ${turn}</a>`}
       ${turnStep ? html`<span class="dim">${seconds(turnStep.seconds)}</span>${turnStep.detail.version === undefined ? null : html`<span class="dim">weights ${turnStep.detail.version}</span>`}` : null}
       <${Time} step=${step} />

@@ -71,7 +71,7 @@ export function Activity({activity, error}) {
   const waits = activity.waits;
   return html`<section class="activity card" aria-label="Now">
     <h2>Now <span class="dim">attempt ${activity.attempt} at node ${activity.node}${activity.stage ? `, in ${activity.stage}` : ""}</span></h2>
-    ${waits.length ? html`<ul>${waits.map((wait) => html`<li key=${`${wait.kind}${wait.lane}${wait.since}`}><strong>${words(wait.kind)}</strong> <bdi>${wait.name}</bdi> for ${seconds(wait.seconds)}
+    ${waits.length ? html`<ul>${waits.map((wait) => html`<li key=${`${wait.kind}${wait.lane}${wait.since}`}><strong>${words(wait.kind)}</strong> <bdi><${Visible} text=${wait.name} /></bdi> for ${seconds(wait.seconds)}
       ${wait.lane ? html` <span class="dim">lane ${wait.lane}</span>` : ""}
       ${wait.progress_seconds === null ? "" : html` <span class="dim">last progress ${seconds(wait.progress_seconds)} ago</span>`}</li>`)}</ul>`
       : html`<p class="dim">Nothing that is recorded: the service's own work.</p>`}

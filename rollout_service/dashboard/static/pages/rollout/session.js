@@ -2,7 +2,7 @@
 import {count, number, time} from "../../lib/format.js";
 import {href, segment} from "../../lib/router.js";
 import {LongText} from "../../lib/texts/view.js";
-import {Badge, Empty, Problem} from "../../lib/widgets.js";
+import {Badge, Empty, Problem, Visible} from "../../lib/widgets.js";
 import {html} from "../../lib/ui.js";
 import {useAnswer} from "./data.js";
 
@@ -37,7 +37,7 @@ export function Session({rollout}) {
   const asked = useAnswer(session && !own.length ? `v1/sessions/${segment(session.session_id)}` : null);
   const marks = own.length ? own : asked.data?.turns ?? [];
   return html`<section aria-label="Session">
-    ${session ? html`<dl class="facts"><div class="fact"><dt>session</dt><dd class="mono"><bdi>${session.session_id}</bdi></dd></div><div class="fact"><dt>part</dt><dd>${session.part}</dd></div>
+    ${session ? html`<dl class="facts"><div class="fact"><dt>session</dt><dd class="mono"><bdi><${Visible} text=${session.session_id} /></bdi></dd></div><div class="fact"><dt>part</dt><dd>${session.part}</dd></div>
       <div class="fact"><dt>user</dt><dd class="mono">${session.user}</dd></div><div class="fact"><dt>tenant</dt><dd>${session.tenant}</dd></div>
       <div class="fact"><dt>opened</dt><dd>${time(session.opened_at)}</dd></div><div class="fact"><dt>closed</dt><dd>${session.closed_at ? `${time(session.closed_at)}, ${words(session.closed_because ?? "")}` : "open"}</dd></div></dl>` : null}
     <${Problem} error=${asked.error} />

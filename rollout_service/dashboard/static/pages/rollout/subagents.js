@@ -41,7 +41,7 @@ function Node({node, depth, id, most}) {
   const {worked, engine, tools, queued} = node.seconds;
   return html`<tr class="node-row">
       <td><span class="node-name"><span class="node-indent" style=${{width: `${depth * 18}px`}}></span><button type="button" class="quiet" aria-expanded=${open ? "true" : "false"} aria-label=${`Prompt and result of sub-agent ${own}`} onClick=${() => setOpen(!open)}>${open ? "▾" : "▸"}</button>
-        <a href=${trajectory}>${own} <bdi>${node.agent}</bdi></a></span></td>
+        <a href=${trajectory}>${own} <bdi><${Visible} text=${node.agent} /></bdi></a></span></td>
       <td>${node.parent.turn} / ${node.parent.wave}</td>
       <td><${Badge} state=${node.valid ? "completed" : "failed"}>${node.valid ? "valid" : node.invalid_because?.replaceAll("_", " ") ?? "not valid"}<//>${node.duplicate ? html` <${Badge} state="paused">duplicate<//>` : ""}</td>
       <td class="number">${count(node.usage.turns)}</td><td class="number">${count(node.usage.sampled_tokens)}</td>
