@@ -58,7 +58,7 @@ function Facts({run}) {
   return html`<div class="grid">
     <${Card} title="Now" class="run-facts" actions=${html`<a href=${href("/rollouts", {run: run.run_id})}>Its rollouts</a>`}>
       <${States} run=${run} />
-      <dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl><//>
+      <dl class="fact-grid">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl><//>
     <${Dropped} run=${run} />
   </div>`;
 }

@@ -39,7 +39,7 @@ function Facts({session}) {
   if (session.closed_at) facts.push(["Closed", `${time(session.closed_at)}, ${session.closed_because ?? ""}`]);
   if (session.continues) facts.push(["Goes on from", linked(session.continues)]);
   if (session.group) facts.push(["Group", html`<span class="mono">${session.group}</span>`]);
-  return html`<${Card} title="Session"><dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+  return html`<${Card} title="Session"><dl class="fact-grid">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
     <${Reasons} counts=${counts} /><//>`;
 }
 

@@ -31,7 +31,7 @@ export function Page({route}) {
 function Funnel({counts}) {
   const figures = [["served", counts.served], ["recorded", counts.recorded], ["judged", counts.judged], ["delivered", counts.delivered],
     ["waiting", counts.waiting], ["dropped", dropped(counts)]];
-  return html`<${Card} title="Turns of all sessions" class="funnel"><dl class="facts">${figures.map(([name, number]) => html`<div key=${name}>
+  return html`<${Card} title="Turns of all sessions" class="funnel"><dl class="fact-grid">${figures.map(([name, number]) => html`<div key=${name}>
     <dt>${name}</dt><dd><strong>${count(number)}</strong></dd></div>`)}</dl>
     <${Reasons} counts=${counts} /><//>`;
 }
