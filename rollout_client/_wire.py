@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from api_schemas.rollouts import RolloutState as RolloutState
     from api_schemas.rollouts.steps import RolloutAttempts as RolloutAttempts
     from api_schemas.rollouts.steps import RolloutSteps as RolloutSteps
+    from api_schemas.rollouts.tokens import TokenRange as TokenRange
+    from api_schemas.rollouts.tokens import TrajectoryOutline as TrajectoryOutline
     from api_schemas.rollouts.trees import AgentNode as AgentNode
     from api_schemas.rollouts.trees import RolloutNodes as RolloutNodes
     from api_schemas.runs import BINARY_MEDIA_TYPE as BINARY_MEDIA_TYPE
@@ -98,6 +100,7 @@ else:
         "api_schemas.nodes": "NodeConcurrency NodePatch NodeView Readiness",
         "api_schemas.rollouts": "Rollout RolloutPage RolloutRequest RolloutState",
         "api_schemas.rollouts.steps": "RolloutAttempts RolloutSteps",
+        "api_schemas.rollouts.tokens": "TokenRange TrajectoryOutline",
         "api_schemas.rollouts.trees": "AgentNode RolloutNodes",
         "api_schemas.runs": (
             "BINARY_MEDIA_TYPE AppendTasks Batch BatchAnswer Group Run RunPage RunPatch RunRequest RunState"

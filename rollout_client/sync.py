@@ -308,6 +308,8 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     sandboxes = blocking(RolloutClient.sandboxes)
     nodes = blocking(RolloutClient.nodes)
     overview = blocking(RolloutClient.overview)
+    outline = blocking(RolloutClient.outline)
+    tokens = blocking(RolloutClient.tokens)
     hangs = blocking(RolloutClient.hangs)
     activity = blocking(RolloutClient.activity)
     drain_node = blocking(RolloutClient.drain_node)

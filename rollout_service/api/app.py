@@ -33,7 +33,7 @@ from rollout_service.api.routes import (
     sandboxes,
     sessions,
 )
-from rollout_service.api.routes.views import overview
+from rollout_service.api.routes.views import overview, trajectories
 from rollout_service.dashboard import routes as dashboard
 from rollout_service.errors import describe, root_cause
 from rollout_service.http import problems
@@ -64,6 +64,7 @@ MODULES = (
     canaries,
     sessions,
     overview,
+    trajectories,
 )
 """In the order in which their routes are matched: probes first, since matching is a large part of their cost."""
 

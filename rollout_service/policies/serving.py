@@ -393,6 +393,11 @@ class PolicyServing:
             raise NoBackendError(f"pool {pool!r} has no backend", hint="Register one with POST /v1/backends.")
         return served, self._pools[pool]
 
+    def renderer(self, pool: str) -> ChatRenderer | None:
+        """Return the chat format of a pool that is, or was, served here; None for others."""
+        served = self._served.get(pool)
+        return None if served is None else served.renderer
+
     def model(self, pool: str) -> str:
         """Return the model that a pool serves.
 

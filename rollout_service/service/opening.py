@@ -55,6 +55,7 @@ from rollout_service.service.parts import (
 )
 from rollout_service.service.service import Service, check_environment_here
 from rollout_service.service.stores import open_store
+from rollout_service.service.trajectories import TrajectoryViewer
 from rollout_service.settings import PipelineSettings, Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
@@ -170,6 +171,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             live=live,
             overview=OverviewFeed(overview.build),
             event_tail=EventTail(store),
+            trajectories=TrajectoryViewer(store, serving),
             hangs=hangs,
             metrics=metrics,
             run_service=run_service,

@@ -35,6 +35,7 @@ from rollout_service.service.events import EventTail
 from rollout_service.service.live import Live
 from rollout_service.service.membership import Suitability
 from rollout_service.service.overview import OverviewFeed
+from rollout_service.service.trajectories import TrajectoryViewer
 from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
@@ -62,6 +63,7 @@ class Service:
     live: Live
     overview: OverviewFeed
     event_tail: EventTail
+    trajectories: TrajectoryViewer
     hangs: HangWatch
     metrics: Metrics
     run_service: RunService

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from api_schemas.trajectories import Message, ToolCall
 from rollout_service.tokens import template_bridge
 from rollout_service.tokens.errors import RendererMismatchError, RenderError, UnknownRendererError
 from rollout_service.tokens.escaping import SpecialTokenEscaper
+from rollout_service.tokens.token_bytes import TokenBytes
 from rollout_service.tokens.tokenizer import (
     ChatTokenizer,
     TransformersTokenizer,
@@ -107,6 +108,11 @@ class ChatRenderer:
     def rereads_history(self) -> bool:
         """Whether each bridge costs as much as a render of the whole conversation."""
         return self.name == "default"
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes of every token, or None if they are not known. The first use takes a while: use a thread."""
+        return self._tokenizer.token_bytes()
 
     @classmethod
     def load(

@@ -17,6 +17,7 @@ import tokenizers
 
 from rollout_service.tokens.errors import TokenizerNotFoundError
 from rollout_service.tokens.escaping import MARK, SpecialTokenEscaper, pieces
+from rollout_service.tokens.token_bytes import TokenBytes
 
 _CACHED_TEXTS = 512
 _CACHED_CHARACTERS = 8192  # with the line above, about 10 MB at most
@@ -39,6 +40,10 @@ class ChatTokenizer(Protocol):
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
         """Return an escaper for all added tokens, or only for those that are marked as special."""
+        ...
+
+    def token_bytes(self) -> TokenBytes | None:
+        """Return the bytes of every token, or None if they are not known."""
         ...
 
 
@@ -98,6 +103,10 @@ class FastTokenizer:
             normalizer.normalize_str if normalizer is not None else None,
         )
 
+    def token_bytes(self) -> TokenBytes | None:
+        """Return the bytes of every token, or None if they are not known."""
+        return TokenBytes.of(self._backend)
+
     def _ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
         # The only way to encode that leaves out the offsets and releases the GIL.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -156,6 +165,10 @@ class TransformersTokenizer:
             return self._fast.escaper(special_only=special_only)
         added = self._inner.added_tokens_decoder.values()
         return SpecialTokenEscaper(token.content for token in added if token.special or not special_only)
+
+    def token_bytes(self) -> TokenBytes | None:
+        """Return the bytes of every token, or None if they are not known."""
+        return None if self._fast is None else self._fast.token_bytes()
 
     def template_text(self, messages: Sequence[Any], **options: Any) -> str:
         """Return a conversation as the model's template writes it.

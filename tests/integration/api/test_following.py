@@ -223,3 +223,57 @@ def leave(url: str, path: str, amount: int, *, reset: bool) -> None:
             got += len(part)
         if reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_a_trajectory_is_read_in_ranges_with_its_text(api: httpx.Client) -> None:
+    order(api, "to-look-at")
+    trajectory = api.get("/v1/rollouts/to-look-at/trajectory").json()
+    outline = api.get("/v1/rollouts/to-look-at/outline").json()
+    assert outline["has_text"]
+    assert [each["tokens"] for each in outline["segments"]] == [
+        len(each["token_ids"]) for each in trajectory["segments"]
+    ]
+    assert [turn["turn"] for turn in outline["segments"][0]["turns"]] == [0]
+    ids, text = trajectory["segments"][0]["token_ids"], ""
+    for start in range(0, len(ids), 100):
+        query = {"segment": 0, "start": start, "count": 100}
+        part = api.get("/v1/rollouts/to-look-at/tokens", params=query).json()
+        assert part["ids"] == ids[start : start + 100]
+        text += part["text"]
+    assert "Say 1." in text
+    assert "echo hello" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "field"),
+    [
+        ("/v1/rollouts/nobody/outline", 404, None),
+        ("/v1/rollouts/nobody/tokens", 404, None),
+        ("/v1/rollouts/looked-at/tokens?segment=7", 422, "query.segment"),
+        ("/v1/rollouts/looked-at/tokens?count=20001", 422, "query.count"),
+        ("/v1/rollouts/looked-at/tokens?start=-1", 422, "query.start"),
+        ("/v1/rollouts/looked-at/outline?node=3", 404, None),
+        ("/v1/rollouts/looked-at/tokens?node=0", 422, "query.node"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(
+    api: httpx.Client, path: str, status: int, field: str | None
+) -> None:
+    order(api, "looked-at")
+    answer = api.get(path)
+    assert answer.status_code == status, answer.text
+    problem = Problem.model_validate_json(answer.content)
+    assert [each.path for each in problem.errors] == ([field] if field else [])
+
+
+def test_large_answers_are_compressed_for_those_who_accept_it(api: httpx.Client) -> None:
+    order(api, "large")
+    path = "/v1/rollouts/large/tokens"
+    plain = api.get(path, headers={"Accept-Encoding": "identity"})
+    packed = api.get(path, headers={"Accept-Encoding": "br, gzip;q=0.5"})
+    refused = api.get(path, headers={"Accept-Encoding": "gzip;q=0"})
+    assert "content-encoding" not in plain.headers
+    assert packed.json() == plain.json() == refused.json()
+    large = len(plain.content) >= 4_096
+    assert packed.headers.get("content-encoding") == ("gzip" if large else None)
+    assert "content-encoding" not in refused.headers
