@@ -20,7 +20,7 @@ from api_schemas.views.summaries import SummaryOrder, SummaryPage
 
 LOOKED_AT = 50_000
 """The most records that one call looks at."""
-CLOCK_STEP_SECONDS = 3_600.0
+CLOCK_STEP_SECONDS = 300.0
 """By how much the clock may ever have been set back without hiding a rollout from a search by time."""
 
 

@@ -323,7 +323,7 @@ SETTINGS = settings(
 CALLS, SEARCHES = st.lists(steps(), min_size=5, max_size=40), st.lists(filters(), min_size=3, max_size=8)
 
 
-@settings(SETTINGS, max_examples=60)
+@settings(SETTINGS, max_examples=30)
 @given(calls=CALLS, searches=SEARCHES)
 def test_sqlite_lists_as_the_model_does(calls: list[Any], searches: list[SummaryFilter]) -> None:
     async def main() -> None:
@@ -335,7 +335,7 @@ def test_sqlite_lists_as_the_model_does(calls: list[Any], searches: list[Summary
 
 
 @pytest.mark.redis
-@settings(SETTINGS, max_examples=40)
+@settings(SETTINGS, max_examples=20)
 @given(calls=CALLS, searches=SEARCHES)
 def test_redis_lists_as_the_model_does(
     shared_redis: RedisServer, calls: list[Any], searches: list[SummaryFilter]
