@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -18,9 +19,14 @@ PATIENCE = 60_000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("service")
-    with scripted_engine(folder, delay=0.3) as engine, service(folder, engine.url, turns=3) as started:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with scripted_engine(tmp_path_factory.mktemp("engine"), delay=0.3) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(engine: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with service(tmp_path_factory.mktemp("service"), engine.url, turns=3) as started:
         yield started
 
 
@@ -115,6 +121,31 @@ async def test_all_rollouts_are_aborted_at_once(page: Page, server: Running, htt
         await expect(abort).to_be_disabled(timeout=PATIENCE)
     finally:
         await post(http, "/v1/resume", {})
+
+
+async def test_an_engine_that_hangs_is_named_with_its_rollouts(
+    page: Page, engine: Running, server: Running, http: httpx.AsyncClient
+) -> None:
+    await page.goto(server.url)
+    await expect(page.get_by_role("status")).to_have_text("Live")
+    engine.stop(signal.SIGSTOP)
+    try:
+        await submit(http, 2)
+        banner = page.get_by_role("alert")
+        await expect(banner).to_contain_text("stuck", timeout=PATIENCE)
+        await banner.get_by_role("link", name="What hangs").click()
+        # On a busy machine, the event loop may be a finding of its own.
+        finding = page.locator(".finding", has_text="engine in rollout")
+        await expect(finding.locator(".waiting a")).to_have_count(2, timeout=PATIENCE)
+        await expect(finding).to_contain_text("Where it waits")
+        await finding.get_by_role("button", name="What").first.click()
+        await expect(finding).to_contain_text("attempt 1")
+    finally:
+        engine.stop(signal.SIGCONT)
+    await expect(page.get_by_text("Nothing takes longer than its history says.")).to_be_visible(
+        timeout=PATIENCE
+    )
+    await expect(page.get_by_role("alert")).to_have_count(0)
 
 
 async def test_a_proxy_that_takes_its_prefix_away_needs_no_setting(page: Page, server: Running) -> None:
