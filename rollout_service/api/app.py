@@ -41,6 +41,7 @@ from rollout_service.http.access_log import AccessLogMiddleware
 from rollout_service.http.allowed_hosts import AllowedHosts
 from rollout_service.http.host_middleware import HostMiddleware
 from rollout_service.http.keyring import Keyring
+from rollout_service.http.path_prefix import PathPrefixMiddleware
 from rollout_service.http.shutdown_middleware import ShutdownMiddleware
 from rollout_service.live.serving.app import SessionCalls
 from rollout_service.pipeline.pipeline import Pipeline
@@ -109,6 +110,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
         openapi_url=None,  # `pages` serves it, with a page that works offline
         generate_unique_id_function=lambda route: route.name,
         middleware=[
+            Middleware(PathPrefixMiddleware, prefix=settings.path_prefix),
             Middleware(AccessLogMiddleware),
             Middleware(RequestMetricsMiddleware, metrics=metrics),
             Middleware(ShutdownMiddleware, shutdown=ending),
@@ -126,7 +128,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
     for module in MODULES:
         app.include_router(module.router)
     app.state.routes = [route for module in MODULES for route in module.router.routes]
-    pages.install(app, keyed=settings.is_keyed)
+    pages.install(app, keyed=settings.is_keyed, prefix=settings.path_prefix)
     dashboard.install(app)
     return app
 

@@ -293,6 +293,9 @@ class Settings(BaseSettings):
     """Host names that requests may use for this server; `*.NAME` allows all subdomains. Left out, a server with keys
     answers to any name, and one without keys to the names of this machine. Web pages of a listed name may send
     changes."""
+    path_prefix: str = Field("", pattern=r"^(/[A-Za-z0-9._~-]+)*$")
+    """The prefix that a proxy leaves on the paths of requests, such as `/node/HOST/8080`. Requests without it are
+    answered too, so a proxy that takes its prefix off needs no setting."""
     tls_certificate: Path | None = None
     """A PEM file with the server's certificate and its chain. If set, the API is served over HTTPS; a renewed file is
     used for new connections without a restart."""

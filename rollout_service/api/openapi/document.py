@@ -78,14 +78,15 @@ TAGS = {
 }
 
 
-def build(app: FastAPI, *, keyed: bool) -> Document:
-    """Return the document of an app; `keyed` says whether the app requires a key."""
+def build(app: FastAPI, *, keyed: bool, prefix: str = "") -> Document:
+    """Return the document of an app; `keyed` says whether it requires a key, and `prefix` where a proxy has it."""
     document = get_openapi(
         title=app.title,
         version=app.version,
         summary=app.summary,
         description=DESCRIPTION,
         routes=app.routes,
+        servers=[{"url": prefix}] if prefix else None,
         tags=[{"name": name, "description": text} for name, text in TAGS.items()],
     )
     components = document.setdefault("components", {})

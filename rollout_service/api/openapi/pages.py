@@ -62,12 +62,12 @@ SwaggerUIBundle({
 """
 
 
-def install(app: FastAPI, *, keyed: bool) -> None:
+def install(app: FastAPI, *, keyed: bool, prefix: str = "") -> None:
     """Add the document and its page to an app that has all its routes."""
 
     @cache
     def document() -> bytes:
-        return json.dumps(build(app, keyed=keyed), ensure_ascii=False).encode()
+        return json.dumps(build(app, keyed=keyed, prefix=prefix), ensure_ascii=False).encode()
 
     def openapi(_: Request) -> Response:  # not a coroutine: building takes a while, so it runs in a thread
         return Response(document(), media_type="application/json")
