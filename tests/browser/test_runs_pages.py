@@ -6,6 +6,7 @@ import re
 
 import pytest
 from playwright.async_api import Browser, Page, expect
+from starlette.requests import Request
 
 from api_schemas.runs import RunState
 from api_schemas.runs.history import GroupPage
@@ -97,14 +98,21 @@ async def test_plots_follow_the_colors_and_the_width_of_the_page(page: Page, run
     assert await page.evaluate("document.documentElement.scrollWidth") <= 700
 
 
+def two_pages(request: Request) -> GroupPage:
+    if request.query_params.get("cursor") == "next":
+        return canned_runs.groups(newest=2_013, cursor=None)
+    return canned_runs.groups()
+
+
 async def test_groups_are_drawn_as_far_as_they_can_be_seen_and_fetched_as_one_scrolls(
     page: Page, runs: FakeService
 ) -> None:
+    del runs.answers[f"GET {RUN}/groups"]
+    runs.handlers[f"GET {RUN}/groups"] = two_pages
     await open_run(page, runs)
     groups = page.get_by_role("list", name="Groups, the newest first")
     await expect(groups.get_by_role("listitem").first).to_contain_text("2113")
     assert await groups.get_by_role("listitem").count() < 40
-    runs.answer(f"GET {RUN}/groups", canned_runs.groups(newest=2_013, cursor=None))
     await groups.evaluate("(element) => (element.scrollTop = 60 * 30)")
     await expect(groups.get_by_role("listitem").first).to_have_attribute("aria-setsize", "200")
     assert any("cursor=next" in path for _, path, _ in runs.requests)
@@ -125,11 +133,33 @@ async def test_groups_are_filtered_by_state_and_reason(page: Page, runs: FakeSer
     await page.get_by_label("State").select_option("dropped")
     await expect(page).to_have_url(re.compile("state=dropped"))
     assert any("state=dropped" in path for _, path, _ in runs.requests)
+    filled = canned_runs.groups(cursor=None)
+    runs.answer(f"GET {RUN}/groups", GroupPage(groups=[]))
     await page.get_by_role("combobox", name="Reason").select_option("stale")
-    await expect(page.get_by_role("list", name="Groups, the newest first")).to_have_count(0)
+    await expect(page.get_by_text("No group was dropped for stale.")).to_be_visible()
+    assert any("state=dropped&reason=stale" in path for _, path, _ in runs.requests)
+    runs.answer(f"GET {RUN}/groups", GroupPage(groups=[one for one in filled.groups if one.reason]))
     await page.get_by_role("combobox", name="Reason").select_option("zero_variance")
     rows = page.get_by_role("list", name="Groups, the newest first").get_by_role("listitem")
     await expect(rows.first).to_contain_text("zero_variance")
+
+
+async def test_groups_are_found_behind_pages_without_any(page: Page, runs: FakeService) -> None:
+    runs.answer(f"GET {RUN}/groups", GroupPage(groups=[], next_cursor="on"))
+    await open_run(page, runs, "?state=ready")
+    await expect(page.get_by_text("Loading")).to_be_visible()
+    runs.answer(f"GET {RUN}/groups", canned_runs.groups(count=1, cursor=None))
+    rows = page.get_by_role("list", name="Groups, the newest first").get_by_role("listitem")
+    await expect(rows).to_have_count(1)
+    assert any("cursor=on" in path for _, path, _ in runs.requests)
+
+
+async def test_a_group_whose_rollouts_are_deleted_says_so(page: Page, runs: FakeService) -> None:
+    bare = canned_runs.groups(count=1).groups[0].model_copy(update={"samples": []})
+    runs.answer(f"GET {RUN}/groups", GroupPage(groups=[bare]))
+    await open_run(page, runs)
+    await expect(page.get_by_role("listitem").filter(has_text="2113")).to_contain_text("deleted")
+    await expect(page.get_by_role("link", name="Compare group 2113")).to_have_count(0)
 
 
 async def test_a_group_that_changes_is_drawn_anew(page: Page, runs: FakeService) -> None:

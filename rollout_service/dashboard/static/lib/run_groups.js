@@ -12,9 +12,8 @@ const REFRESH_EVERY = 2000;
 const STATES = ["open", "ready", "batched", "acknowledged", "dropped"];
 
 export function Groups({run, state, reason}) {
-  const {groups, more, done, error, loading} = useGroups(run.run_id, state);
-  const shown = useMemo(() => (reason ? groups.filter((group) => group.reason === reason) : groups), [groups, reason]);
-  const scale = useMemo(() => rewards(shown), [shown]);
+  const {groups, more, done, error} = useGroups(run.run_id, state, reason);
+  const scale = useMemo(() => rewards(groups), [groups]);
   const filter = (query) => go(`/runs/${segment(run.run_id)}`, query, {replace: true});
   const reasons = Object.keys(run.counts.dropped).sort();
   return html`<${Card} title="Groups" class="run-groups" actions=${html`
@@ -25,11 +24,11 @@ export function Groups({run, state, reason}) {
     <${Problem} error=${error} />
     <div class="group-row group-head" aria-hidden="true"><span class="number">Group</span><span>State</span><span>Rewards of the samples</span>
       <span class="number">Mean</span><span class="number">Spread</span><span class="number">Batch</span><span>Closed</span><span></span></div>
-    ${shown.length ? html`<${VirtualRows} count=${shown.length} rowHeight=${30} height="420px" label="Groups, the newest first"
-        onOpen=${(index) => go("/compare", {ids: ids(shown[index])})} onRange=${(_, last) => last > shown.length - PAGE / 2 && more()}
-        render=${(index) => html`<${Group} group=${shown[index]} scale=${scale} />`} />` : null}
-    ${!shown.length && !loading && (done || !reason) ? html`<${Empty}>${state ? `No group is ${state}.` : "No group has begun."}<//>` : null}
-    ${!shown.length && (loading || (!done && reason)) ? html`<${Empty}>Loading<//>` : null}
+    ${groups.length ? html`<${VirtualRows} count=${groups.length} rowHeight=${30} height="420px" label="Groups, the newest first"
+        onOpen=${(index) => go("/compare", {ids: ids(groups[index])})} onRange=${(_, last) => last > groups.length - PAGE / 2 && more()}
+        render=${(index) => html`<${Group} group=${groups[index]} scale=${scale} />`} />` : null}
+    ${groups.length || error ? null : !done ? html`<${Empty}>Loading<//>`
+      : html`<${Empty}>${reason ? `No group was dropped for ${reason}.` : state ? `No group is ${state}.` : "No group has begun."}<//>`}
   <//>`;
 }
 
@@ -39,7 +38,7 @@ function Group({group, scale}) {
   return html`<div class="group-row">
     <span class="number mono">${group.number}</span>
     <span class="ellipsis"><${Badge} state=${group.state} />${group.reason ? html` <span class="dim"><${Visible} text=${group.reason} /></span>` : null}</span>
-    <span class="group-samples">${group.samples.map((sample) => html`<${Sample} key=${sample.sample} sample=${sample} scale=${scale} />`)}</span>
+    <span class="group-samples">${!group.samples.length ? html`<span class="dim">deleted</span>` : group.samples.map((sample) => html`<${Sample} key=${sample.sample} sample=${sample} scale=${scale} />`)}</span>
     <span class="number mono">${number(group.reward_mean)}</span>
     <span class="number mono">${number(group.reward_std)}</span>
     <span class="number mono">${group.batch ?? ""}</span>
@@ -73,20 +72,23 @@ function rewards(groups) {
   return {low, high};
 }
 
-// Return {groups, more, done, error, loading}; `more` fetches the next page.
-function useGroups(runId, state) {
-  const key = `${runId} ${state}`;
-  const [held, setHeld] = useState({key, groups: new Map(), cursor: null, done: false, error: null, loading: true});
+const NOTHING = {groups: new Map(), cursor: null, done: false, error: null};
+
+// Return {groups, more, done, error}; `more` fetches the next page.
+function useGroups(runId, state, reason) {
+  const key = `${runId} ${state} ${reason}`;
+  const [held, setHeld] = useState({key, ...NOTHING});
   const busy = useRef(false);
   const seen = useRef(-1);
   const now = useOverview();
-  const current = held.key === key ? held : {key, groups: new Map(), cursor: null, done: false, error: null, loading: true};
+  const current = held.key === key ? held : {key, ...NOTHING};
   const latest = useRef(current);
   latest.current = current;
 
   const fetchPage = async (cursor, aborted) => {
-    const query = new URLSearchParams({limit: PAGE, order: "desc"});
+    const query = new URLSearchParams({limit: PAGE, order: "newest"});
     if (state) query.set("state", state);
+    if (reason) query.set("reason", reason);
     if (cursor) query.set("cursor", cursor);
     busy.current = true;
     try {
@@ -94,20 +96,24 @@ function useGroups(runId, state) {
       if (aborted?.aborted) return;
       const old = latest.current;
       // The first page again: what it has is newer, and what is no longer in it, though it would be, has changed its state.
-      const groups = new Map(old.groups);
+      const whole = !cursor && !page.next_cursor;
+      const groups = new Map(whole ? [] : old.groups);
       if (!cursor && page.groups.length) {
         const last = page.groups.at(-1).number;
         for (const known of groups.keys()) if (known >= last) groups.delete(known);
       }
       for (const group of page.groups) groups.set(group.number, group);
-      const first = !cursor && old.groups.size > 0;
-      setHeld({key, groups, error: null, loading: false,
-        cursor: first ? old.cursor : page.next_cursor ?? null, done: first ? old.done : !page.next_cursor});
+      const again = !cursor && !whole && old.groups.size > 0;
+      setHeld({key, groups, error: null, cursor: again ? old.cursor : page.next_cursor ?? null, done: again ? old.done : !page.next_cursor});
     } catch (error) {
-      if (!aborted?.aborted) setHeld({...latest.current, error, loading: false});
+      if (!aborted?.aborted) setHeld({...latest.current, error});
     } finally {
       busy.current = false;
     }
+  };
+
+  const more = () => {
+    if (!busy.current && !current.done && current.cursor) fetchPage(current.cursor);
   };
 
   useEffect(() => {
@@ -126,10 +132,11 @@ function useGroups(runId, state) {
   }, [key]);
   const happened = useRef(0);
   happened.current = now?.last_event ?? 0;
+  // A page may be short, or even empty, although more groups match.
+  useEffect(() => {
+    if (current.cursor && current.groups.size < PAGE / 2) more();
+  }, [current.cursor]);
 
-  const more = () => {
-    if (!busy.current && !current.done && current.cursor) fetchPage(current.cursor);
-  };
   const groups = useMemo(() => [...current.groups.values()].sort((a, b) => b.number - a.number), [current.groups]);
   return {...current, groups, more};
 }
