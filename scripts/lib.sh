@@ -387,3 +387,8 @@ ensure_slurm() {
     [[ -f $cache/slurm/.installed ]] && "$root/scripts/install-slurm" >/dev/null && return
     step "unpack Slurm" "$root/scripts/install-slurm"
 }
+
+ensure_prometheus() {
+    "$root/scripts/install-prometheus" >/dev/null 2>&1 && return
+    step "unpack Prometheus" "$root/scripts/install-prometheus"
+}

@@ -44,7 +44,9 @@ class Api:
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = tmp_path_factory.mktemp("runs")
     with scripted_engine(folder, delay=0.01) as engine, service(folder, engine.url, CONFIG) as running:
-        yield Api(running.url)
+        api = Api(running.url)
+        with api.client:
+            yield api
 
 
 async def open_run(page: Page, api: Api, name: str, role: str) -> None:
@@ -67,9 +69,8 @@ async def test_a_run_fills_while_one_looks_at_it(page: Page, api: Api) -> None:
     await expect(rows.first.get_by_role("link", name="Sample 0: completed, reward 1")).to_be_visible(
         timeout=60_000
     )
-    shown = await page.locator(".run-states").inner_text()
-    counts = api.client.get("/v1/runs/grows").json()["counts"]
-    assert f"{counts['ready']} ready" in " ".join(shown.split())
+    await expect(page.locator(".run-states a").nth(1)).to_have_text("3 ready", timeout=60_000)
+    assert api.client.get("/v1/runs/grows").json()["counts"]["ready"] == 3
 
 
 async def test_a_run_is_paused_resumed_and_ended_with_a_key_that_may_submit(page: Page, api: Api) -> None:

@@ -31,6 +31,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
         "install-apptainer",
         "install-harbor",
         "install-lightning",
+        "install-prometheus",
         "install-redis",
         "install-sglang",
         "install-sglang-router",
