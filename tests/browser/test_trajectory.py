@@ -182,6 +182,7 @@ async def test_kinds_of_messages_can_be_left_out(page: Page, fake: FakeService) 
 
 async def test_a_conversation_is_searched_with_the_keyboard(page: Page, fake: FakeService) -> None:
     await opened(page, fake)
+    await expect(page.locator(".message").first).to_be_visible()
     await page.keyboard.press("/")
     await page.keyboard.type("PARSE")
     status = page.locator(".conversation").get_by_role("status")

@@ -26,7 +26,7 @@ export function firstDifference(a, b) {
 
 function Column({id, other, side}) {
   const {data: rollout, error} = useAnswer(pathOf(id));
-  const summary = useSummary(id, false);
+  const summary = useSummary(rollout);
   const group = useGroup(summary);
   const to = (next) => href("/compare", {ids: side === 0 ? `${next},${other}` : `${other},${next}`});
   if (error) return html`<${Problem} error=${error} />`;

@@ -99,7 +99,7 @@ function Loaded({id, node, route}) {
   const live = rollout !== null && !ended;
   const steps = useAnswer(rollout ? pathOf(id, "/steps") : null, live);
   const activity = useAnswer(live ? pathOf(id, "/activity") : null, live);
-  const summary = useSummary(id, live);
+  const summary = useSummary(rollout);
   const group = useGroup(summary);
   const marks = useMemo(() => marksOf(rollout?.turn_marks), [rollout]);
   const model = useMemo(() => rollout && timelineOf(rollout, steps.data?.steps ?? [], live ? activity.data : null), [rollout, steps.data, activity.data]);

@@ -37,8 +37,8 @@ export function shareOf(source, place) {
 
 const color = (style, name) => style.getPropertyValue(name).trim() || "gray";
 
-// Draws the strip; `[from, to]` is what is in sight, as shares.
-export function drawStrip(canvas, source, from, to) {
+// Draws the strip of what is loaded so far.
+export function drawStrip(canvas, source) {
   const ratio = globalThis.devicePixelRatio || 1;
   const width = Math.max(1, Math.round(canvas.clientWidth * ratio));
   const height = Math.max(1, Math.round(canvas.clientHeight * ratio));
@@ -55,9 +55,6 @@ export function drawStrip(canvas, source, from, to) {
     pen.fillRect(x, height - depth * height, 1, depth * height);
   });
   drawSegments(pen, source, width, height, color(style, "--text"));
-  pen.strokeStyle = color(style, "--text");
-  pen.lineWidth = ratio;
-  pen.strokeRect(from * width + 0.5, 0.5, Math.max(3, (to - from) * width) - 1, height - 1);
 }
 
 function drawTurns(pen, source, width, height, fill) {

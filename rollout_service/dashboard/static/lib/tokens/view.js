@@ -49,16 +49,31 @@ export function TokenLines({source, loaded, way = "mask", folded = false, hits, 
     onScroll=${onScroll} data-way=${way}></div>`;
 }
 
-// The strip; a click, or the arrow keys, go to that part of the trajectory.
-export function Strip({source, loaded, view, onGo}) {
+// The strip; a click, or the arrow keys, go to that part of the trajectory. `show` is a ref that gets a function which
+// marks what is in sight, as shares: it is called in each frame of a scroll, and draws nothing anew.
+export function Strip({source, loaded, show, onGo}) {
+  const box = useRef(null);
   const canvas = useRef(null);
+  const view = useRef([0, 0]);
   useEffect(() => {
-    const draw = () => drawStrip(canvas.current, source, view[0], view[1]);
+    const sight = box.current.lastElementChild;
+    show.current = (from, to) => {
+      view.current = [from, to];
+      sight.style.left = `${100 * from}%`;
+      sight.style.width = `${100 * Math.max(0.002, to - from)}%`;
+      box.current.setAttribute("aria-valuenow", String(Math.round(100 * from)));
+    };
+    return () => (show.current = null);
+  }, []);
+  useEffect(() => {
+    const draw = () => drawStrip(canvas.current, source);
     draw();
     const observer = new ResizeObserver(draw);
     observer.observe(canvas.current);
-    return () => observer.disconnect();
-  }, [source, loaded, view[0], view[1]]);
+    const themes = new MutationObserver(draw);
+    themes.observe(document.documentElement, {attributeFilter: ["data-theme"]});
+    return () => (observer.disconnect(), themes.disconnect());
+  }, [source, loaded]);
   const go = (share) => {
     const place = placeAt(source, share);
     if (place) onGo(place);
@@ -67,12 +82,15 @@ export function Strip({source, loaded, view, onGo}) {
     const way = {ArrowLeft: -0.02, ArrowRight: 0.02, PageUp: -0.1, PageDown: 0.1}[event.key];
     if (way === undefined) return;
     event.preventDefault();
-    go(view[0] + way);
+    go(view.current[0] + way);
   };
-  return html`<canvas class="token-strip" ref=${canvas} role="slider" tabindex="0" aria-label="Position in the trajectory"
-    aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(view[0] * 100)} onKeyDown=${onKey}
-    title="The least likely token at each place; click to go there"
-    onClick=${(event) => go(event.offsetX / event.currentTarget.clientWidth)}></canvas>`;
+  const onClick = (event) => {
+    const {left, width} = box.current.getBoundingClientRect();
+    go((event.clientX - left) / width);
+  };
+  return html`<div class="token-strip" ref=${box} role="slider" tabindex="0" aria-label="Position in the trajectory"
+    aria-valuemin="0" aria-valuemax="100" aria-valuenow="0" title="The least likely token at each place; click to go there"
+    onKeyDown=${onKey} onClick=${onClick}><canvas ref=${canvas}></canvas><div class="strip-sight"></div></div>`;
 }
 
 // The part of the strip that a pane shows.

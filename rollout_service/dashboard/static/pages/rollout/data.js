@@ -34,10 +34,13 @@ export function useAnswer(path, live = false) {
   return {...state, loading: false};
 }
 
-// Return the row of a rollout in lists, which has its run and group, or null.
-export function useSummary(id, live) {
-  const {data} = useAnswer(`v1/summaries?text=${encodeURIComponent(id)}&limit=20`, live);
-  return data?.rows.find((row) => row.rollout_id === id) ?? null;
+// Return the row of a rollout in lists, which has its run and group, or null. Its time narrows down which of the ids that
+// begin with the same text are meant.
+export function useSummary(rollout) {
+  const beside = (by) => new Date(Date.parse(rollout.created_at) + by).toISOString();
+  const path = rollout && `v1/summaries?${new URLSearchParams({text: rollout.rollout_id, since: beside(-1), until: beside(2), limit: 100})}`;
+  const {data} = useAnswer(path);
+  return data?.rows.find((row) => row.rollout_id === rollout.rollout_id) ?? null;
 }
 
 // Return the samples of a group as rows, or an empty list.

@@ -28,7 +28,7 @@ export function Tokens({source, marks = new Map(), startTurn = null}) {
   const [folded, setFolded] = useState(false);
   const [wanted, setWanted] = useState("");
   const [here, setHere] = useState(null);
-  const [view, setView] = useState([0, 0]);
+  const strip = useRef(null);
   const pane = useRef(null);
   const frame = useRef(0);
   const hits = useMemo(() => findText(source, wanted), [source, wanted, loaded]);
@@ -37,7 +37,7 @@ export function Tokens({source, marks = new Map(), startTurn = null}) {
   const segments = useMemo(() => segmentPlaces(source), [source]);
   const look = () => {
     cancelAnimationFrame(frame.current);
-    frame.current = requestAnimationFrame(() => pane.current && setView(inSight(pane.current)));
+    frame.current = requestAnimationFrame(() => pane.current && strip.current?.(...inSight(pane.current)));
   };
   const reveal = (place) => {
     if (!place || !pane.current || place.token >= source.segments[place.segment].loaded) return false;
@@ -82,7 +82,7 @@ export function Tokens({source, marks = new Map(), startTurn = null}) {
     </div>
     <${Problem} error=${problem} />
     ${source.outline.has_text ? null : html`<p class="dim">The tokenizer of this pool is not known to this service, so tokens are shown as ids.</p>`}
-    <${Strip} source=${source} loaded=${loaded} view=${view} onGo=${reveal} />
+    <${Strip} source=${source} loaded=${loaded} show=${strip} onGo=${reveal} />
     <${TokenLines} source=${source} loaded=${loaded} way=${way} folded=${folded} hits=${hits} marks=${marks} here=${here} onHere=${setHere} pane=${pane} onScroll=${look} />
     <${TokenFacts} source=${source} place=${here} mark=${marks.get(turnOf(source, here))} />
   </section>`;

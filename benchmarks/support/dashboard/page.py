@@ -1,0 +1,192 @@
+"""Measure how fast a trajectory of 100,000 tokens is on the screen, and how smoothly it scrolls.
+
+Run: python benchmarks/support/dashboard/page.py [--tokens N]
+
+A real service in a process of its own serves the page, and the trajectory from its store; a real headless Chromium with
+software rendering looks at it, at 1280x800. The tokens are those of a byte-level tokenizer with 512 entries, so a line
+holds up to 160 of them, several times as many as with a usual vocabulary.
+
+`first_paint_ms` is the median of several visits, each in a new context without a cache: from the navigation
+to the first frame in which lines of tokens are in the document, by the browser's own clock, with all
+requests. `loaded_ms` goes on until the last token has come. `scroll_fps` scrolls through the whole trajectory
+by the same distance in each frame, and is one over the median time between frames, as `requestAnimationFrame`
+gives it; a headless browser has no more than 60. `scroll_fps_worst` is that of the slowest twentieth of the
+frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+import anyio
+from playwright.async_api import Browser, Page, expect
+
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason, Usage
+from api_schemas.tasks import Task
+from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from rollout_service.cli.server_child import stop
+from rollout_service.store.sqlite import SqliteStore
+from sandboxes.host.children import start_process
+from tests.support.browser.watched_page import chromium, watched_page
+
+TOKENS = 100_000
+TURNS = 100
+ALL_THERE = re.compile(r"^[\d,]+ tokens$")
+LOAD_MS = 60_000
+VISITS = 5
+VOCABULARY = 256
+START_SECONDS = 120.0
+VIEW = {"width": 1280, "height": 800}
+ROLLOUT_ID = "long"
+
+WATCH = """
+window.measured = {shown: null, loaded: null};
+const look = () => {
+  if (measured.shown === null && document.querySelector(".token-line .t")) measured.shown = performance.now();
+  const status = document.querySelector(".tokens [role=status]")?.textContent ?? "";
+  if (/^[0-9,]+ tokens$/.test(status)) measured.loaded = performance.now();
+  else requestAnimationFrame(look);
+};
+requestAnimationFrame(look);
+"""
+"""Runs before the page's own scripts. A frame that follows the lines' arrival in the document paints them."""
+
+SCROLL = """
+(frames) => new Promise((done) => {
+  const box = document.querySelector(".token-lines");
+  const whole = box.scrollHeight - box.clientHeight;
+  const times = [];
+  let frame = 0;
+  const move = (now) => {
+    times.push(now);
+    box.scrollTop = (whole * frame) / frames;
+    frame += 1;
+    if (frame <= frames) requestAnimationFrame(move);
+    else done(times);
+  };
+  requestAnimationFrame(move);
+})
+"""
+FRAMES = 600
+
+
+def trajectory(tokens: int) -> Trajectory:
+    """Return a trajectory of one segment, half of whose tokens are sampled, in a hundred turns."""
+    chance = random.Random(7)
+    each = tokens // (2 * TURNS)
+    sampled = [at // each % 2 == 1 for at in range(tokens)]
+    segment = Segment(
+        token_ids=[chance.randrange(VOCABULARY) for _ in range(tokens)],
+        loss_mask=[int(on) for on in sampled],
+        logprobs=[-chance.expovariate(2.0) if on else 0.0 for on in sampled],
+        versions=[at // (tokens // 4) if on else -1 for at, on in enumerate(sampled)],
+        turn_ids=[min(at // (2 * each), TURNS - 1) if on else -1 for at, on in enumerate(sampled)],
+        fork_reason=ForkReason.FIRST,
+    )
+    return Trajectory(
+        segments=[segment],
+        messages=[Message(role="user", content="A long task."), Message(role="assistant", content="Done.")],
+        finish_reasons=[FinishReason.STOP] * TURNS,
+        fork_counts={ForkReason.FIRST: 1},
+    )
+
+
+async def fill(path: Path, tokens: int) -> None:
+    """Write a store with one rollout that has ended."""
+    task = Task(environment="calc")
+    rollout = Rollout(
+        rollout_id=ROLLOUT_ID,
+        state=RolloutState.COMPLETED,
+        task=task,
+        pool="policy",
+        attempt=1,
+        reward=1.0,
+        stop_reason=StopReason.FINISHED,
+        usage=Usage(turns=TURNS, sampled_tokens=tokens // 2),
+        created_at=datetime.now(UTC),
+        finished_at=datetime.now(UTC),
+        trajectory=trajectory(tokens),
+    )
+    async with await SqliteStore.open(path) as store:
+        await store.submit(RolloutRequest(rollout_id=ROLLOUT_ID, task=task))
+        [lease] = await store.claim("w", limit=1, lease_seconds=100)
+        assert await store.finish(lease, "w", rollout)
+
+
+@asynccontextmanager
+async def served(state_dir: Path) -> AsyncIterator[str]:
+    """Serve the state folder, with the embedded engine's tokenizer, from a process of its own; yield the address."""
+    address, log = state_dir / "address", state_dir / "log"
+    flags = ["--engine", "embedded", "--sandbox", "local", "--port", "0", "--port-file", str(address)]
+    command = [sys.executable, "-m", "rollout_service.cli", "serve", "--state-dir", str(state_dir), *flags]
+    with log.open("wb") as output:
+        process = await start_process(command, stdout=output, stderr=output, new_session=True)
+    try:
+        with anyio.fail_after(START_SECONDS):
+            while not address.exists() or "startup complete" not in log.read_text():
+                if process.returncode is not None:
+                    raise RuntimeError(f"the service ended: {log.read_text()[-2_000:]}")
+                await anyio.sleep(0.05)
+        yield address.read_text().strip().rstrip("/")
+    finally:
+        await stop(process)
+
+
+@asynccontextmanager
+async def opened(browser: Browser, address: str) -> AsyncIterator[Page]:
+    """Open the tokens in a new context, and wait until all of them are there."""
+    async with watched_page(browser, viewport=VIEW) as (page, notes):
+        notes.expected_statuses = {404}
+        await page.add_init_script(WATCH)
+        await page.goto(f"{address}/#/rollouts/{ROLLOUT_ID}?tab=tokens")
+        await expect(page.locator(".tokens [role=status]")).to_have_text(ALL_THERE, timeout=LOAD_MS)
+        yield page
+
+
+async def visit(browser: Browser, address: str) -> dict[str, float]:
+    """Return when the tokens were shown and all there, in milliseconds."""
+    async with opened(browser, address) as page:
+        return dict(await page.evaluate("measured"))
+
+
+async def scroll(browser: Browser, address: str) -> list[float]:
+    """Scroll through all tokens; return the seconds between frames."""
+    async with opened(browser, address) as page:
+        await page.locator(".token-lines").evaluate("box => box.scrollIntoView({block: 'end'})")
+        times = await page.evaluate(SCROLL, FRAMES)
+    return [(after - before) / 1000 for before, after in pairwise(times)]
+
+
+async def measure(tokens: int = TOKENS) -> dict[str, float]:
+    """Return the figures by name."""
+    with tempfile.TemporaryDirectory(prefix="page-", ignore_cleanup_errors=True) as name:
+        state_dir = Path(name)
+        await fill(state_dir / "rollouts.sqlite3", tokens)
+        async with served(state_dir) as address, chromium() as browser:
+            await visit(browser, address)  # the first page starts the browser's processes
+            visits = [await visit(browser, address) for _ in range(VISITS)]
+            gaps = await scroll(browser, address)
+    slowest = sorted(gaps, reverse=True)[: len(gaps) // 20]
+    return {
+        "first_paint_ms": round(statistics.median(one["shown"] for one in visits), 1),
+        "loaded_ms": round(statistics.median(one["loaded"] for one in visits), 1),
+        "scroll_fps": round(1 / statistics.median(gaps), 1),
+        "scroll_fps_worst": round(1 / statistics.mean(slowest), 1),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Measure the page of a long trajectory.")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    print(json.dumps(anyio.run(measure, parser.parse_args().tokens), indent=2))
