@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
@@ -18,7 +18,10 @@ app = typer.Typer(
     name="backends", help="List, add, drain, and remove a server's engines.", no_args_is_help=True
 )
 
-BackendId = Annotated[str, typer.Argument(help="The engine's id, from `backends list`.")]
+BackendId = Annotated[
+    str,
+    typer.Argument(help="The engine's id, from `backends list`.", autocompletion=completion.backends),
+]
 
 
 @app.command("list", epilog="Example: rollout-service backends list --json")

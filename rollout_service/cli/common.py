@@ -38,11 +38,11 @@ class CommandError(Exception):
         self.hint = hint
 
 
-def out() -> SafeConsole:
-    """Return the console for results."""
+def out(*, color: bool = True) -> SafeConsole:
+    """Return the console for results; without `color`, or with `NO_COLOR`, it has no styles."""
     from rollout_service.cli.console import SafeConsole
 
-    return SafeConsole()
+    return SafeConsole(color=color)
 
 
 def err() -> SafeConsole:

@@ -6,6 +6,7 @@ pipe, nothing is wrapped, cut, or padded, so paths and commands come out whole.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,8 +24,14 @@ PIPE_WIDTH = 1_000_000
 class SafeConsole(Console):
     """A rich console that escapes whatever a terminal would obey."""
 
-    def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+    def __init__(self, *, stderr: bool = False, color: bool = True) -> None:
+        """Write to stdout or stderr; without `color`, or with `NO_COLOR`, there is no style of any kind."""
+        plain = not color or bool(os.environ.get("NO_COLOR"))
+        super().__init__(
+            stderr=stderr, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto"
+        )
+        self.is_plain = plain or self.color_system is None
+        """Whether styles are left out, so that what they say has to be said otherwise."""
         if not (self.is_terminal and self.file.isatty()):  # FORCE_COLOR makes a pipe count as a terminal
             self.width = PIPE_WIDTH
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import AsJson
 from rollout_service.cli.dockerfiles import (
     DockerfileFlags,
@@ -35,7 +35,11 @@ app = typer.Typer(
 )
 
 Image = Annotated[
-    str, typer.Argument(help="An image's name, its path, or the reference that it was pulled from.")
+    str,
+    typer.Argument(
+        help="An image's name, its path, or the reference that it was pulled from.",
+        autocompletion=completion.images,
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Make the image again even if it exists.")]
 NoHttps = Annotated[bool, typer.Option("--no-https", help="Connect to the registry without TLS.")]
@@ -237,7 +241,11 @@ def inspect(image: Image, as_json: AsJson = False) -> None:
 
 
 @app.command("remove", epilog="Example: rollout-service image remove python")
-def remove(name: Annotated[str, typer.Argument(help="The image's name, from `image list`.")]) -> None:
+def remove(
+    name: Annotated[
+        str, typer.Argument(help="The image's name, from `image list`.", autocompletion=completion.images)
+    ],
+) -> None:
     """Remove an image; running sandboxes keep theirs."""
 
     def main() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
@@ -18,7 +18,10 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Node = Annotated[str, typer.Argument(help="Name of the node; `nodes list` shows the names.")]
+Node = Annotated[
+    str,
+    typer.Argument(help="Name of the node; `nodes list` shows the names.", autocompletion=completion.nodes),
+]
 
 Figure = Annotated[int | None, typer.Option(min=1, show_default=False)]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollout_service.cli import common, run_lists
+from rollout_service.cli import common, completion, run_lists
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ RUN_HINT = (
     '"batch_size": 8}. A server\'s /docs page lists every field, under RunRequest.'
 )
 
-RunId = Annotated[str, typer.Argument(help="The run's id, from `runs list`.")]
+RunId = Annotated[str, typer.Argument(help="The run's id, from `runs list`.", autocompletion=completion.runs)]
 BatchId = Annotated[str, typer.Argument(help="The batch's id, as `runs lease` printed it.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")]
 
@@ -197,8 +197,16 @@ def export(
 
 @app.command("rescore", epilog="Example: rollout-service runs rescore dapo-7b.jsonl.gz --environment math-v2")
 def rescore(
-    what: Annotated[str, typer.Argument(help="A run's id, or a file (or pipe) that `runs export` wrote.")],
-    environment: Annotated[str | None, typer.Option(help="Evaluate with this environment instead.")] = None,
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="A run's id, or a file (or pipe) that `runs export` wrote.", autocompletion=completion.runs
+        ),
+    ],
+    environment: Annotated[
+        str | None,
+        typer.Option(help="Evaluate with this environment instead.", autocompletion=completion.environments),
+    ] = None,
     always: Annotated[
         bool, typer.Option("--always-replay", help="Replay the tool calls even if only the answer is scored.")
     ] = False,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-SessionId = Annotated[str, typer.Argument(help="The session's id, from `sessions list`.")]
+SessionId = Annotated[
+    str, typer.Argument(help="The session's id, from `sessions list`.", autocompletion=completion.sessions)
+]
 
 
 @app.command("list", epilog="Example: rollout-service sessions list --json")

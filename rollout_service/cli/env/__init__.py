@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import AsJson, Key
 
 app = typer.Typer(
@@ -20,7 +20,8 @@ Environment = Annotated[
     str,
     typer.Argument(
         help="Folder with an environment.toml or of Harbor's tasks, image that contains one, or name of an installed "
-        "environment."
+        "environment.",
+        autocompletion=completion.environments,
     ),
 ]
 ServerUrl = Annotated[str | None, typer.Option("--url", help="Use this server instead of this machine.")]

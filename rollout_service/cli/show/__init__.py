@@ -1,40 +1,93 @@
-"""`rollout-service show`: show one rollout of a running server, and the tree of its sub-agents."""
+"""`rollout-service show`: show one rollout of a running server, its tokens, and the tree of its sub-agents."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import DEFAULT_URL, Key, Url
+from rollout_service.cli.show.coloring import Coloring
 
-EXAMPLE = "Example: rollout-service show r-1 --tree"
+if TYPE_CHECKING:
+    from rollout_client.client import RolloutClient
+    from rollout_service.cli.console import SafeConsole
+
+EXAMPLE = "Example: rollout-service show r-1 --color logprob"
 
 
 def command(
-    rollout_id: Annotated[str, typer.Argument(help="Id of the rollout; `submit` prints the ids.")],
+    rollout_id: Annotated[
+        str,
+        typer.Argument(
+            help="Id of the rollout; `submit` prints the ids.", autocompletion=completion.rollouts
+        ),
+    ],
     tree: Annotated[
         bool, typer.Option("--tree", help="Show the sub-agents too: what each was for, and what it did.")
     ] = False,
+    color: Annotated[
+        Coloring | None,
+        typer.Option(
+            help="Show every token, colored by this: whether it was sampled, its probability, the version that "
+            "sampled it, its turn, or its segment.",
+            show_default=False,
+        ),
+    ] = None,
+    node: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --color: show the tokens of the sub-agent with this number."),
+    ] = None,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="Use brackets instead of colors, as with NO_COLOR.")
+    ] = False,
+    no_pager: Annotated[
+        bool, typer.Option("--no-pager", help="Never start a pager for long output.")
+    ] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of text; with --color, with the trajectory.")
+    ] = False,
 ) -> None:
-    """Show the state of a rollout, its reward and why it ended; with --tree, its sub-agents."""
+    """Show the state of a rollout, its reward and why it ended; with --tree, its sub-agents, with --color, its tokens.
+
+    Control characters and other invisible ones are shown as escapes. Through a pipe, or without colors, brackets say
+    what colors would.
+    """
 
     async def main() -> None:
         from rollout_service.cli.show.trajectory import render_head
         from rollout_service.cli.show.tree import render_tree
 
         async with common.connect(url, key) as client:
-            rollout = await client.get(rollout_id)
+            rollout = await client.get(rollout_id, trajectory=as_json and color is not None)
             nodes = await client.rollout_nodes(rollout_id) if tree else None
-        if as_json:
-            common.print_json((nodes or rollout).model_dump(mode="json"))
-            return
-        common.out().print(render_head(rollout))
-        if nodes is not None:
-            common.out().print(render_tree(nodes))
+            if as_json:
+                common.print_json((nodes or rollout).model_dump(mode="json"))
+                return
+            console = common.out(color=not no_color)
+            console.print(render_head(rollout))
+            if nodes is not None:
+                console.print(render_tree(nodes))
+            if color is not None:
+                await _show_tokens(client, console, rollout_id, color, node, pager=not no_pager)
 
     common.run(main)
+
+
+async def _show_tokens(
+    client: RolloutClient,
+    console: SafeConsole,
+    rollout_id: str,
+    color: Coloring,
+    node: int | None,
+    *,
+    pager: bool,
+) -> None:
+    from rollout_service.cli.show.pages import print_parts
+    from rollout_service.cli.show.tokens import render
+
+    parts = render(client, rollout_id, color, node=node, plain=console.is_plain)
+    await print_parts(console, parts, pager=pager)

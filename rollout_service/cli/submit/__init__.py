@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import DEFAULT_URL, Key, Url
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ def command(
         typer.Option("--output", "-o", help="JSONL file for the results, one finished Rollout per line."),
     ],
     environment: Annotated[
-        str | None, typer.Option(help="Treat the lines as instances of this environment instead of requests.")
+        str | None,
+        typer.Option(
+            help="Treat the lines as instances of this environment instead of requests.",
+            autocompletion=completion.environments,
+        ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts submitted at once.")] = 64,
     fail_on_error: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -16,7 +16,7 @@ from api_schemas.events import Event
 from api_schemas.inference import BackendView
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState
-from rollout_client.client import RolloutClient
+from rollout_client.client import NotFoundError, RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.backends import render_backends
 from rollout_service.cli.console import table
@@ -89,8 +89,14 @@ def render_nodes(nodes: list[NodeView]) -> RenderableType:
 
 
 async def watch(client: RolloutClient) -> None:
-    """Show a server's state until cancelled."""
+    """Show a server's state until cancelled, or, on a terminal, until `q` is pressed."""
     view, console = ServerView(), common.out()
+    if console.is_terminal:
+        from rollout_service.cli.watch.screen import watch_screen
+
+        with suppress(NotFoundError):  # an older server has no overview
+            await watch_screen(client, await client.overview(), console)
+            return
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_follow, client, view)
         if console.is_terminal:

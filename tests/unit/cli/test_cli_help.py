@@ -34,6 +34,22 @@ COMMANDS = {
         )
     ),
 }
+WITHOUT_JSON = {
+    "serves": {("serve",), ("env", "serve"), ("slurm", "run"), ("slurm", "node"), ("slurm", "engine")},
+    "only acts, and says so on stderr": {
+        *(
+            ("backends", "remove"),
+            ("nodes", "remove"),
+            ("runs", "ack"),
+            ("runs", "nack"),
+            ("image", "remove"),
+        ),
+        *(("env", "new"), ("env", "add"), ("env", "install"), ("slurm", "stop")),
+    },
+    "writes a file, or JSON in any case": {("runs", "lease"), ("runs", "export"), ("runs", "rescore")},
+    "prints text that is its own format": {("config", "docs"), ("slurm", "logs"), ("slurm", "tunnel")},
+}
+"""The commands whose output is not data, by why it is not."""
 HEAVY = {"httpx", "pydantic", "fastapi", "anyio", "rich.console", "transformers", "numpy", "jinja2"}
 
 
@@ -55,6 +71,17 @@ def test_there_is_no_command_that_this_file_does_not_know():
         nested = getattr(command, "commands", None)
         found |= {(name, inner) for inner in nested} if nested else {(name,)}
     assert found == COMMANDS
+
+
+def test_every_command_whose_output_is_data_prints_it_as_json():
+    root = typer.main.get_command(app)
+    reasonless = set()
+    for name in COMMANDS:
+        command = root.commands[name[0]]
+        command = command if len(name) == 1 else command.commands[name[1]]
+        if not any("--json" in parameter.opts for parameter in command.params):
+            reasonless.add(name)
+    assert reasonless == set.union(*WITHOUT_JSON.values())
 
 
 def test_help_imports_nothing_heavy():

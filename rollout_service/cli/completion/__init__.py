@@ -1,0 +1,130 @@
+"""Completes ids in a shell: those that a server knows, and the images of this machine.
+
+Guarantees: a completion takes half a second at most and never fails or prints an error, whatever answers or does not.
+Nothing is completed but plain ids, so a shell has nothing to interpret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import typer
+
+SECONDS = 0.5
+MOST = 200
+_URL = "http://127.0.0.1:8080"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]*")
+_MAX_BYTES = 4 << 20
+
+
+def runs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the ids of runs that begin like this."""
+    return _matching(_values(_ask(ctx, "/v1/runs"), "runs", "run_id"), incomplete)
+
+
+def rollouts(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the ids of the newest rollouts that begin like this."""
+    newest = _ask(ctx, f"/v1/summaries?limit={MOST}")
+    if newest is not None:
+        return _matching(_values(newest, "rows", "rollout_id"), incomplete)
+    return _matching(_values(_ask(ctx, f"/v1/rollouts?limit={MOST}"), "rollouts", "rollout_id"), incomplete)
+
+
+def backends(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the ids of engines that begin like this."""
+    return _matching(_values(_ask(ctx, "/v1/backends"), None, "backend_id"), incomplete)
+
+
+def nodes(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of nodes that begin like this."""
+    return _matching(_values(_ask(ctx, "/v1/nodes"), None, "node"), incomplete)
+
+
+def sessions(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the ids of live sessions that begin like this."""
+    return _matching(_values(_ask(ctx, f"/v1/sessions?limit={MOST}"), "sessions", "session_id"), incomplete)
+
+
+def environments(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of environments that begin like this."""
+    return _matching(_values(_ask(ctx, "/v1/environments"), None, "name"), incomplete)
+
+
+def images(incomplete: str) -> list[str]:
+    """Return the names of this machine's images that begin like this."""
+    try:
+        from sandboxes.images.store import SUFFIX, default_root
+
+        names = (path.name.removesuffix(SUFFIX) for path in default_root().glob(f"*{SUFFIX}"))
+        return _matching(names, incomplete)
+    except Exception:  # noqa: BLE001 - a shell that waits for a completion wants no error
+        return []
+
+
+def _matching(values: Iterable[str], incomplete: str) -> list[str]:
+    found = (value for value in values if value.startswith(incomplete) and _ID.fullmatch(value))
+    return list(dict.fromkeys(found))[:MOST]
+
+
+def _values(answer: Any, under: str | None, name: str) -> Iterator[str]:
+    """Yield the texts of this name in a list of objects, which may be below a key; nothing if it is something else."""
+    if under is not None:
+        answer = answer.get(under) if isinstance(answer, dict) else None
+    for one in answer if isinstance(answer, list) else ():
+        value = one.get(name) if isinstance(one, dict) else None
+        if isinstance(value, str):
+            yield value
+
+
+def _ask(ctx: typer.Context, path: str) -> Any:
+    """Return what the server that the command line names answers; None if it does not in time."""
+    import json
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    try:
+        url = str(ctx.params.get("url") or os.environ.get("ROLLOUT_URL") or _URL).rstrip("/")
+        key = ctx.params.get("key") or os.environ.get("ROLLOUT_KEY")
+        if not url.startswith(("http://", "https://")):
+            return None
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        opener = build_opener(ProxyHandler({}), *_tls())
+        request = Request(url + path, headers=headers)  # noqa: S310 - it begins with http
+        with _deadline(), opener.open(request, timeout=SECONDS) as answer:
+            return json.loads(answer.read(_MAX_BYTES))
+    except Exception:  # noqa: BLE001 - a shell that waits for a completion wants no error
+        return None
+
+
+@contextmanager
+def _deadline() -> Iterator[None]:
+    """End the block after `SECONDS`, whether it looks up a name or reads an answer that comes byte by byte."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _tls() -> list[Any]:
+    """Return what makes TLS trust the authority of `ROLLOUT_CA_FILE`; nothing if there is none."""
+    file = os.environ.get("ROLLOUT_CA_FILE")
+    if not file:
+        return []
+    import ssl
+    from urllib.request import HTTPSHandler
+
+    context = ssl.create_default_context()
+    context.load_verify_locations(file)
+    return [HTTPSHandler(context=context)]

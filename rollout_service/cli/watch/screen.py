@@ -1,0 +1,135 @@
+"""The full-screen view of `watch`: the service at a glance, once a second, and what just happened.
+
+Guarantees: what is wrong comes first, and what does not fit is cut at the end; the terminal is restored however the
+view is left; a server that is away for a while is said to be, and the last that is known stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import anyio
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+from api_schemas.events import Event
+from api_schemas.views.overview import Overview
+from rollout_client.client import RolloutClient
+from rollout_service.cli.console import SafeConsole
+from rollout_service.cli.watch import sections
+from rollout_service.cli.watch.keys import read_keys
+from rollout_service.cli.watch.view import format_event
+
+LOOK_SECONDS = 1.0
+AWAY_SECONDS = 3.0
+"""How long a server that answers may take; from then on it is said to be away, while the client tries again."""
+FRAMES_PER_SECOND = 4.0
+KEPT_EVENTS = 200
+FOOTER = "q quit   p pause the view   ? help"
+HELP = """
+q       quit; Ctrl-C does, too
+p       pause the view, not the service; again to go on
+?       show or leave this help
+
+findings    what is stuck, slow or held back, the worst first: `GET /v1/hangs` has the stacks
+pipeline    rollouts that work in each stage, of its workers, and wait, of its places; what those that work wait for
+engines     requests under way; the share of prompt tokens that the prefix cache had; rates of the last minute
+nodes       sandboxes in use, of those that the host can bear now; a hold says why it takes no more
+runs        groups under way, ready and trained on; how many versions the oldest token of the newest group is behind
+"""
+
+
+@dataclass(slots=True)
+class Screen:
+    """What is shown."""
+
+    overview: Overview
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    shows_help: bool = False
+    frozen: RenderableType | None = None
+    """The view as it was when it was paused."""
+    seen: float = field(default_factory=time.monotonic)
+    quit: anyio.Event = field(default_factory=anyio.Event)
+
+    def press(self, key: str) -> None:
+        """Obey a key."""
+        if key in ("q", "Q"):
+            self.quit.set()
+        elif key in ("p", "P", " "):
+            self.frozen = None if self.frozen is not None else self._whole()
+        elif key in ("?", "h"):
+            self.shows_help = not self.shows_help
+
+    def update(self, overview: Overview) -> None:
+        """Show a newer overview."""
+        self.overview, self.seen = overview, time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw as many lines as fit, with the keys on the last."""
+        height = options.height or console.height
+        body = Text(HELP) if self.shows_help else self.frozen or self._whole()
+        free = options.update(height=None)
+        lines = console.render_lines(body, free, pad=False)[: max(0, height - 1)]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+        for _ in range(height - 1 - len(lines)):
+            yield Segment.line()
+        yield from console.render_lines(self._footer(), free, pad=False)[0]
+
+    def _whole(self) -> RenderableType:
+        recent = [
+            Text(format_event(event), style="dim", no_wrap=True, overflow="crop")
+            for event in reversed(self.events)
+        ]
+        parts = [part for part in sections.all_of(self.overview) if part is not None]
+        spaced = [line for part in parts for line in (part, Text())]
+        return Group(*spaced, *recent)
+
+    def _footer(self) -> Text:
+        silent = time.monotonic() - self.seen
+        if silent > AWAY_SECONDS:
+            return Text(
+                f"no answer for {silent:.0f} s, trying again   {FOOTER}",
+                style="bold red",
+                no_wrap=True,
+                overflow="crop",
+            )
+        paused = "PAUSED   " if self.frozen is not None else ""
+        return Text(f"{paused}{FOOTER}", style="reverse" if paused else "dim", no_wrap=True, overflow="crop")
+
+
+async def watch_screen(client: RolloutClient, overview: Overview, console: SafeConsole) -> None:
+    """Show the service on the whole terminal until `q`, or until cancelled."""
+    screen = Screen(overview)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_follow, client, screen)
+        tasks.start_soon(_look, client, screen)
+        with Live(screen, console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+            tasks.start_soon(read_keys, screen.press)
+            tasks.start_soon(_draw, live)
+            await screen.quit.wait()
+            tasks.cancel_scope.cancel()
+
+
+async def _draw(live: Live) -> None:
+    while True:
+        live.refresh()
+        await anyio.sleep(1 / FRAMES_PER_SECOND)
+
+
+async def _follow(client: RolloutClient, screen: Screen) -> None:
+    async with aclosing(client.events()) as events:
+        async for event in events:
+            screen.events.append(event)
+
+
+async def _look(client: RolloutClient, screen: Screen) -> None:
+    while True:
+        await anyio.sleep(LOOK_SECONDS)
+        screen.update(await client.overview())

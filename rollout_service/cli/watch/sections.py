@@ -1,0 +1,176 @@
+"""The parts of the full-screen view, each from an overview; what is wrong comes first.
+
+Guarantee: a part of which nothing is known is left out, not drawn empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from api_schemas.rollouts import RolloutState
+from api_schemas.views.hangs import HangFinding, HangVerdict
+from api_schemas.views.overview import BackendOverview, Overview, RunOverview, StageOverview
+from rollout_service.cli.common import count
+from rollout_service.cli.console import id_column, table
+
+SHOWN_FINDINGS, SHOWN_ERRORS, SHOWN_ROWS = 5, 4, 8
+BAR_WIDTH = 20
+_STYLES = {HangVerdict.STUCK: "bold red", HangVerdict.SLOW: "yellow", HangVerdict.HELD: "cyan"}
+
+
+def all_of(overview: Overview) -> Iterator[RenderableType | None]:
+    """Yield the parts from the top of the screen to its end."""
+    yield head(overview)
+    yield findings(overview.findings)
+    yield pipeline(overview.stages)
+    yield failures(overview)
+    yield engines(overview.backends, overview.paused_pools)
+    yield nodes(overview)
+    yield runs(overview.runs)
+
+
+def head(overview: Overview) -> RenderableType:
+    """Return what the service is, whether it takes work, and how fast it goes."""
+    line = Text(
+        f"{overview.node}  {overview.version}  up {duration(overview.uptime_seconds)}  ", no_wrap=True
+    )
+    line.append("ready" if overview.ready else "takes no work", "green" if overview.ready else "bold red")
+    line.append(f"  {overview.finished_per_second:.1f} rollouts/s")
+    if overview.success_share is not None:
+        style = "" if overview.success_share > 0.5 else "yellow"
+        line.append(f"  {overview.success_share:.0%} succeed", style)
+    if overview.sessions_open:
+        line.append(f"  {count(overview.sessions_open, 'live session')}")
+    states = [f"{overview.counts[state]:,} {state}" for state in RolloutState if overview.counts.get(state)]
+    reasons = [Text(reason, style="bold red") for reason in overview.reasons]
+    warnings = [Text(warning, style="yellow") for warning in overview.warnings]
+    return Group(line, Text(", ".join(states) or "no rollouts yet", style="dim"), *reasons, *warnings)
+
+
+def findings(found: Iterable[HangFinding]) -> RenderableType | None:
+    """Return what is stuck, slow or held back."""
+    all_found = list(found)
+    lines = []
+    for one in all_found[:SHOWN_FINDINGS]:
+        who = f" ({count(one.count, 'rollout')})" if one.count else ""
+        text = Text(
+            f"{one.verdict.upper()} for {duration(one.seconds)}{who}: {one.message}", _STYLES[one.verdict]
+        )
+        lines.append(text.append(f" {one.hint}", "not bold dim"))
+    if len(all_found) > SHOWN_FINDINGS:
+        lines.append(
+            Text(f"and {len(all_found) - SHOWN_FINDINGS} more: rollout-service doctor --live", "dim")
+        )
+    return Group(*lines) if lines else None
+
+
+def pipeline(stages: Iterable[StageOverview]) -> RenderableType:
+    """Return the stages, with how full they are and what holds up what works in them."""
+    rows = table("stage", "working", "", "waiting", "oldest", "wait for")
+    for one in stages:
+        ordered = sorted(one.waits_for.items(), key=lambda pair: -pair[1])
+        waits = ", ".join(f"{number} {kind}" for kind, number in ordered)
+        working = f"{one.working}/{one.workers}"
+        waiting = f"{one.waiting}/{one.places}"
+        rows.add_row(
+            one.stage, working, bar(one.working, one.workers), waiting, duration(one.oldest_seconds), waits
+        )
+    return rows
+
+
+def failures(overview: Overview) -> RenderableType | None:
+    """Return how rollouts ended lately, and why they failed."""
+    ended = sorted(overview.outcomes.items(), key=lambda pair: -pair[1])
+    lines = (
+        [Text("last 5 minutes: " + ", ".join(f"{number} {name}" for name, number in ended))] if ended else []
+    )
+    for one in overview.errors[:SHOWN_ERRORS]:
+        where = f" in {one.stage}" if one.stage else ""
+        text = Text(
+            f"{one.count} x {one.code} ({one.boundary}{where}) ", "red", no_wrap=True, overflow="ellipsis"
+        )
+        lines.append(text.append(one.message.partition("\n")[0], "dim"))
+    return Group(*lines) if lines else None
+
+
+def engines(backends: list[BackendOverview], paused: list[str]) -> RenderableType:
+    """Return the engines with their load."""
+    rows = table(id_column("engine"), "state", "version", "in flight", "req/s", "tokens/s", "cached", "p50")
+    for one in backends[:SHOWN_ROWS]:
+        backend = one.backend
+        rows.add_row(
+            backend.backend_id,
+            Text(backend.state, "" if backend.state == "ready" else "yellow"),
+            str(backend.weight_version),
+            str(backend.in_flight),
+            f"{one.requests_per_second:.1f}",
+            f"{one.tokens_per_second:,.0f}",
+            "-" if one.cached_share is None else f"{one.cached_share:.0%}",
+            "-" if one.p50_seconds is None else duration(one.p50_seconds),
+        )
+    lines: list[RenderableType] = [rows] if backends else [Text("no engines are registered", "bold red")]
+    lines += [Text(f"the pool {pool} is paused", "cyan") for pool in paused]
+    return Group(*lines, *_more(len(backends)))
+
+
+def nodes(overview: Overview) -> RenderableType | None:
+    """Return the nodes with their sandboxes, and what holds new ones back."""
+    if not overview.nodes:
+        return None
+    rows = table(id_column("node"), "state", "rollouts", "sandboxes", "", "warm", "waiting")
+    for one in overview.nodes[:SHOWN_ROWS]:
+        rows.add_row(
+            one.node,
+            one.state,
+            str(one.rollouts),
+            f"{one.in_use}/{one.target}",
+            bar(one.in_use, one.target),
+            str(one.warm),
+            str(one.waiting),
+        )
+    holds = (f"{one.node} holds back: {hold.reason}" for one in overview.nodes for hold in one.holds)
+    return Group(rows, *(Text(hold, "cyan") for hold in holds), *_more(len(overview.nodes)))
+
+
+def runs(found: list[RunOverview]) -> RenderableType | None:
+    """Return the runs in progress."""
+    if not found:
+        return None
+    rows = table(
+        id_column("run"), "state", "version", "open", "ready", "trained", "dropped", "kept", "behind"
+    )
+    for one in found[:SHOWN_ROWS]:
+        rows.add_row(
+            one.run_id,
+            Text(one.state, "bold red" if one.problem else ""),
+            str(one.version),
+            *map(
+                str, (one.open_groups, one.ready_groups, one.acknowledged_groups, sum(one.dropped.values()))
+            ),
+            f"{one.acceptance_rate:.0%}",
+            "-" if one.staleness is None else f"{one.staleness:g}",
+        )
+    problems = (Text(f"{one.run_id}: {one.problem}", "red") for one in found if one.problem)
+    return Group(rows, *problems, *_more(len(found)))
+
+
+def bar(number: float, most: float) -> Text:
+    """Return a bar of how full something is."""
+    share = min(1.0, number / most) if most else 0.0
+    filled = round(share * BAR_WIDTH)
+    return Text("█" * filled, "green").append("░" * (BAR_WIDTH - filled), "dim")
+
+
+def duration(seconds: float) -> str:
+    """Return a duration, in the unit that suits it."""
+    for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def _more(number: int) -> list[Text]:
+    return [Text(f"and {number - SHOWN_ROWS} more", "dim")] if number > SHOWN_ROWS else []

@@ -1,0 +1,126 @@
+"""Completion offers what the server knows, in time, and is silent about everything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+ANSWERS = {
+    "/v1/runs": {"runs": [{"run_id": "dapo-7b"}, {"run_id": "dapo-32b"}, {"run_id": "other"}]},
+    "/v1/summaries": {"rows": [{"rollout_id": "r-2"}, {"rollout_id": "r-1"}, {"rollout_id": "$(reboot)"}]},
+    "/v1/backends": [{"backend_id": "policy@gpu-1:30000"}],
+    "/v1/environments": [{"name": "calc"}, {"name": "code"}],
+    "/v1/nodes": [{"node": "node-1"}],
+}
+
+
+class Server(BaseHTTPRequestHandler):
+    keys: ClassVar[list[str | None]] = []
+    slow: ClassVar[threading.Event | None] = None
+
+    def do_GET(self) -> None:
+        self.keys.append(self.headers.get("Authorization"))
+        if self.slow is not None:
+            self.slow.wait(20)
+        path = self.path.partition("?")[0]
+        self.send_response(200 if path in ANSWERS else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(ANSWERS.get(path)).encode())
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Log nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def complete(line: str, **environ: str) -> list[str]:
+    """Return what bash is offered for the last word of a line."""
+    environ |= {"_ROLLOUT_SERVICE_COMPLETE": "complete_bash", "COMP_WORDS": line}
+    environ["COMP_CWORD"] = str(len(line.split(" ")) - 1)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout_service.cli"],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("runs show dapo", ["dapo-7b", "dapo-32b"]),
+        ("runs pause ", ["dapo-7b", "dapo-32b", "other"]),
+        ("show r", ["r-2", "r-1"]),
+        ("show $", []),
+        ("backends drain ", ["policy@gpu-1:30000"]),
+        ("nodes drain ", ["node-1"]),
+        ("env check c", ["calc", "code"]),
+        ("sub", ["submit"]),
+    ],
+)
+def test_ids_are_completed(url: str, line: str, offered: list[str]) -> None:
+    assert complete(f"rollout-service {line}", ROLLOUT_URL=url, ROLLOUT_KEY="secret") == offered
+
+
+def test_the_server_and_the_key_of_the_line_are_asked(url: str) -> None:
+    line = f"rollout-service runs show --url {url} --key mine d"
+    assert complete(line, ROLLOUT_URL="http://127.0.0.1:9") == ["dapo-7b", "dapo-32b"]
+    assert Server.keys[-1] == "Bearer mine"
+
+
+@pytest.mark.parametrize("elsewhere", ["http://127.0.0.1:9", "file:///etc/passwd", "nonsense"])
+def test_a_server_that_does_not_answer_is_no_error(elsewhere: str) -> None:
+    assert complete("rollout-service runs show ", ROLLOUT_URL=elsewhere) == []
+
+
+def test_a_slow_server_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+    monkeypatch.setattr(Server, "slow", waits)
+    started = time.monotonic()
+    assert complete("rollout-service runs show ", ROLLOUT_URL=url) == []
+    assert time.monotonic() - started < 15
+    waits.set()
+
+
+def test_images_of_this_machine_are_completed(tmp_path: Path) -> None:
+    for name in ("base.sif", "python.sif", "notes.txt"):
+        (tmp_path / name).touch()
+    assert sorted(complete("rollout-service image inspect ", ROLLOUT_IMAGES_DIR=str(tmp_path))) == [
+        "base",
+        "python",
+    ]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_has_a_script(shell: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout_service.cli", "--show-completion", shell],
+        env=os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "_ROLLOUT_SERVICE_COMPLETE" in done.stdout
+    assert f"complete_{shell}" in done.stdout
