@@ -1,4 +1,4 @@
-"""The page of a service that needs keys: it shows nothing without one, and a key that may only read changes nothing."""
+"""The page of a service with keys and a prefix: nothing is shown without a key, and one of `read` changes nothing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterator
 import pytest
 from playwright.async_api import Page, expect
 
+from tests.support.browser.prefix_proxy import prefix_proxy
 from tests.support.browser.watched_page import Notes
 from tests.support.processes.service import Running, scripted_engine, service
 
 pytestmark = [pytest.mark.anyio, pytest.mark.browser]
 
 ADMIN, READ = "the-key-of-the-administrator", "the-key-that-may-only-read"
+PREFIX = "/node/host-1.cluster/8080"
 CONFIG = f"""
+path_prefix = "{PREFIX}"
 keys = [
   {{name = "admin", key = "{ADMIN}"}},
   {{name = "reader", role = "read", key = "{READ}"}},
@@ -68,3 +71,16 @@ async def test_a_key_that_may_only_read_looks_at_everything_and_changes_nothing(
         await page.goto(f"{server.url}/{address}")
         await expect(page.get_by_role("heading", level=1)).to_have_text(heading)
     await expect(page.locator(".dot")).to_have_text("Live")
+
+
+@pytest.mark.parametrize("strip", [True, False], ids=["taken away", "passed on"])
+async def test_a_proxy_may_keep_or_take_away_the_prefix(
+    page: Page, notes: Notes, server: Running, strip: bool
+) -> None:
+    notes.expected_statuses = {401}
+    with prefix_proxy(server.url, PREFIX, strip=strip) as url:
+        await page.goto(f"{url}#/nodes")
+        await use_key(page, ADMIN)
+        await expect(page.get_by_label("Workers of init")).to_be_visible(timeout=PATIENCE)
+        await expect(page.locator(".dot")).to_have_text("Live")
+        await page.goto("about:blank")  # its stream must end before the proxy does
