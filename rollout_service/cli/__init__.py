@@ -23,6 +23,7 @@ from rollout_service.cli import (
     show,
     slurm,
     submit,
+    trace,
     watch,
 )
 
@@ -53,7 +54,7 @@ def _root(
     """Run agentic rollouts in sandboxes for any RL trainer, over HTTP."""
 
 
-for module in (serve, demo, submit, show, watch, doctor):
+for module in (serve, demo, submit, show, watch, trace, doctor):
     app.command(name=module.__name__.rpartition(".")[2], epilog=module.EXAMPLE)(module.command)
 for group in (backends, nodes, runs, sessions, image, env, harness, config, slurm):
     app.add_typer(group.app)

@@ -16,6 +16,7 @@ COMMANDS = {
     ("submit",),
     ("show",),
     ("watch",),
+    ("trace",),
     ("doctor",),
     *(("harness", name) for name in ("list", "check")),
     *(("nodes", name) for name in ("list", "drain", "resume", "remove", "show", "set")),
