@@ -20,7 +20,7 @@ from rollout_service.store.redis.replies import STATES, RolloutRow
 from rollout_service.store.redis.runs.keys import RunKeys
 from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
 
-ROWS_AT_ONCE = 1_000
+ROWS_AT_ONCE = 2_000
 """The most rollouts that one call looks at, which takes Redis about 5 ms."""
 _WITH_CODE = (RolloutState.QUEUED, RolloutState.FAILED)
 """The states in which a rollout has the code of an error."""
@@ -96,7 +96,9 @@ def _filter(which: SummaryFilter) -> dict[str, Any]:
     since = None if which.since is None else which.since.timestamp()
     until = None if which.until is None else which.until.timestamp()
     given = {
-        "states": [str(state) for state in which.states] or None,
+        "states": [str(state) for state in which.states]
+        if which.states and which.group is not None
+        else None,
         "run": which.run,
         "group": which.group,
         "environment": which.environment,

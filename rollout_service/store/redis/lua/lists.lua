@@ -1,8 +1,8 @@
 -- Lists of rollouts: short rows, found by going through the states' sorted sets in the order of the rollouts' numbers.
 
--- What a row has, by the short names of `rollouts.lua`, and the places of what is searched.
+-- What a row has, by the short names of `rollouts.lua`.
 local FIELDS = {'n', 's', 'a', 'p', 'e', 'R', 'G', 'w', 'S', 'k', 'C', 'H', 'T', 'N', 'W'}
-local STATE, ENVIRONMENT, RUN, GROUP, REWARD, CODE, CREATED, TURNS = 2, 5, 6, 7, 8, 10, 11, 13
+local TURNS = 13  -- the place of the turns in a row
 local PAGE = 128  -- how many numbers of a state are read at once
 
 local function set_of(names)
@@ -13,22 +13,38 @@ local function set_of(names)
     return found
 end
 
-local function is_within(value, low, high)
-    return value and (not low or tonumber(value) >= low) and (not high or tonumber(value) <= high)
-end
-
--- Return whether a rollout is what `filter` asks for.
-local function matches(filter, id, row)
-    return (not filter.states or filter.states[row[STATE]])
-        and (not filter.text or string.sub(id, 1, #filter.text) == filter.text)
-        and (not filter.environment or row[ENVIRONMENT] == filter.environment)
-        and (not filter.run or row[RUN] == filter.run)
-        and (not filter.group or tonumber(row[GROUP] or -1) == filter.group)
-        and (not filter.code or row[CODE] == filter.code)
-        and (not (filter.reward_min or filter.reward_max)
-            or is_within(row[REWARD], filter.reward_min, filter.reward_max))
-        and (not filter.from or tonumber(row[CREATED]) >= filter.from)
-        and (not filter.till or tonumber(row[CREATED]) < filter.till)
+-- Return a function that tells whether a rollout that exists is what `filter` asks for. It reads only the fields that
+-- the answer depends on: a search looks at many rollouts that are not.
+local function new_test(call, filter)
+    local fields, checks = {}, {}
+    local function require(field, given, check)
+        if given ~= nil then
+            table.insert(fields, field)
+            table.insert(checks, check)
+        end
+    end
+    local states = filter.states and set_of(filter.states)
+    require('s', states, function(value) return states[value] end)
+    require('e', filter.environment, function(value) return value == filter.environment end)
+    require('R', filter.run, function(value) return value == filter.run end)
+    require('G', filter.group, function(value) return tonumber(value) == filter.group end)
+    require('k', filter.code, function(value) return value == filter.code end)
+    require('w', filter.reward_min, function(value) return tonumber(value) >= filter.reward_min end)
+    require('w', filter.reward_max, function(value) return tonumber(value) <= filter.reward_max end)
+    require('C', filter.from, function(value) return tonumber(value) >= filter.from end)
+    require('C', filter.till, function(value) return tonumber(value) < filter.till end)
+    return function(id)
+        if filter.text and string.sub(id, 1, #filter.text) ~= filter.text then
+            return false
+        end
+        local values = #fields > 0 and redis.call('HMGET', call:key('r:' .. id), unpack(fields)) or {}
+        for index, check in ipairs(checks) do
+            if not values[index] or not check(values[index]) then
+                return false
+            end
+        end
+        return true
+    end
 end
 
 -- Return the number of about the first rollout of a sorted set that was submitted at a time or later, nil if none was.
@@ -135,7 +151,7 @@ end
 common.register_read('lists_summaries', function(call, search, low, high, budget, wanted)
     search = cjson.decode(search)
     local filter, states, newest = search.filter, search.states, search.newest
-    filter.states = filter.states and set_of(filter.states)
+    local test = new_test(call, filter)
     budget, wanted = tonumber(budget), tonumber(wanted)
     if not search.ids then
         low, high = narrow(call, filter, states, tonumber(low), tonumber(high))
@@ -148,11 +164,11 @@ common.register_read('lists_summaries', function(call, search, low, high, budget
         if not number then
             return {rows, ''}
         end
-        local row = redis.call('HMGET', call:key('r:' .. id), unpack(FIELDS))
-        if row[STATE] and matches(filter, id, row) then
+        if test(id) then
             if #rows == wanted then
                 return {rows, last}
             end
+            local row = redis.call('HMGET', call:key('r:' .. id), unpack(FIELDS))
             local result = not row[TURNS] and redis.call('GET', call:key('x:' .. id))
             table.insert(rows, {id, row, result})
         end
