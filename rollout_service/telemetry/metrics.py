@@ -157,7 +157,7 @@ RUN_ACCEPTANCE: Final = MetricSpec(
 )
 BACKLOG: Final = MetricSpec("rollout_backlog", "Rollouts of a run that wait to be begun", ("run",))
 EVENT_READERS: Final = MetricSpec(
-    "rollout_event_readers", "Open streams of the API", ("stream",), known=(("events",),)
+    "rollout_event_readers", "Open streams of the API", ("stream",), known=(("events",), ("overview",))
 )
 GAUGES: Final = (
     STAGE_ACTIVE,
