@@ -104,7 +104,7 @@ class AttemptTrace:
             span = self._begin(name, self._parent(step), step.started)
         else:
             span = self._steps.pop(step)
-        if (agent := self._agent(step.lane)) is not None:
+        if self._stage is not None and (agent := self._stage.agents.get(_agent_of(step))) is not None:
             agent.last = max(agent.last, ended)
         self._describe(span, step)
         span.end(self._time(ended))
@@ -147,50 +147,43 @@ class AttemptTrace:
         stage.span.set_attribute(names.QUEUED_SECONDS, round(stage.queued, 6))
         stage.span.end(self._time(at))
 
-    def _agent(self, lane: str) -> Agent | None:
-        return None if self._stage is None else self._stage.agents.get(lane)
-
     def _parent(self, step: OpenStep) -> Span:
         """Return the span that a step is part of: the step around it, the agent, the stage, or the attempt."""
-        around = self._around(step)
+        around = self._around(step, step.lane)
         if around is not None:
             return around
         stage = self._stage
         if stage is None:
             return self.root
-        if stage.stage is not Stage.ROLLOUT:
-            return stage.span
+        if stage.stage is not Stage.ROLLOUT:  # such as a vote of a judge, which has a lane of its own
+            return self._around(step, "") or stage.span
         if step.kind in _AFTER_AGENT and not step.lane:
-            _end_agent(stage, "", self._time)
-        agent = stage.agents.get(step.lane)
+            for lane in list(stage.agents):
+                _end_agent(stage, lane, self._time)
+        agent = stage.agents.get(_agent_of(step))
         if agent is not None:
             return agent.span
-        if step.kind not in _SAMPLED_BY_AGENT:
-            return stage.span
-        if step.lane and step.kind is StepKind.TOOL:  # a call among others of the same turn
-            main = stage.agents.get("")
-            return stage.span if main is None else main.span
-        return self._begin_agent(stage, step).span
+        return self._begin_agent(stage, step).span if step.kind in _SAMPLED_BY_AGENT else stage.span
 
-    def _around(self, step: OpenStep) -> Span | None:
-        """Return the innermost open step of the same lane that is a span."""
+    def _around(self, step: OpenStep, lane: str) -> Span | None:
+        """Return the innermost other open step of a lane that is a span."""
         for other in reversed(self._activity.open):
-            if other is not step and other.lane == step.lane and other in self._steps:
+            if other is not step and other.lane == lane and other in self._steps:
                 return self._steps[other]
         return None
 
     def _begin_agent(self, stage: StageSpan, step: OpenStep) -> Agent:
-        environment = self._activity.environment
-        name = f"{environment}/{step.lane}" if step.lane else environment
+        environment, lane = self._activity.environment, _agent_of(step)
+        name = f"{environment}/{lane}" if lane else environment
         main = stage.agents.get("")
         attributes = {
             names.OPERATION: names.INVOKE_AGENT,
             names.AGENT_NAME: name,
             names.CONVERSATION_ID: self._activity.rollout_id,
         }
-        parent = main.span if step.lane and main is not None else stage.span
+        parent = main.span if lane and main is not None else stage.span
         span = self._begin(f"{names.INVOKE_AGENT} {name}", parent, step.started, attributes)
-        agent = stage.agents[step.lane] = Agent(span, step.started)
+        agent = stage.agents[lane] = Agent(span, step.started)
         return agent
 
     # -- spans ---------------------------------------------------------------------
@@ -246,6 +239,14 @@ def traceparent_of(span: Span) -> str:
     """Return a span as the header `traceparent`."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+def _agent_of(step: OpenStep) -> str:
+    """Return the lane of the agent that a step belongs to: a sub-agent's number, or else empty.
+
+    Calls of one turn that run at once have lanes of their own, but no agent.
+    """
+    return step.lane if step.lane.isdigit() else ""
 
 
 def _end_agent(stage: StageSpan, lane: str, time: Callable[[float], int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,3 +115,22 @@ def test_a_server_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
         shown.type("q")
         assert shown.ended() == 0
         assert is_restored(shown)
+
+
+def test_the_tokens_of_a_rollout_are_shown(server: Running) -> None:
+    body = {"task": {"environment": "echo", "instance": {"number": 1}}, "rollout_id": "colored"}
+    httpx.post(f"{server.url}/v1/rollouts?wait=60", json=body, timeout=90).raise_for_status()
+    command = [sys.executable, "-m", "rollout_service.cli", "show", "colored", "--url", server.url]
+    piped = subprocess.run([*command, "--color", "turn"], capture_output=True, text=True, check=True).stdout
+    assert "segment 0, first" in piped
+    assert '⟦turn 0: <tool_call>\n{"name": "bash"' in piped
+    with terminal([*command, "--color", "mask", "--no-pager"]) as shown:
+        assert shown.ended() == 0
+        assert "\x1b[32m<tool_call>" in shown.drawn
+    with terminal([*command, "--color", "mask"], PAGER="grep -c tool_call", size=(80, 5)) as shown:
+        assert shown.ended() == 0
+        assert "<tool_call>" not in shown.drawn  # the pager got it
+    with terminal([*command, "--color", "logprob", "--no-pager"], NO_COLOR="1") as shown:
+        assert shown.ended() == 0
+        assert "<tool_call>" in shown.drawn
+        assert not shown.sequences

@@ -267,6 +267,27 @@ async def test_sub_agents_have_spans_of_their_own(traced: Traced) -> None:
     assert ("invoke_agent calc", "chat qwen") in tree
 
 
+async def test_what_runs_at_once_is_a_part_of_what_it_runs_for(traced: Traced) -> None:
+    with traced.board.working("r-1", attempt=1, environment="calc") as activity:
+        activity.stage = Stage.ROLLOUT
+        with waits_for(StepKind.PLACE, "rollout"):
+            pass
+        with in_lane("model call 2"):
+            turn()
+        with in_lane("call-7"), waits_for(StepKind.TOOL, "bash"):
+            pass
+        activity.stage = Stage.EVALUATE
+        with waits_for(StepKind.PLACE, "evaluate"):
+            pass
+        with waits_for(StepKind.JUDGE, "rubric"), in_lane("vote 1"):
+            turn("e2")
+    assert {
+        ("invoke_agent calc", "chat qwen"),
+        ("invoke_agent calc", "execute_tool bash"),
+        ("judge rubric", "chat e2"),
+    } <= traced.tree()
+
+
 async def test_a_wait_is_a_span_only_if_it_was_long(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("rollout_service.activity.record.time.perf_counter", lambda: now[0])
