@@ -27,7 +27,12 @@ export function Tokens({source, marks = new Map(), startTurn = null}) {
   const [way, setWay] = useState("mask");
   const [folded, setFolded] = useState(false);
   const [wanted, setWanted] = useState("");
-  const [here, setHere] = useState(null);
+  const [here, show] = useState(null);
+  const at = useRef(null); // newer than what was drawn last, if keys are pressed fast
+  const setHere = (place) => {
+    at.current = place;
+    show(place);
+  };
   const strip = useRef(null);
   const pane = useRef(null);
   const frame = useRef(0);
@@ -44,7 +49,7 @@ export function Tokens({source, marks = new Map(), startTurn = null}) {
     pane.current.setHere(place, true);
     return void setHere(place);
   };
-  const walk = (places, forward) => reveal(step(places, here, forward));
+  const walk = (places, forward) => reveal(step(places, at.current, forward));
   const started = useRef(false);
   useEffect(() => {
     look();
@@ -60,8 +65,8 @@ export function Tokens({source, marks = new Map(), startTurn = null}) {
     e: {help: "Next turn", run: () => walk(turns, true)}, E: {help: "Previous turn", run: () => walk(turns, false)},
     s: {help: "Next segment", run: () => walk(segments, true)}, S: {help: "Previous segment", run: () => walk(segments, false)},
     u: {help: "Next unlikely token", run: () => walk(unlikely, true)}, U: {help: "Previous unlikely token", run: () => walk(unlikely, false)},
-    ArrowRight: {help: "Next token", run: (event) => (event.target.closest?.(".token-lines") ? reveal(beside(source, here, 1)) : false)},
-    ArrowLeft: {help: "Previous token", run: (event) => (event.target.closest?.(".token-lines") ? reveal(beside(source, here, -1)) : false)},
+    ArrowRight: {help: "Next token", run: (event) => (event.target.closest?.(".token-lines") ? reveal(beside(source, at.current, 1)) : false)},
+    ArrowLeft: {help: "Previous token", run: (event) => (event.target.closest?.(".token-lines") ? reveal(beside(source, at.current, -1)) : false)},
   });
   return html`<section class="tokens" aria-label="Tokens">
     <div class="tool-row">
