@@ -1,0 +1,100 @@
+"""Waits for the same thing are one finding, with one beginning, one end, and the worst of them in front."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from api_schemas.rollouts.stages import Stage
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.hangs import HangVerdict
+from rollout_service.activity import ActivityBoard, waits_for
+from rollout_service.hangs.findings import MAX_ROLLOUTS, FindingLog
+from rollout_service.hangs.metrics import HangMetrics, oldest_in_stages
+from rollout_service.hangs.rules import UNSEEN
+from rollout_service.hangs.texts import Judged
+from rollout_service.hangs.waits import StepWait, waits_of
+
+pytestmark = pytest.mark.anyio
+
+
+def waits(stack: ExitStack, board: ActivityBoard, count: int, name: str = "engine") -> list[StepWait]:
+    """Let rollouts wait for an engine, the first for longest."""
+    found = []
+    for number in range(count):
+        activity = stack.enter_context(board.working(f"{name}-{number}", attempt=1, environment="calc"))
+        step = stack.enter_context(waits_for(StepKind.ENGINE, name))
+        step.started -= 100 - number
+        found.append(StepWait(activity, step, time.perf_counter()))
+    return found
+
+
+def judged(waiting: list[StepWait], verdict: HangVerdict = HangVerdict.STUCK) -> list[Judged]:
+    return [Judged(one, verdict, UNSEEN) for one in waiting]
+
+
+async def test_many_waits_for_one_engine_are_one_finding() -> None:
+    with ExitStack() as stack:
+        log, waiting = FindingLog(), waits(stack, ActivityBoard(), 500)
+        began = log.update(judged(waiting)).began
+        [finding] = log.list()
+        assert began == [finding]
+        assert (finding.subject, finding.count) == ("engine", 500)
+        assert finding.rollouts == [f"engine-{number}" for number in range(MAX_ROLLOUTS)]
+        assert finding.seconds == pytest.approx(100, abs=5)
+        again = log.update(judged(waiting[1:]))
+        assert (again.began, again.worsened, again.ended) == ([], [], [])
+        assert [one.finding_id for one in log.list()] == [finding.finding_id]
+        ended = log.update([]).ended
+        assert [one.finding_id for one in ended] == [finding.finding_id]
+        assert log.list() == []
+        [other] = log.update(judged(waiting)).began
+        assert other.finding_id != finding.finding_id
+
+
+async def test_the_worst_come_first_and_getting_stuck_is_told_once() -> None:
+    with ExitStack() as stack:
+        log, board = FindingLog(), ActivityBoard()
+        first, second = waits(stack, board, 3, "first"), waits(stack, board, 1, "second")
+        log.update([*judged(first, HangVerdict.SLOW), *judged(second, HangVerdict.HELD)])
+        assert [one.verdict for one in log.list()] == ["slow", "held"]
+        changes = log.update([*judged(first, HangVerdict.SLOW), *judged(second)])
+        assert [one.subject for one in changes.worsened] == ["second"]
+        assert [one.subject for one in log.list()] == ["second", "first"]
+        changes = log.update([*judged(first[:1], HangVerdict.SLOW), *judged(first[1:]), *judged(second)])
+        assert [(one.subject, one.count) for one in changes.worsened] == [("first", 2)]
+
+
+async def test_of_steps_that_contain_each_other_the_innermost_waits() -> None:
+    board = ActivityBoard()
+    with board.working("r", attempt=1, environment="calc") as activity:
+        with waits_for(StepKind.GRADER, "calc") as outer:
+            outer.started -= 60
+            with waits_for(StepKind.JUDGE, "rubric") as inner:
+                assert [one.step for one in waits_of(board.all(), time.perf_counter())] == [inner]
+            [wait] = waits_of(board.all(), time.perf_counter())
+            assert wait.step is outer
+            assert wait.seconds > 59
+            assert wait.quiet < 5  # something in it has ended just now
+        assert list(waits_of([activity], time.perf_counter())) == []
+
+
+async def test_metrics_have_a_value_for_everything_at_all_times() -> None:
+    board, log = ActivityBoard(), FindingLog()
+    metrics = HangMetrics(log.list, lambda: 0.25, board)
+    stuck, lag, oldest = metrics.collect()
+    assert {sample.value for sample in stuck.samples} == {0}
+    assert len(stuck.samples) == 3 * (len(StepKind) + 1)
+    assert [sample.value for sample in lag.samples] == [0.25]
+    assert {sample.labels["stage"]: sample.value for sample in oldest.samples} == dict.fromkeys(Stage, 0.0)
+    with ExitStack() as stack:
+        log.update(judged(waits(stack, board, 7)))
+        activity = board.all()[0]
+        activity.stage, activity.working_since = Stage.ROLLOUT, time.perf_counter() - 5
+        stuck, _, _ = metrics.collect()
+        assert [sample.labels for sample in stuck.samples if sample.value == 7] == [
+            {"kind": "engine", "verdict": "stuck"}
+        ]
+        assert oldest_in_stages(board, time.perf_counter())[Stage.ROLLOUT] == pytest.approx(5, abs=1)
