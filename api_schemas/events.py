@@ -8,7 +8,7 @@ from api_schemas.base import StrEnum, Timestamp, WireModel
 
 
 class EventKind(StrEnum):
-    """Every kind of event. What stands before the dot says what the event's subject is the id of."""
+    """Every kind of event. What stands before the dot says what the event's subject is the id of, except for hangs."""
 
     ROLLOUT_STATE = "rollout.state"
     """A rollout came to a state. Data: `state`, `attempt`, and, if it has them, `reward`, `stop_reason` and `code`."""
@@ -50,6 +50,13 @@ class EventKind(StrEnum):
     SANDBOX_HOLD = "sandbox.hold"
     """Rollouts of a node began to wait for sandboxes, or no longer do. Data: `state` (`began` or `ended`), `resource`,
     `reason`, `waiting`, and the `seconds` of one that ended."""
+    HANG_BEGAN = "hang.began"
+    """Something is stuck, slow or held back; the subject is what is waited for. Data: the fields of a `HangFinding`
+    without `usual`, `detail` and `stack`, and `at`."""
+    HANG_WORSENED = "hang.worsened"
+    """What was slow or held back is stuck now. Data: likewise."""
+    HANG_ENDED = "hang.ended"
+    """It is over. Data: likewise, as it was last."""
     NODE_STATE = "node.state"
     """A node began or stopped to claim rollouts. Data: `state` (`ready` or `draining`)."""
     NODE_JOINED = "node.joined"

@@ -14,6 +14,7 @@ import anyio
 import structlog
 from pydantic import JsonValue
 
+from api_schemas.events import EventKind
 from api_schemas.views.hangs import HangFinding, HangVerdict
 from rollout_service.errors import StoreError
 from rollout_service.hangs.heartbeat import BlockedLoop, lines_of
@@ -22,7 +23,6 @@ from rollout_service.store.contract import Store
 
 log = structlog.get_logger(__name__)
 
-BEGAN, WORSENED, ENDED = "hang.began", "hang.worsened", "hang.ended"
 MAX_EVENTS = 256
 RETRY_SECONDS = 1.0
 LINES = {
@@ -48,7 +48,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class _HangEvent:
-    kind: str
+    kind: EventKind
     finding: HangFinding
     at: datetime
 
@@ -62,7 +62,7 @@ class HangTeller:
         self._waiting = ResettableEvent()
         self._told_blocks: set[str] = set()
 
-    def tell(self, kind: str, finding: HangFinding) -> None:
+    def tell(self, kind: EventKind, finding: HangFinding) -> None:
         """Tell of a finding that has begun, worsened or ended."""
         _log(kind, finding)
         self._record(kind, finding)
@@ -71,11 +71,11 @@ class HangTeller:
         """Tell of times in which the event loop was blocked, each once; they are over by now, and logged."""
         for block in blocks:
             if block.finding_id not in self._told_blocks:
-                self._record(BEGAN, block.finding())
-                self._record(ENDED, block.finding())
+                self._record(EventKind.HANG_BEGAN, block.finding())
+                self._record(EventKind.HANG_ENDED, block.finding())
         self._told_blocks = {block.finding_id for block in blocks}
 
-    def _record(self, kind: str, finding: HangFinding) -> None:
+    def _record(self, kind: EventKind, finding: HangFinding) -> None:
         self._events.append(_HangEvent(kind, finding, datetime.now(UTC)))
         self._waiting.set()
 
@@ -98,8 +98,8 @@ class HangTeller:
                 return
 
 
-def _log(kind: str, finding: HangFinding) -> None:
-    if kind == ENDED:
+def _log(kind: EventKind, finding: HangFinding) -> None:
+    if kind is EventKind.HANG_ENDED:
         log.info("a hang has ended", finding_id=finding.finding_id, seconds=round(finding.seconds, 1))
         return
     write = log.warning if finding.verdict is HangVerdict.STUCK else log.info

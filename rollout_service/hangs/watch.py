@@ -22,6 +22,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from api_schemas.events import EventKind
 from api_schemas.views.hangs import HangFinding, HangReport, RolloutActivity
 from rollout_service.hangs.durations import StepDurations
 from rollout_service.hangs.findings import FindingLog, worst_first
@@ -30,7 +31,7 @@ from rollout_service.hangs.last_report import STACKS, LastReport
 from rollout_service.hangs.metrics import HangMetrics
 from rollout_service.hangs.rules import LOOK_SECONDS
 from rollout_service.hangs.stacks import stack_of_task
-from rollout_service.hangs.telling import BEGAN, ENDED, WORSENED, HangTeller
+from rollout_service.hangs.telling import HangTeller
 from rollout_service.hangs.verdicts import Verdicts
 from rollout_service.hangs.waits import StepWait, at, view, waits_of
 from rollout_service.pipeline.context import AttemptContext
@@ -136,9 +137,9 @@ class HangWatch:
         judged = self._verdicts.of([one for one in suspects if one.step.ended is None])
         changes = self._findings.update(judged)
         for kind, findings in (
-            (BEGAN, changes.began),
-            (WORSENED, changes.worsened),
-            (ENDED, changes.ended),
+            (EventKind.HANG_BEGAN, changes.began),
+            (EventKind.HANG_WORSENED, changes.worsened),
+            (EventKind.HANG_ENDED, changes.ended),
         ):
             for finding in findings:
                 self._teller.tell(kind, finding)

@@ -34,7 +34,10 @@ def check_live(
     Raises:
         CommandError: The service does not answer, and there is no report in its state folder.
     """
-    report = _ask(url, key) or _read(url, state_dir, config)
+    # A service that runs again meanwhile takes its report back, and answers.
+    report = _ask(url, key) or _read(state_dir, config) or _ask(url, key)
+    if report is None:
+        raise _nothing_to_read(url, state_dir, config)
     if as_json:
         common.print_json(report.model_dump(mode="json"))
     else:
@@ -57,21 +60,31 @@ def _ask(url: str, key: str | None) -> HangReport | None:
         return None
 
 
-def _read(url: str, state_dir: Path | None, config: Path | None) -> HangReport:
-    from rollout_service.hangs.last_report import STACKS, read_last_report
+def _folder(state_dir: Path | None, config: Path | None) -> Path:
     from rollout_service.settings import load_settings
 
-    folder = (state_dir or load_settings(config).state_dir).expanduser()
-    report = read_last_report(folder)
-    age = None if report is None else (datetime.now(UTC) - report.at).total_seconds()
-    if report is None or age is None or age > STALE_SECONDS:
-        left = "there is no report" if age is None else f"the last report is {age:.0f} s old"
-        raise CommandError(
-            f"the service at {url} does not answer, and {left} in {folder}",
-            hint="Is it running, and is this its state folder (--state-dir)? If its process is there, send it SIGUSR1: "
-            f"it writes the stacks of all threads to {folder / STACKS}.",
-        )
+    return (state_dir or load_settings(config).state_dir).expanduser()
+
+
+def _read(state_dir: Path | None, config: Path | None) -> HangReport | None:
+    """Return the report in the state folder, if it is not an old one."""
+    from rollout_service.hangs.last_report import read_last_report
+
+    report = read_last_report(_folder(state_dir, config))
+    if report is None or (datetime.now(UTC) - report.at).total_seconds() > STALE_SECONDS:
+        return None
     return report
+
+
+def _nothing_to_read(url: str, state_dir: Path | None, config: Path | None) -> CommandError:
+    from rollout_service.hangs.last_report import STACKS
+
+    folder = _folder(state_dir, config)
+    return CommandError(
+        f"the service at {url} does not answer, and there is no report of the last {STALE_SECONDS:g} s in {folder}",
+        hint="Is it running, and is this its state folder (--state-dir)? If its process is there, send it SIGUSR1: "
+        f"it writes the stacks of all threads to {folder / STACKS}.",
+    )
 
 
 def _show(report: HangReport, console: Console, *, stacks: bool) -> None:

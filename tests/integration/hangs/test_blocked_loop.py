@@ -96,10 +96,6 @@ def test_a_grader_that_sleeps_on_the_loop(tmp_path: Path) -> None:
         assert finding["subject"].startswith("Blocking.evaluate (")
         line = next(n for n, text in enumerate(PLUG_IN.splitlines(), 1) if "time.sleep" in text)
         assert finding["subject"].endswith(f"blocking_grader.py:{line})")
-        code, printed = doctor(server, state)
-        assert code == 1
-        assert "The service does not answer" in printed
-        assert "Blocking.evaluate" in printed
         done = httpx.get(f"{server.url}/v1/rollouts/r", params={"wait": 60}, timeout=90).json()
         assert (done["state"], done["reward"]) == ("completed", 1.0)
         ended = next(events(server, "hang.ended"))
