@@ -77,7 +77,7 @@ def test_the_overview_counts_what_happened(server: Running, api: httpx.Client) -
     assert overview.success_share == 1.0
     assert overview.ready
     assert overview.role == "admin"
-    assert overview.last_event == api_last_event(api)
+    assert 0 < overview.last_event <= api_last_event(api)
     (backend,) = overview.backends
     assert backend.p50_seconds is not None
     assert backend.requests_per_second > 0
@@ -126,7 +126,7 @@ def test_the_overview_comes_once_a_second_to_each_of_ten_readers(api: httpx.Clie
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(seen) == 10
+    assert len(seen) == 10, server.log[-4_000:]
     times = [Overview.model_validate_json(line.removeprefix("data: ")).at for line in seen[0]]
     gaps = [(later - earlier).total_seconds() for earlier, later in itertools.pairwise(times)]
     assert all(gap >= 0.99 for gap in gaps), "once a second at most"

@@ -1,0 +1,184 @@
+"""What ten people who watch the dashboard cost a service that works.
+
+    python -m benchmarks.support.dashboard.viewers
+
+A service in a process of its own runs rollouts of several turns, as many at once as it has workers, against an engine
+that answers after a fixed time. Spells without viewers and with ten of them take turns, so the machine's noise reaches
+both alike. A viewer follows the overview, and asks for the newest rollouts and for what hangs every two seconds, as
+the page does. The CPU time of the service's process is compared at equal work: what its turns cost without viewers is
+taken off. A turn lasts from one request to the engine to the next, without the tool in between.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import anyio
+import httpx
+
+from api_schemas.rollouts.steps import RolloutSteps, StepKind
+from tests.support.processes.service import Running, scripted_engine, service
+
+VIEWERS = 10
+SPELLS = 8
+SPELL_SECONDS = 6.0
+WARM_SECONDS = 8.0
+ASK_SECONDS = 2.0
+ENGINE_SECONDS = 0.1
+WORKERS = 8
+TURNS = 20
+CONFIG = f"""
+[sandboxes.pressure]
+enabled = false
+[pipeline]
+rollout_workers = {WORKERS}
+init_workers = {WORKERS}
+"""
+ASKED = ("/v1/summaries?limit=100", "/v1/hangs")
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """A few seconds with or without viewers."""
+
+    viewed: bool
+    seconds: float
+    cpu_seconds: float
+    turns: int
+    turn_ms: list[float]
+
+
+async def measure() -> dict[str, float]:
+    """Return what ten viewers add: percentage points of one CPU, and milliseconds to a turn's median."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with (
+            scripted_engine(folder, delay=ENGINE_SECONDS) as engine,
+            service(folder, engine.url, CONFIG, turns=TURNS) as server,
+        ):
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                return _figures(await _spells(server, client))
+
+
+async def _spells(server: Running, client: httpx.AsyncClient) -> list[Spell]:
+    async with anyio.create_task_group() as tasks:
+        ended: list[str] = []
+        for worker in range(WORKERS):
+            tasks.start_soon(_keep_busy, client, f"w{worker}", ended)
+        await anyio.sleep(WARM_SECONDS)
+        spells = []
+        for number in range(SPELLS * 2):
+            viewed = number % 2 == 1
+            async with _viewers(server.url, VIEWERS if viewed else 0):
+                await anyio.sleep(0.5)  # connections are made
+                spells.append(await _spell(server, client, ended, viewed=viewed))
+        tasks.cancel_scope.cancel()
+    return spells
+
+
+async def _spell(server: Running, client: httpx.AsyncClient, ended: list[str], *, viewed: bool) -> Spell:
+    ended.clear()
+    turns, cpu, begun = await _served(client), _cpu(server), time.perf_counter()
+    await anyio.sleep(SPELL_SECONDS)
+    seconds, cpu = time.perf_counter() - begun, _cpu(server) - cpu
+    turns = await _served(client) - turns
+    times = [value for rollout_id in list(ended) for value in await _turn_times(client, rollout_id, seconds)]
+    return Spell(viewed, seconds, cpu, turns, times)
+
+
+def _cpu(server: Running) -> float:
+    times = server.process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def _served(client: httpx.AsyncClient) -> int:
+    """Return how many requests the engine has answered."""
+    (backend,) = (await client.get("/v1/backends")).json()
+    return int(backend["served"])
+
+
+async def _turn_times(client: httpx.AsyncClient, rollout_id: str, newest_seconds: float) -> list[float]:
+    """Return the milliseconds of a rollout's turns that began within the last seconds."""
+    answer = await client.get(f"/v1/rollouts/{rollout_id}/steps")
+    steps = RolloutSteps.model_validate_json(answer.content).steps
+    engine = [step for step in steps if step.kind is StepKind.ENGINE]
+    tools = [step for step in steps if step.kind in (StepKind.TOOL, StepKind.SESSION)]
+    times = []
+    for one, following in pairwise(engine):
+        if time.time() - one.started_at.timestamp() > newest_seconds + 1:
+            continue
+        between = (following.started_at - one.started_at).total_seconds()
+        busy = sum(tool.seconds for tool in tools if one.started_at <= tool.started_at < following.started_at)
+        times.append((between - busy) * 1e3)
+    return times
+
+
+async def _keep_busy(client: httpx.AsyncClient, name: str, ended: list[str]) -> None:
+    """Run one rollout after the other."""
+    number = 0
+    while True:
+        number += 1
+        rollout_id = f"{name}-{number}"
+        order = {"rollout_id": rollout_id, "task": {"environment": "echo", "instance": {"number": number}}}
+        answer = await client.post("/v1/rollouts", params={"wait": 60}, json=order)
+        answer.raise_for_status()
+        ended.append(rollout_id)
+
+
+@asynccontextmanager
+async def _viewers(url: str, count: int) -> AsyncIterator[None]:
+    """Have this many people look at the service within the block."""
+    async with anyio.create_task_group() as tasks:
+        for number in range(count):
+            tasks.start_soon(_view, url, number)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def _view(url: str, number: int) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client, anyio.create_task_group() as tasks:
+        tasks.start_soon(_ask, client, number)
+        async with client.stream(
+            "GET", "/v1/overview/stream", headers={"Accept": "text/event-stream"}
+        ) as stream:
+            async for _ in stream.aiter_raw():
+                pass
+
+
+async def _ask(client: httpx.AsyncClient, number: int) -> None:
+    await anyio.sleep(ASK_SECONDS * number / VIEWERS)  # they did not open their pages at the same moment
+    while True:
+        for path in ASKED:
+            (await client.get(path)).raise_for_status()
+        await anyio.sleep(ASK_SECONDS)
+
+
+def _figures(spells: list[Spell]) -> dict[str, float]:
+    plain = [spell for spell in spells if not spell.viewed]
+    viewed = [spell for spell in spells if spell.viewed]
+    cost = sum(spell.cpu_seconds for spell in plain) / sum(spell.turns for spell in plain)
+    added = [(spell.cpu_seconds - cost * spell.turns) / spell.seconds * 100 for spell in viewed]
+    medians = [
+        statistics.median(value for spell in some for value in spell.turn_ms) for some in (plain, viewed)
+    ]
+    return {
+        "viewers_cpu_percent": round(statistics.median(added), 2),
+        "viewers_turn_ms_p50": round(medians[1] - medians[0], 3),
+        "viewers_plain_cpu_percent": round(
+            statistics.median(spell.cpu_seconds / spell.seconds * 100 for spell in plain), 2
+        ),
+        "viewers_plain_turn_ms_p50": round(medians[0], 3),
+        "viewers_turns": float(sum(spell.turns for spell in spells)),
+    }
+
+
+if __name__ == "__main__":
+    for figure, value in anyio.run(measure).items():
+        print(f"{figure} {value:g}")
