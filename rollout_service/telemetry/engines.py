@@ -6,7 +6,9 @@ first event; they go with the backend. A pool keeps its histograms for as long a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
@@ -23,6 +25,14 @@ UPDATES: Final = ("loaded", "partly", "failed")
 """What can become of an update of the weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class BackendSeries:
+    """The series of one backend, kept because every request needs them and looking them up is expensive."""
+
+    requests: Mapping[RequestEnd, Counter]
+    seconds: Histogram
+
+
 class PoolMetrics(RoutingTrace, Collector):
     """Implements `inference.routing.Observer`: routing decisions, requests to backends, turns, and weight updates."""
 
@@ -31,8 +41,8 @@ class PoolMetrics(RoutingTrace, Collector):
         super().__init__(registry)
         self._views = views
         labels = ["pool", "backend"]
-        self._seen: set[tuple[str, str]] = set()
-        """The backends that may have series."""
+        self._backends: dict[tuple[str, str], BackendSeries] = {}
+        """By pool and backend."""
         self._requests = Counter(
             "rollout_backend_requests_total",
             "Requests to an engine by how they ended: answered, failed, or cancelled by this service",
@@ -60,18 +70,19 @@ class PoolMetrics(RoutingTrace, Collector):
             buckets=LOAD_SECONDS,
             registry=None,
         )
+        self._turns_of = cache(self._turns.labels)  # every turn looks it up
         registry.register(self)
 
     def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None:
         """Count a request to a backend that has ended."""
-        self._seen.add((pool, backend_id))
-        self._requests.labels(pool, backend_id, end).inc()
+        series = self._series(pool, backend_id)
+        series.requests[end].inc()
         if end is RequestEnd.ANSWERED:
-            self._seconds.labels(pool, backend_id).observe(seconds)
+            series.seconds.observe(seconds)
 
     def answered(self, pool: str, seconds: float) -> None:
         """Record how long a turn took."""
-        self._turns.labels(pool).observe(seconds)
+        self._turns_of(pool).observe(seconds)
 
     def loaded(self, outcome: PoolOutcome, seconds: float) -> None:
         """Record how long an update of the weights took."""
@@ -98,18 +109,24 @@ class PoolMetrics(RoutingTrace, Collector):
     def _follow(self, views: Iterable[BackendView]) -> None:
         """Make the series of backends that are new, and drop those of backends that are gone."""
         present = {(view.pool, view.backend_id) for view in views}
-        for pool, backend in self._seen - present:
+        for pool, backend in self._backends.keys() - present:
             gone = {"pool": pool, "backend": backend}
+            del self._backends[pool, backend]
             self._requests.remove_by_labels(gone)
             self._seconds.remove_by_labels(gone)
         for pool, backend in present:
-            for end in RequestEnd:
-                self._requests.labels(pool, backend, end)
-            self._seconds.labels(pool, backend)
-            self._turns.labels(pool)
+            self._series(pool, backend)
+            self._turns_of(pool)
             for outcome in UPDATES:
                 self._updates.labels(pool, outcome)
-        self._seen = present
+
+    def _series(self, pool: str, backend: str) -> BackendSeries:
+        found = self._backends.get((pool, backend))
+        if found is None:
+            requests = {end: self._requests.labels(pool, backend, end) for end in RequestEnd}
+            found = BackendSeries(requests, self._seconds.labels(pool, backend))
+            self._backends[pool, backend] = found
+        return found
 
 
 def _update(outcome: PoolOutcome) -> str:
