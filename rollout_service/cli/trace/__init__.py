@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import DEFAULT_URL, Key, Url
 
 EXAMPLE = "Example: rollout-service trace my-run -o run.json.gz"
@@ -16,7 +16,10 @@ VIEWER = "https://ui.perfetto.dev"
 
 def command(
     names: Annotated[
-        list[str], typer.Argument(metavar="RUN|ROLLOUT...", help="A run, or rollouts, by their ids.")
+        list[str],
+        typer.Argument(
+            metavar="RUN|ROLLOUT...", help="A run, or rollouts, by their ids.", autocompletion=completion.runs
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file to write; compressed if its name ends in .gz.")

@@ -47,7 +47,10 @@ WITHOUT_JSON = {
         ),
         *(("env", "new"), ("env", "add"), ("env", "install"), ("slurm", "stop")),
     },
-    "writes a file, or JSON in any case": {("runs", "lease"), ("runs", "export"), ("runs", "rescore")},
+    "writes a file, or JSON in any case": {
+        *(("runs", name) for name in ("lease", "export", "rescore")),
+        ("trace",),
+    },
     "prints text that is its own format": {("config", "docs"), ("slurm", "logs"), ("slurm", "tunnel")},
 }
 """The commands whose output is not data, by why it is not."""
