@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from playwright.async_api import Browser, Page
+from playwright.async_api import Browser, Page, expect
 
 from tests.support.browser.fake_service import FakeService, fake_service
 from tests.support.browser.watched_page import CHROMIUM, Notes, chromium, watched_page
+
+expect.set_options(timeout=20_000)  # a page may take seconds on a machine that is busy with other tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
