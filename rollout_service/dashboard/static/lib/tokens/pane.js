@@ -55,7 +55,11 @@ export class TokenPane {
     this.differs = null;
     this.columns = columnsOf(scroller);
     this.rows = new Rows(source, false, this.columns);
-    this.resized = new ResizeObserver(() => this.#fit());
+    this.resized = new ResizeObserver(() => {
+      // In the next frame, since other lines may change the size that is being reported.
+      cancelAnimationFrame(this.fitting);
+      this.fitting = requestAnimationFrame(() => this.#fit());
+    });
     this.viewport = new Viewport(scroller, ROW_HEIGHT, (row) => this.#build(row));
     this.onPick = onPick;
     this.onPointer = (event) => this.#pick(event);
@@ -84,6 +88,7 @@ export class TokenPane {
 
   close() {
     this.resized.disconnect();
+    cancelAnimationFrame(this.fitting);
     this.scroller.removeEventListener("mouseover", this.onPointer);
     this.scroller.removeEventListener("click", this.onPointer);
     this.viewport.close();
