@@ -72,6 +72,7 @@ TAGS = {
     "sessions": "Live sessions: users' own agents are served, and what they do next trains the policy.",
     "nodes": "The nodes that share the store, and how much this one runs at once.",
     "overview": "The service at a glance, once or once a second.",
+    "hangs": "What rollouts wait for now, and what is stuck, slow or held back.",
     "events": "What happens in the service, in order, as server-sent events.",
     "health": "Liveness and readiness probes, and metrics.",
     "ProRL Agent": "The ProRL Agent server's own routes, for trainers written for it.",
