@@ -51,7 +51,7 @@ class OverviewFeed:
     async def after(self, number: int) -> Frame:
         """Return the next overview after the one with this number, a second after it at the earliest."""
         while self._newest is not None and self._newest.number <= number:
-            await anyio.sleep(self._made_at + PERIOD_SECONDS - self._clock())
+            await anyio.sleep(max(0.0, self._made_at + PERIOD_SECONDS - self._clock()))
             await self.latest()
         return await self.latest()
 
