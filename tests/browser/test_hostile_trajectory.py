@@ -80,7 +80,8 @@ async def test_hidden_characters_become_marks(page: Page, fake: FakeService) -> 
     for mark in ["RLO", "LRI", "ZWSP", "BOM", "␇", "␛", "␀"]:
         await expect(lines.locator(".mark", has_text=mark).first).to_be_visible()
     await expect(lines.locator(".bytes", has_text="ff").first).to_be_visible()
-    assert await lines.locator(".t").first.evaluate("one => getComputedStyle(one).unicodeBidi") == "isolate"
+    for hidden in await lines.locator(".t:has(.mark), .t:has(.bytes)").all():
+        assert await hidden.evaluate("one => getComputedStyle(one).unicodeBidi") == "isolate"
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ async def test_unlikely_tokens_stand_out_by_color_and_weight(page: Page, fake: F
     )
     await opened(page, fake, one_segment([likely, unsure, unlikely]))
     await color_by(page, "Log-probability")
+    await expect(page.locator(".token-lines .t", has_text="odd")).to_have_class(re.compile("lp5"))
     classes = [
         await page.locator(f".t:has-text('{word}')").last.get_attribute("class")
         for word in ("sure", "maybe", "odd")

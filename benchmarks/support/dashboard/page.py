@@ -3,8 +3,8 @@
 Run: python benchmarks/support/dashboard/page.py [--tokens N]
 
 A real service in a process of its own serves the page, and the trajectory from its store; a real headless Chromium with
-software rendering looks at it, at 1280x800. The tokens are those of a byte-level tokenizer with 512 entries, so a line
-holds up to 160 of them, several times as many as with a usual vocabulary.
+software rendering looks at it, at 1280x800. The text is that of pages of the documentation, by a byte-level tokenizer
+with 512 entries, so a line holds several times as many tokens as with a usual vocabulary.
 
 `first_paint_ms` is the median of several visits, each in a new context without a cache: from the navigation
 to the first frame in which lines of tokens are in the document, by the browser's own clock, with all
@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import anyio
@@ -36,16 +36,18 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReas
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.cli.server_child import stop
+from rollout_service.policies.shipped import policy_folder
 from rollout_service.store.sqlite import SqliteStore
+from rollout_service.tokens.tokenizer import load_tokenizer
 from sandboxes.host.children import start_process
 from tests.support.browser.watched_page import chromium
 
 TOKENS = 100_000
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 TURNS = 100
 ALL_THERE = re.compile(r"^[\d,]+ tokens$")
 LOAD_MS = 60_000
 VISITS = 3
-VOCABULARY = 256
 START_SECONDS = 120.0
 VIEW = ViewportSize(width=1280, height=800)
 ROLLOUT_ID = "long"
@@ -81,13 +83,24 @@ SCROLL = """
 FRAMES = 600
 
 
+def text_ids(tokens: int) -> list[int]:
+    """Return so many token ids of the documentation's text."""
+    tokenizer = load_tokenizer(str(policy_folder("calc-base")), with_template=False)
+    ids: list[int] = []
+    for page in cycle(sorted(DOCS.rglob("*.md"))):
+        ids += tokenizer.encode(page.read_text(), add_special_tokens=False)
+        if len(ids) >= tokens:
+            return ids[:tokens]
+    raise AssertionError("a cycle does not end")
+
+
 def trajectory(tokens: int) -> Trajectory:
     """Return a trajectory of one segment, half of whose tokens are sampled, in a hundred turns."""
     chance = random.Random(7)
     each = tokens // (2 * TURNS)
     sampled = [at // each % 2 == 1 for at in range(tokens)]
     segment = Segment(
-        token_ids=[chance.randrange(VOCABULARY) for _ in range(tokens)],
+        token_ids=text_ids(tokens),
         loss_mask=[int(on) for on in sampled],
         logprobs=[-chance.expovariate(2.0) if on else 0.0 for on in sampled],
         versions=[at // (tokens // 4) if on else -1 for at, on in enumerate(sampled)],

@@ -181,7 +181,8 @@ export class TokenPane {
     const node = span(this.#className(tokens, segment, i));
     node.dataset.t = String(i);
     if (tokens.turns[i] >= 0 && (i === 0 || tokens.turns[i - 1] !== tokens.turns[i])) this.#beginTurn(node, tokens.turns[i]);
-    fillToken(node, tokens, i);
+    // Only what is no plain ASCII can move its neighbors, and isolating every token costs a third of a frame.
+    if (!fillToken(node, tokens, i)) node.classList.add("other");
     return node;
   }
 

@@ -54,7 +54,8 @@ function append(node, text) {
   }
 }
 
-// Fills an element with token `i`. A part of a character is shown as its bytes; the last part as the character too.
+// Fills an element with token `i`, and returns whether it is nothing but printable ASCII. A part of a character is shown
+// as its bytes; the last part as the character too.
 export function fillToken(node, tokens, i) {
   const begin = tokens.begin(i);
   const end = tokens.ends[i];
@@ -67,6 +68,7 @@ export function fillToken(node, tokens, i) {
   }
   if (end > begin) append(node, tokens.text.slice(begin, Math.min(end, begin + MOST)));
   if (end - begin > MOST) node.append("…");
+  return piece === undefined && PRINTABLE.test(node.textContent);
 }
 
 // The bytes of a token in hexadecimal, as far as its text tells.

@@ -1,0 +1,39 @@
+"""Measure the page: lists of a large store, a long trajectory in a browser, and what viewers cost the service.
+
+Run: python benchmarks/dashboard.py [--json FILE] [--quick]
+
+- `list_ms_p50`: the time of the service to answer with the newest page of a list of 1,000,000 rollouts;
+  `list_worst_ms_p50`: the same with the slowest of the filters.
+- `first_paint_ms`: from navigation to visible tokens of a trajectory of 100,000 tokens, in headless Chromium.
+  `scroll_fps`: frames per second while scrolling through it.
+- `viewers_cpu_percent`: what ten open pages add to the service's use of one processor, in percentage points.
+  `viewers_turn_ms_p50`: what they add to the median time of a turn.
+"""
+
+from __future__ import annotations
+
+from common import Options, report, run
+from support.dashboard import lists, page, viewers
+
+AIMS = {
+    "list_ms_p50": "<= 100",
+    "list_worst_ms_p50": "<= 100",
+    "first_paint_ms": "<= 1000",
+    "scroll_fps": ">= 50",
+    "viewers_cpu_percent": "<= 3",
+    "viewers_turn_ms_p50": "<= 0.1",
+}
+ROLLOUTS, QUICK_ROLLOUTS = 1_000_000, 20_000
+
+
+async def main(given: Options) -> None:
+    """Measure all figures, and report them."""
+    rollouts = QUICK_ROLLOUTS if given.quick else ROLLOUTS
+    figures = await lists.measure(rollouts)
+    figures |= await page.measure()
+    figures |= await viewers.measure()
+    report("The page", given, {"rollouts": rollouts}, dict(sorted(figures.items())), AIMS)
+
+
+if __name__ == "__main__":
+    run(main, "Measure lists, a long trajectory in a browser, and what viewers cost the service.")
