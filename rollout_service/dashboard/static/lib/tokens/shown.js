@@ -66,9 +66,10 @@ export function fillToken(node, tokens, i) {
     bytes.textContent = piece;
     node.append(bytes);
   }
-  if (end > begin) append(node, tokens.text.slice(begin, Math.min(end, begin + MOST)));
+  const text = tokens.text.slice(begin, Math.min(end, begin + MOST));
+  if (text) append(node, text);
   if (end - begin > MOST) node.append("…");
-  return piece === undefined && PRINTABLE.test(node.textContent);
+  return piece === undefined && PRINTABLE.test(text);
 }
 
 // The bytes of a token in hexadecimal, as far as its text tells.
