@@ -137,6 +137,7 @@ async def test_a_search_finds_text_that_spans_tokens(page: Page, fake: FakeServi
     await page.keyboard.type("needle")
     await expect(page.locator(".tokens").get_by_role("status")).to_have_text("2 found")
     await expect(page.locator(".t.hit")).to_have_text(["nee", "dle", "NEEDLE"])
+    await expect(page.locator(".t.here")).to_have_text("nee")
     await page.keyboard.press("Enter")
     await expect(page.locator(".t.here")).to_have_text("NEEDLE")
 

@@ -28,6 +28,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
         pytest.param("live-demo", marks=pytest.mark.torch),
         "docs",
         "lock",
+        "screenshots",
         "install-apptainer",
         "install-harbor",
         "install-lightning",

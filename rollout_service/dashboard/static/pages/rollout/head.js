@@ -23,7 +23,7 @@ export function Neighbors({group, id, skip = null, to = (other) => href(`/rollou
   const at = group.findIndex((row) => row.rollout_id === id);
   if (at < 0 || group.length < 2) return null;
   const link = (row, label) => row
-    ? html`<a href=${to(row.rollout_id)} title=${row.rollout_id}>${label} ${row.reward === null ? "" : html`<span class="dim">${number(row.reward, 3)}</span>`}</a>`
+    ? html`<a href=${to(row.rollout_id)} title=${row.rollout_id}>${label} ${row.reward === null ? "" : html`<span class="dim">(reward ${number(row.reward, 3)})</span>`}</a>`
     : html`<span class="dim">${label}</span>`;
   const beside = (by) => (group[at + by]?.rollout_id === skip ? group[at + 2 * by] : group[at + by]);
   return html`<span class="neighbors">${link(beside(-1), "← previous")} <span class="dim">sample ${at + 1} of ${group.length}</span> ${link(beside(1), "next →")}
