@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict
+from sandboxes import ApptainerConfig
 from tests.support.hangs.service import HangService, engine_of, hang_service
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
@@ -135,3 +137,36 @@ async def test_a_host_that_takes_no_more_sandboxes_holds_rollouts(tmp_path: Path
         await service.client.cancel("first")
         await service.ended(found.finding_id)
         await service.client.cancel("second")
+
+
+@pytest.mark.apptainer
+async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(tmp_path: Path) -> None:
+    async with (
+        engine_of(IGNORES_SIGNALS) as engine,
+        engine_of("sleep 1000") as other,
+        hang_service(tmp_path, [engine], sandbox=ApptainerConfig()) as service,
+    ):
+        await service.client.add_backend(BackendSpec.model_validate({"url": other.url, "pool": "other"}))
+        await service.submit("command")
+        await service.submit("sandbox", pool="other")
+        sandbox_id, pid = await sandbox_of(service, "sandbox")
+        launcher = psutil.Process(pid)
+        stopped = [launcher, *launcher.children(recursive=True)]
+        for process in stopped:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            gone = await service.finding(lambda one: one.responds is False)
+            command = await service.finding(lambda one: one.responds is True)
+        finally:
+            for process in reversed(stopped):
+                process.send_signal(signal.SIGCONT)
+        assert (gone.verdict, gone.subject, gone.rollouts) == (HangVerdict.STUCK, sandbox_id, ["sandbox"])
+        assert (command.verdict, command.subject, command.rollouts) == (
+            HangVerdict.STUCK,
+            "bash",
+            ["command"],
+        )
+        for rollout_id in ("command", "sandbox"):
+            await service.client.cancel(rollout_id)
+        await service.ended(gone.finding_id)
+        await service.ended(command.finding_id)
