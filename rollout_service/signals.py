@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
+
+T = TypeVar("T")
 
 
 class ChangeSignal:
@@ -56,6 +60,41 @@ class ResettableEvent:
     async def wait(self) -> None:
         """Wait until the event is set."""
         await self._event.wait()
+
+
+class BatchQueue(Generic[T]):
+    """Items that wait for one worker, which takes as many at once as it may; a bounded number of them."""
+
+    def __init__(self, *, most: int, at_once: int, collect_seconds: float) -> None:
+        """Hold at most `most` items; after a rest, a batch is collected for `collect_seconds`."""
+        self._most = most
+        self._at_once = at_once
+        self._collect_seconds = collect_seconds
+        self._waiting: deque[T] = deque()
+        self._added = ResettableEvent()
+        self._done = ResettableEvent(is_set=True)
+
+    def put(self, item: T) -> bool:
+        """Add an item; return False, and drop it, if too many wait."""
+        if len(self._waiting) >= self._most:
+            return False
+        self._waiting.append(item)
+        self._done.clear()
+        self._added.set()
+        return True
+
+    async def next_batch(self) -> list[T]:
+        """Wait for items and return them, in the order of their arrival; the batch before them is done."""
+        if not self._waiting:
+            self._added.clear()
+            self._done.set()
+            await self._added.wait()
+            await anyio.sleep(self._collect_seconds)
+        return [self._waiting.popleft() for _ in range(min(self._at_once, len(self._waiting)))]
+
+    async def until_done(self) -> None:
+        """Wait until everything that was added is done."""
+        await self._done.wait()
 
 
 class MonotonicCounter:

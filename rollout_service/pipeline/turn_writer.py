@@ -6,7 +6,6 @@ bounded. A turn that cannot be saved costs no rollout anything but the chance to
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import structlog
 
 from rollout_service.errors import StoreError
 from rollout_service.policies.saved_turns import SavedTurn, encode
-from rollout_service.signals import ResettableEvent
+from rollout_service.signals import BatchQueue
 from rollout_service.store.contract import Lease
 from rollout_service.store.turns_contract import TurnStore, UnsavedTurn
 from rollout_service.telemetry.metrics import Metrics
@@ -51,9 +50,9 @@ class TurnWriter:
         self._store = store
         self._owner = owner
         self._metrics = metrics
-        self._waiting: deque[_WaitingTurn] = deque()
-        self._added = ResettableEvent()
-        self._emptied = ResettableEvent(is_set=True)
+        self._queue = BatchQueue[_WaitingTurn](
+            most=MAX_WAITING, at_once=MAX_AT_ONCE, collect_seconds=COLLECT_SECONDS
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -65,26 +64,16 @@ class TurnWriter:
 
     def add(self, lease: Lease, number: int, turn: SavedTurn | None) -> None:
         """Save a turn soon; None only marks that the rollout has turns."""
-        if len(self._waiting) >= MAX_WAITING:
+        if not self._queue.put(_WaitingTurn(lease.rollout_id, lease.token, number, turn)):
             self._metrics.count_saved_turns("dropped", 1)
-            return
-        self._waiting.append(_WaitingTurn(lease.rollout_id, lease.token, number, turn))
-        self._emptied.clear()
-        self._added.set()
 
     async def flush(self) -> None:
         """Wait until everything that was added is saved; the lease must still be held."""
-        await self._emptied.wait()
+        await self._queue.until_done()
 
     async def _save_forever(self) -> None:
         while True:
-            await self._added.wait()
-            await anyio.sleep(COLLECT_SECONDS)
-            while self._waiting:
-                count = min(MAX_AT_ONCE, len(self._waiting))
-                await self._save([self._waiting.popleft() for _ in range(count)])
-            self._added.clear()
-            self._emptied.set()
+            await self._save(await self._queue.next_batch())
 
     async def _save(self, batch: list[_WaitingTurn]) -> None:
         turns = await anyio.to_thread.run_sync(_encode_all, batch)

@@ -6,7 +6,6 @@ ended is saved, so that a reader misses nothing. Steps that cannot be saved cost
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +15,7 @@ import structlog
 
 from rollout_service.activity import Activity, StepObserver
 from rollout_service.errors import StoreError
-from rollout_service.signals import ResettableEvent
+from rollout_service.signals import BatchQueue
 from rollout_service.store.steps_contract import EncodedSteps, StepStore
 from rollout_service.tracing.steps.encoding import compress, encode
 
@@ -38,9 +37,9 @@ class StepWriter(StepObserver):
 
     def __init__(self, store: StepStore) -> None:
         self._store = store
-        self._waiting: deque[Activity] = deque()
-        self._added = ResettableEvent()
-        self._emptied = ResettableEvent(is_set=True)
+        self._queue = BatchQueue[Activity](
+            most=MAX_WAITING, at_once=MAX_AT_ONCE, collect_seconds=COLLECT_SECONDS
+        )
         self.dropped = 0
         """The attempts whose steps were dropped."""
 
@@ -58,28 +57,16 @@ class StepWriter(StepObserver):
 
     def finished(self, activity: Activity) -> None:
         """Save the steps of an attempt soon."""
-        if not activity.ended:
-            return
-        if len(self._waiting) >= MAX_WAITING:
+        if activity.ended and not self._queue.put(activity):
             self.dropped += 1
-            return
-        self._waiting.append(activity)
-        self._emptied.clear()
-        self._added.set()
 
     async def flush(self) -> None:
         """Wait until the steps of all attempts that have ended are saved."""
-        await self._emptied.wait()
+        await self._queue.until_done()
 
     async def _save_forever(self) -> None:
         while True:
-            await self._added.wait()
-            await anyio.sleep(COLLECT_SECONDS)
-            while self._waiting:
-                count = min(MAX_AT_ONCE, len(self._waiting))
-                await self._save([self._waiting.popleft() for _ in range(count)])
-            self._added.clear()
-            self._emptied.set()
+            await self._save(await self._queue.next_batch())
             if self.dropped:
                 log.warning("the steps of some attempts were dropped", attempts=self.dropped)
                 self.dropped = 0

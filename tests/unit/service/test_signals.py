@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from rollout_service.signals import ChangeSignal
+from rollout_service.signals import BatchQueue, ChangeSignal
 
 pytestmark = pytest.mark.anyio
 
@@ -38,3 +38,29 @@ async def test_no_change_is_missed_by_whoever_took_the_event_before_looking():
     signal.notify()
     assert event.is_set()
     assert signal.next is not event
+
+
+async def test_a_queue_gives_batches_in_order_and_drops_what_is_too_much():
+    queue = BatchQueue[int](most=5, at_once=2, collect_seconds=0.0)
+    assert [queue.put(number) for number in range(7)] == [True] * 5 + [False] * 2
+    assert [await queue.next_batch() for _ in range(3)] == [[0, 1], [2, 3], [4]]
+
+
+async def test_a_queue_is_done_once_the_worker_asks_for_more():
+    queue, done = BatchQueue[int](most=5, at_once=5, collect_seconds=0.0), []
+    await queue.until_done()
+    queue.put(1)
+
+    async def wait():
+        await queue.until_done()
+        done.append(True)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        assert await queue.next_batch() == [1]
+        await anyio.wait_all_tasks_blocked()
+        assert not done
+        tasks.start_soon(queue.next_batch)
+        await anyio.wait_all_tasks_blocked()
+        assert done
+        queue.put(2)
