@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import anyio
 import pytest
 from playwright.async_api import Browser, Page, expect
 from starlette.requests import Request
@@ -147,11 +148,13 @@ async def test_groups_are_filtered_by_state_and_reason(page: Page, runs: FakeSer
 async def test_groups_are_found_behind_pages_without_any(page: Page, runs: FakeService) -> None:
     runs.answer(f"GET {RUN}/groups", GroupPage(groups=[], next_cursor="on"))
     await open_run(page, runs, "?state=ready")
+    with anyio.fail_after(15):
+        while not any("cursor=on" in path for _, path, _ in runs.requests):
+            await anyio.sleep(0.01)
     await expect(page.get_by_text("Loading")).to_be_visible()
     runs.answer(f"GET {RUN}/groups", canned_runs.groups(count=1, cursor=None))
     rows = page.get_by_role("list", name="Groups, the newest first").get_by_role("listitem")
     await expect(rows).to_have_count(1)
-    assert any("cursor=on" in path for _, path, _ in runs.requests)
 
 
 async def test_a_group_whose_rollouts_are_deleted_says_so(page: Page, runs: FakeService) -> None:

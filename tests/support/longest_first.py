@@ -26,6 +26,7 @@ LONGEST = (
     "hang_ups",
     "test_runs_crash.py",
     "test_environments_benchmark.py",
+    "docs_site",
     "test_chaos.py",
     "test_scaling.py",
     "test_restarts.py",
