@@ -47,6 +47,7 @@ async def test_keys_lead_to_every_page(page: Page, fake: FakeService) -> None:
     fake.answer("GET /v1/hangs", canned.hang_report())
     fake.answer("GET /v1/node", canned.concurrency())
     await page.goto(fake.url)
+    await expect(page.get_by_role("status")).to_have_text("Live")
     for key, heading in [("e", "Engines"), ("n", "Nodes"), ("h", "Hangs"), ("o", "Overview")]:
         await page.keyboard.press("g")
         await page.keyboard.press(key)
@@ -59,7 +60,8 @@ async def test_a_dialog_is_answered_with_keys(page: Page, fake: FakeService) -> 
     await page.get_by_role("button", name="Pause").focus()
     await page.keyboard.press("Enter")
     await page.get_by_label("Requests end first").press("Space")
-    await page.get_by_label("Requests end first").press("Enter")
+    async with page.expect_response("**/v1/pause"):
+        await page.get_by_label("Requests end first").press("Enter")
     await expect(page.get_by_role("dialog")).to_have_count(0)
     assert ("POST", "/v1/pause", {"pool": "policy", "mode": "drain"}) in fake.requests
 
