@@ -60,6 +60,7 @@ async def test_a_dialog_is_answered_with_keys(page: Page, fake: FakeService) -> 
     await page.get_by_role("button", name="Pause").focus()
     await page.keyboard.press("Enter")
     await page.get_by_label("Requests end first").press("Space")
+    await expect(page.get_by_label("Requests end first")).to_be_checked()
     async with page.expect_response("**/v1/pause"):
         await page.get_by_label("Requests end first").press("Enter")
     await expect(page.get_by_role("dialog")).to_have_count(0)
