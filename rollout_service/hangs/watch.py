@@ -64,6 +64,7 @@ class HangWatch:
     async def running(self) -> AsyncIterator[None]:
         """Watch until the block is left."""
         self._heartbeat = LoopHeartbeat(LastReport(self._state_dir), self._rollout_of)
+        self._heartbeat.report = self.report()  # the loop may be blocked before the first look
         with self._heartbeat.running(), dumping_stacks(self._state_dir / STACKS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks, name="hang watch")
