@@ -25,7 +25,7 @@ class SafeConsole(Console):
     """A rich console that escapes whatever a terminal would obey."""
 
     def __init__(self, *, stderr: bool = False, color: bool = True) -> None:
-        """Write to stdout or stderr; without `color`, or with `NO_COLOR`, there is no style of any kind."""
+        """Write to stdout or stderr, in plain text without `color` or with `NO_COLOR`."""
         plain = not color or bool(os.environ.get("NO_COLOR"))
         super().__init__(
             stderr=stderr, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto"

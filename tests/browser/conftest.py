@@ -13,17 +13,9 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from tests.support.browser.fake_service import FakeService, fake_service
-from tests.support.browser.watched_page import CHROMIUM, Notes, chromium, watched_page
+from tests.support.browser.watched_page import Notes, chromium, watched_page
 
 expect.set_options(timeout=20_000)  # a page may take seconds on a machine that is busy with other tests
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if CHROMIUM is None:
-        missing = pytest.mark.skip(reason="no chromium-headless-shell; scripts/test installs it")
-        for item in items:
-            if item.get_closest_marker("browser"):
-                item.add_marker(missing)
 
 
 @pytest.fixture(scope="module")

@@ -263,9 +263,9 @@ def _node(tree: RolloutNodes, number: int) -> AgentNode:
 async def get_rollout_steps(service: ServiceDep, http: Request, rollout_id: RolloutId) -> Response:
     """Read what a rollout did and waited for, step by step, over all its attempts.
 
-    Of a rollout under way, it is what has ended so far; the node that runs it answers. Each engine's step names the
-    request in the engine's log. A 404 means that the rollout is unknown. One that has not begun has no steps, nor has
-    one whose content was deleted on a user's demand.
+    For a rollout under way, the node that runs it answers with the steps that have ended so far. Each engine's step
+    names the request in the engine's log. A 404 means that the rollout is unknown. One that has not begun has no steps,
+    nor has one whose content was deleted on a user's demand.
     """
     rollout = await service.get(rollout_id)
     if not rollout.state.terminal and (elsewhere := await pass_on(service, http, rollout_id)) is not None:

@@ -24,7 +24,13 @@ LEFT = ("net::ERR_ABORTED",)
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """Start a browser that resolves no name."""
+    """Start a browser that resolves no name.
+
+    Raises:
+        FileNotFoundError: There is no Chromium.
+    """
+    if CHROMIUM is None:
+        raise FileNotFoundError("there is no chromium-headless-shell; ./scripts/test installs it")
     async with async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=CHROMIUM, args=[AIR_GAPPED])
         try:
