@@ -16,6 +16,8 @@ class HangVerdict(StrEnum):
 
     STUCK = "stuck"
     """It takes longer than its history says, and nothing moves."""
+    IDLE = "idle"
+    """It has done nothing for a while, but there is no history to compare it with, and its own time limit ends it."""
     SLOW = "slow"
     """It takes longer than its history says, but moves: tokens arrive, or the command uses the processor."""
     HELD = "held"
@@ -115,6 +117,6 @@ class HangReport(WireModel):
     loop_lag_seconds: float
     """The longest delay of the event loop within the last ten seconds."""
     findings: list[HangFinding] = []
-    """The worst first: `stuck`, then `slow`, then `held`; within these, the oldest first."""
+    """The worst first: `stuck`, then `idle`, `slow` and `held`; within these, the oldest first."""
     source: Literal["service", "state_folder"] = "service"
     """Whether the service answered, or its watchdog's last report was read from the state folder."""

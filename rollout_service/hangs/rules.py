@@ -1,8 +1,9 @@
-"""When a wait is stuck, slow or held back: pure decisions.
+"""When a wait is stuck, idle, slow or held back: pure decisions.
 
 Elapsed time alone would both miss hangs and cry wolf. So a wait is stuck once it takes longer than its history says
 *and* nothing moves. Evidence shortens the wait: what does not answer, or is seen to do nothing, is stuck long before a
-deadline; what works is slow at most.
+deadline; what works is slow at most. A command without a history may mean to sleep: until half of its own time limit
+is over, it is idle at most.
 """
 
 from __future__ import annotations
@@ -116,9 +117,12 @@ def judge(
         return HangVerdict.HELD if seconds > patience(kind, usual, limit) else None
     if own_limit is not None and seconds > own_limit + OVERRUN_SECONDS:
         return HangVerdict.STUCK
-    if _is_proven(kind, seconds, quiet, usual, signs):
-        return HangVerdict.STUCK
-    if seconds <= patience(kind, usual, own_limit if own_limit is not None else limit):
+    is_proven = _is_proven(kind, seconds, quiet, usual, signs)
+    is_long = seconds > patience(kind, usual, own_limit if own_limit is not None else limit)
+    if is_proven:
+        may_sleep = usual is None and own_limit is not None and kind not in _CONCLUSIVE
+        return HangVerdict.IDLE if may_sleep and not is_long and signs.responds else HangVerdict.STUCK
+    if not is_long:
         return None
     return HangVerdict.SLOW if _moves(kind, quiet, signs) else HangVerdict.STUCK
 

@@ -27,6 +27,7 @@ MAX_EVENTS = 256
 RETRY_SECONDS = 1.0
 LINES = {
     HangVerdict.STUCK: "rollouts are stuck",
+    HangVerdict.IDLE: "rollouts are idle",
     HangVerdict.SLOW: "rollouts are slow",
     HangVerdict.HELD: "rollouts are held",
 }

@@ -33,7 +33,7 @@ _HINTS = {
     "stall_seconds. Look for the request in the engine's log, and restart the engine if it does not recover.",
     StepKind.STORE: "Rollouts go on once the store can be written. Look for a full or slow disk, for another program "
     "that holds the file locked, or at the Redis server.",
-    StepKind.TOOL: "Its time limit ends it. Look at the sandbox's processes, or cancel the rollout.",
+    StepKind.TOOL: "Look at the sandbox's processes, or cancel the rollout.",
     StepKind.GRADER: "The time limit of the stage ends it. The stack shows where the grader waits.",
     StepKind.SANDBOX_START: "Its time limit ends it. Look at the disk with the images, and at the host's load.",
 }
@@ -113,6 +113,8 @@ class Judged:
             return self.holder.hint
         is_gone = self.wait.sandbox is not None and self.signs.responds is False
         hint = _GONE_SANDBOX if is_gone else _HINTS.get(self.kind, _HINT)
+        if not is_gone and (limit := self.wait.own_limit) is not None:
+            return f"Its time limit of {limit:g} s ends it. {hint}"
         left = seconds_left(self.wait)
         return hint if left is None else f"{hint} The limit of the stage ends it in {left:.0f} s."
 

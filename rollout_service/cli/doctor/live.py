@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 4.0
 STALE_SECONDS = 15.0
 """A report in the state folder that is older was left by a service that was killed."""
-STYLES = {"stuck": "bold red", "slow": "yellow", "held": "cyan"}
+STYLES = {"stuck": "bold red", "idle": "yellow", "slow": "yellow", "held": "cyan"}
 
 
 def check_live(

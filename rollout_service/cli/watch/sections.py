@@ -18,7 +18,12 @@ from rollout_service.cli.console import id_column, table
 
 SHOWN_FINDINGS, SHOWN_ERRORS, SHOWN_ROWS = 5, 4, 8
 BAR_WIDTH = 20
-_STYLES = {HangVerdict.STUCK: "bold red", HangVerdict.SLOW: "yellow", HangVerdict.HELD: "cyan"}
+_STYLES = {
+    HangVerdict.STUCK: "bold red",
+    HangVerdict.IDLE: "yellow",
+    HangVerdict.SLOW: "yellow",
+    HangVerdict.HELD: "cyan",
+}
 
 
 def all_of(overview: Overview) -> Iterator[RenderableType | None]:

@@ -14,7 +14,6 @@ import anyio
 import psutil
 import pytest
 
-from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict
@@ -50,24 +49,40 @@ async def test_a_command_that_ignores_signals_and_one_that_works(tmp_path: Path)
     async with (
         engine_of(IGNORES_SIGNALS) as engine,
         engine_of(WORKS) as busy,
+        engine_of("true") as quick,
         hang_service(tmp_path, [engine]) as service,
     ):
-        await service.client.add_backend(BackendSpec.model_validate({"url": busy.url, "pool": "busy"}))
+        await service.add_backend(busy.url, "busy")
+        await service.add_backend(quick.url, "quick")
+        await service.makes_history("quick")
         await service.submit("works", pool="busy")
         await service.submit("hangs")
-        found = await service.finding(lambda one: True)
+        found = await service.finding(lambda one: one.verdict is HangVerdict.STUCK)
         assert (found.kind, found.subject) == (StepKind.TOOL, "bash")
-        assert (found.verdict, found.responds) == (HangVerdict.STUCK, True)
+        assert found.responds is True
         assert found.rollouts == ["hangs"]
         assert (found.stage, found.environment) == ("rollout", "commands")
         assert str(found.detail["command"]).startswith("trap")
         assert found.detail["sandbox"]
+        assert found.usual is not None
         assert any(frame.file == "sandboxes/sessions/bash.py" for frame in found.stack)
         finished = await service.client.wait("works", timeout_seconds=60)
         assert finished.state is RolloutState.COMPLETED, finished.error
         [span] = [span for span in finished.spans if span.stage == "rollout"]
         assert span.tool_seconds > 25
         await service.client.cancel("hangs")
+        await service.ended(found.finding_id)
+
+
+async def test_a_command_that_may_mean_to_sleep_is_idle_and_no_alarm(tmp_path: Path) -> None:
+    async with engine_of("sleep 1000") as engine, hang_service(tmp_path, [engine]) as service:
+        await service.submit("sleeps")
+        found = await service.finding(lambda one: True)
+        assert (found.kind, found.subject, found.verdict) == (StepKind.TOOL, "bash", HangVerdict.IDLE)
+        assert (found.responds, found.usual, found.rollouts) == (True, None, ["sleeps"])
+        assert "it has done nothing for" in found.message
+        assert "Its time limit of 300 s ends it" in found.hint
+        await service.client.cancel("sleeps")
         await service.ended(found.finding_id)
 
 
@@ -146,7 +161,7 @@ async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(t
         engine_of("sleep 1000") as other,
         hang_service(tmp_path, [engine], sandbox=ApptainerConfig()) as service,
     ):
-        await service.client.add_backend(BackendSpec.model_validate({"url": other.url, "pool": "other"}))
+        await service.add_backend(other.url, "other")
         await service.submit("command")
         await service.submit("sandbox", pool="other")
         sandbox_id, pid = await sandbox_of(service, "sandbox")
@@ -162,7 +177,7 @@ async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(t
                 process.send_signal(signal.SIGCONT)
         assert (gone.verdict, gone.subject, gone.rollouts) == (HangVerdict.STUCK, sandbox_id, ["sandbox"])
         assert (command.verdict, command.subject, command.rollouts) == (
-            HangVerdict.STUCK,
+            HangVerdict.IDLE,
             "bash",
             ["command"],
         )

@@ -14,9 +14,11 @@ import anyio
 import httpx
 
 from api_schemas.events import Event
+from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.views.hangs import HangFinding, HangReport
 from rollout_client.client import RolloutClient
+from rollout_service.hangs.durations import ENOUGH
 from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.testing.sglang_engine import json_answer
 from sandboxes.config import LocalConfig
@@ -85,6 +87,18 @@ class HangService:
         task = {"environment": "commands", "instance": {}}
         request = RolloutRequest.model_validate({"rollout_id": rollout_id, "task": task} | fields)
         return await self.client.submit(request)
+
+    async def add_backend(self, url: str, pool: str) -> None:
+        """Add an engine to a pool of its own."""
+        await self.client.add_backend(BackendSpec.model_validate({"url": url, "pool": pool}))
+
+    async def makes_history(self, pool: str) -> None:
+        """Complete as many rollouts in a pool as it takes to tell how long their steps usually take."""
+        ids = [f"{pool}-{number}" for number in range(ENOUGH)]
+        for rollout_id in ids:
+            await self.submit(rollout_id, pool=pool)
+        for rollout_id in ids:
+            await self.client.wait(rollout_id, timeout_seconds=60)
 
     async def report(self) -> HangReport:
         """Ask the service over HTTP."""

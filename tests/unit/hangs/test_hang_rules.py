@@ -42,11 +42,11 @@ def test_nothing_is_remarkable_before_its_floor_unless_it_is_proven(kind, second
         assert verdict is None
 
 
-@given(KINDS, SECONDS, USUAL, LIMITS, SIGNS)
-def test_a_wait_that_grows_older_never_becomes_less_remarkable(kind, seconds, usual, limit, signs):
-    worse = [None, HangVerdict.HELD, HangVerdict.SLOW, HangVerdict.STUCK]
+@given(KINDS, SECONDS, USUAL, LIMITS, LIMITS, SIGNS)
+def test_a_wait_that_grows_older_never_becomes_less_remarkable(kind, seconds, usual, limit, own, signs):
+    worse = [None, HangVerdict.HELD, HangVerdict.SLOW, HangVerdict.IDLE, HangVerdict.STUCK]
     found = [
-        judge(kind, seconds=each, quiet=each, usual=usual, limit=limit, signs=signs)
+        judge(kind, seconds=each, quiet=each, usual=usual, limit=limit, own_limit=own, signs=signs)
         for each in (seconds, seconds * 2)
     ]
     assert worse.index(found[0]) <= worse.index(found[1])
@@ -78,6 +78,7 @@ def test_patience_follows_the_history_and_never_falls_below_the_floor(kind, usua
         assert seconds == max(FLOORS[kind], limit / 2)
 
 
+QUICK = UsualTimes(count=100, p50=0.1, p95=0.5, p99=1.0)
 LONG = UsualTimes(count=100, p50=20.0, p95=30.0, p99=40.0)
 
 
@@ -90,7 +91,11 @@ LONG = UsualTimes(count=100, p50=20.0, p95=30.0, p99=40.0)
         (StepKind.ENGINE, {"signs": Signs(True, 12.0, is_idle=True)}, HangVerdict.STUCK),
         (StepKind.ENGINE, {"signs": UNSEEN, "limit": 900.0}, None),
         (StepKind.ENGINE, {"signs": Signs(True, 29.0), "usual": LONG}, None),
-        (StepKind.TOOL, {"signs": Signs(True, 29.0), "own_limit": 300.0}, HangVerdict.STUCK),
+        (StepKind.TOOL, {"signs": Signs(True, 29.0), "own_limit": 300.0}, HangVerdict.IDLE),
+        (StepKind.TOOL, {"signs": Signs(True, 29.0), "own_limit": 50.0}, HangVerdict.STUCK),
+        (StepKind.TOOL, {"signs": Signs(True, 29.0)}, HangVerdict.STUCK),
+        (StepKind.TOOL, {"signs": Signs(False, 29.0), "own_limit": 300.0}, HangVerdict.STUCK),
+        (StepKind.TOOL, {"signs": Signs(True, 29.0), "own_limit": 300.0, "usual": QUICK}, HangVerdict.STUCK),
         (StepKind.TOOL, {"signs": Signs(True, 0.5), "own_limit": 300.0}, None),
         (StepKind.TOOL, {"signs": Signs(True, 0.5), "own_limit": 50.0}, HangVerdict.SLOW),
         (StepKind.TOOL, {"signs": Signs(True, 0.5), "own_limit": 20.0}, HangVerdict.STUCK),
