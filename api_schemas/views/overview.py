@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from api_schemas.base import Timestamp, WireModel
+from api_schemas.base import StrEnum, Timestamp, WireModel
 from api_schemas.inference import BackendView
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState, Stage
@@ -62,6 +62,34 @@ class RunOverview(WireModel):
     problem: str | None = None
 
 
+class BottleneckKind(StrEnum):
+    """What limits the throughput."""
+
+    GRADERS = "graders"
+    PAUSE = "pause"
+    """A pool is paused, as it is while weights are loaded."""
+    ENGINES = "engines"
+    TOOLS = "tools"
+    AGENTS = "agents"
+    """The number of agents that may run at once."""
+    HOST = "host"
+    """The host bears no further sandbox."""
+    SANDBOXES = "sandboxes"
+    """The number of sandboxes that are started at once."""
+    ORDERS = "orders"
+    """Too little is asked of the service."""
+
+
+class Bottleneck(WireModel):
+    """What limits the throughput now."""
+
+    kind: BottleneckKind
+    message: str
+    """What it is told by, in a sentence."""
+    hint: str
+    """What would change it, with the setting."""
+
+
 class Overview(WireModel):
     """The service at a glance."""
 
@@ -95,5 +123,7 @@ class Overview(WireModel):
     """The last failures, grouped, 20 groups at most."""
     findings: list[HangFinding] = []
     """What is stuck, slow or held back, without stacks."""
+    bottleneck: Bottleneck | None = None
+    """What limits the throughput of this node; null if it is idle, or something is stuck and comes first."""
     sessions_open: int = 0
     """Live sessions that are open."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from api_schemas.rollouts import RolloutState
 from api_schemas.views.hangs import HangFinding, HangVerdict
-from api_schemas.views.overview import BackendOverview, Overview, RunOverview, StageOverview
+from api_schemas.views.overview import BackendOverview, Bottleneck, Overview, RunOverview, StageOverview
 from rollout_service.cli.common import count
 from rollout_service.cli.console import id_column, table
 
@@ -31,6 +31,7 @@ def all_of(overview: Overview) -> Iterator[RenderableType | None]:
     yield head(overview)
     yield findings(overview.findings)
     yield pipeline(overview.stages)
+    yield limit(overview.bottleneck)
     yield failures(overview)
     yield engines(overview.backends, overview.paused_pools)
     yield nodes(overview)
@@ -84,6 +85,13 @@ def pipeline(stages: Iterable[StageOverview]) -> RenderableType:
             one.stage, working, bar(one.working, one.workers), waiting, duration(one.oldest_seconds), waits
         )
     return rows
+
+
+def limit(found: Bottleneck | None) -> RenderableType | None:
+    """Return what limits the throughput, and what would change it."""
+    if found is None:
+        return None
+    return Text(f"limited by {found.kind}: {found.message} ", "cyan").append(found.hint, "dim")
 
 
 def failures(overview: Overview) -> RenderableType | None:

@@ -32,6 +32,7 @@ from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.runs import RunManager
 from rollout_service.service.overview.backend_figures import BackendFigures
+from rollout_service.service.overview.bottleneck import StageLoads, bottleneck
 from rollout_service.service.overview.outcomes import WINDOW_SECONDS, Outcomes, success_share
 from rollout_service.store.contract import Store
 from rollout_service.store.rules import dropped_counts
@@ -103,6 +104,7 @@ class OverviewBuilder:
     hangs: Findings = field(default_factory=NoFindings)
     figures: BackendFigures = field(default_factory=BackendFigures)
     outcomes: Outcomes = field(default_factory=Outcomes)
+    _loads: StageLoads = field(default_factory=StageLoads)
     _stored: _Stored = field(default_factory=_Stored)
     _began: float = field(default_factory=time.monotonic)
 
@@ -114,7 +116,7 @@ class OverviewBuilder:
         reasons = self.readiness.unready() if self.readiness is not None else []
         outcomes = self.outcomes.counts(now)
         views = self.serving.views()
-        return Overview(
+        overview = Overview(
             at=now,
             version=__version__,
             node=self.node,
@@ -136,6 +138,8 @@ class OverviewBuilder:
             findings=[each.model_copy(update={"stack": []}) for each in self.hangs.findings()],
             sessions_open=self.open_sessions(),
         )
+        loads = self._loads.add(time.monotonic(), overview.stages)
+        return overview.model_copy(update={"bottleneck": bottleneck(overview, loads)})
 
     async def remember(self) -> None:
         """Read from the store how rollouts ended just before this start; nothing depends on it."""

@@ -107,6 +107,21 @@ def test_a_failure_is_shown_with_its_cause(server: Running, api: httpx.Client) -
     assert groups[code]["stage"] == failed["error"]["stage"]
 
 
+def test_what_limits_the_throughput_is_named(server: Running, api: httpx.Client) -> None:
+    def limit() -> str | None:
+        found = Overview.model_validate_json(api.get("/v1/overview").content).bottleneck
+        return None if found is None else found.kind
+
+    api.post("/v1/pause", json={"pool": "policy"}).raise_for_status()
+    for number in range(3):
+        order(api, f"held-{number}", wait=0)
+    eventually(lambda: limit() == "pause", server.log_file)
+    api.post("/v1/resume", json={"pool": "policy"}).raise_for_status()
+    for number in range(3):
+        order(api, f"held-{number}")
+    eventually(lambda: limit() is None, server.log_file)
+
+
 def test_the_overview_comes_once_a_second_to_each_of_ten_readers(api: httpx.Client, server: Running) -> None:
     seen: list[list[str]] = []
 

@@ -26,7 +26,14 @@ from api_schemas.views.hangs import (
     StackFrame,
     UsualTimes,
 )
-from api_schemas.views.overview import BackendOverview, Overview, RunOverview, StageOverview
+from api_schemas.views.overview import (
+    BackendOverview,
+    Bottleneck,
+    BottleneckKind,
+    Overview,
+    RunOverview,
+    StageOverview,
+)
 from api_schemas.views.summaries import ErrorGroup
 
 GIB = 1 << 30
@@ -225,6 +232,11 @@ def overview() -> Overview:
         runs=[run(), run("code-dapo-2", RunState.PAUSED)],
         errors=errors(),
         findings=[finding(), finding(2, HangVerdict.HELD)],
+        bottleneck=Bottleneck(
+            kind=BottleneckKind.ENGINES,
+            message="All 64 rollout workers are busy, and 73% of them wait for engines.",
+            hint="Add engines.",
+        ),
         sessions_open=2,
     )
 

@@ -1,0 +1,165 @@
+"""What limits the throughput is named by the stage that fills the others, and only where nothing else comes first."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api_schemas.nodes import HoldView, NodeView
+from api_schemas.rollouts import RolloutState, Stage
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.runs import RunState
+from api_schemas.views.hangs import HangFinding, HangVerdict
+from api_schemas.views.overview import Overview, RunOverview, StageOverview
+from rollout_service.service.overview.bottleneck import WINDOW_SECONDS, StageLoads, bottleneck
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+WORKERS = {Stage.INIT: 8, Stage.ROLLOUT: 64, Stage.EVALUATE: 16}
+
+
+def stage(name: Stage, working: int, waiting: int = 0, **waits: int) -> StageOverview:
+    waits_for = {StepKind(kind): number for kind, number in waits.items()}
+    return StageOverview(
+        stage=name, working=working, workers=WORKERS[name], waiting=waiting, places=32, waits_for=waits_for
+    )
+
+
+def overview(stages: list[StageOverview], **fields: Any) -> Overview:
+    given: dict[str, Any] = {
+        "at": NOW,
+        "version": "1",
+        "node": "here",
+        "uptime_seconds": 1.0,
+        "last_event": 0,
+        "ready": True,
+        "counts": {RolloutState.ROLLOUT: 1},
+        "finished_per_second": 0.0,
+        "stages": stages,
+    }
+    return Overview(**given | fields)
+
+
+def kind_of(one: Overview) -> str | None:
+    found = bottleneck(one, StageLoads().add(0.0, one.stages))
+    return None if found is None else found.kind
+
+
+HELD = NodeView.model_construct(holds=[HoldView(resource="memory", reason="memory: 3.1 GiB available")])
+RUN = RunOverview(
+    run_id="r",
+    state=RunState.RUNNING,
+    pool="policy",
+    version=1,
+    acceptance_rate=0.5,
+    open_groups=1,
+    ready_groups=7,
+    acknowledged_groups=0,
+)
+BUSY = stage(Stage.ROLLOUT, 64, 2, engine=40, tool=24)
+QUEUED = {"counts": {RolloutState.QUEUED: 900, RolloutState.ROLLOUT: 64}}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "others", "fields", "kind"),
+    [
+        (BUSY, {}, QUEUED, "engines"),
+        (stage(Stage.ROLLOUT, 64, 2, engine=20, tool=40), {}, QUEUED, "tools"),
+        (stage(Stage.ROLLOUT, 64, 2, agent=64), {}, QUEUED, "agents"),
+        (stage(Stage.ROLLOUT, 64, 2, paused_pool=60), {}, QUEUED, "pause"),
+        (BUSY, {"evaluate": stage(Stage.EVALUATE, 16, 3, grader=16)}, QUEUED, "graders"),
+        (BUSY, {"evaluate": stage(Stage.EVALUATE, 16, grader=16)}, QUEUED, "engines"),
+        (stage(Stage.ROLLOUT, 20), {"init": stage(Stage.INIT, 8, 3, sandbox_start=8)}, QUEUED, "sandboxes"),
+        (stage(Stage.ROLLOUT, 20), {"init": stage(Stage.INIT, 3, host=3)}, QUEUED, "host"),
+        (stage(Stage.ROLLOUT, 20, engine=20), {}, {}, "orders"),
+        (stage(Stage.ROLLOUT, 0), {}, {"counts": {}}, None),
+        (stage(Stage.ROLLOUT, 0), {}, {"counts": {}, "runs": [RUN]}, "orders"),
+        (stage(Stage.ROLLOUT, 20, engine=20), {}, QUEUED, None),
+        (stage(Stage.ROLLOUT, 64, engine=64), {}, {}, None),
+        (BUSY, {}, QUEUED | {"ready": False}, None),
+        (stage(Stage.ROLLOUT, 9, paused_pool=9), {}, QUEUED | {"ready": False}, "pause"),
+    ],
+)
+def test_the_fullest_stage_nearest_to_the_end_is_named(
+    rollout: StageOverview, others: dict[str, StageOverview], fields: dict[str, Any], kind: str | None
+) -> None:
+    init = others.get("init", stage(Stage.INIT, 1))
+    evaluate = others.get("evaluate", stage(Stage.EVALUATE, 1))
+    assert kind_of(overview([init, rollout, evaluate], **fields)) == kind
+
+
+def test_it_says_by_what_it_is_told_and_which_setting_changes_it() -> None:
+    stages = [stage(Stage.INIT, 3, host=3), stage(Stage.ROLLOUT, 20), stage(Stage.EVALUATE, 0)]
+    found = bottleneck(overview(stages, nodes=[HELD]), StageLoads().add(0.0, stages))
+    assert found is not None
+    assert found.message == "3 rollouts wait for room on the host: memory: 3.1 GiB available."
+    assert "sandboxes.ceiling" in found.hint
+    stages[0] = stage(Stage.INIT, 0)
+    found = bottleneck(overview(stages, runs=[RUN]), StageLoads().add(0.0, stages))
+    assert found is not None
+    assert found.message == (
+        "44 of 64 rollout workers are free, and nothing is queued. 7 groups are ready and wait for the trainer."
+    )
+
+
+def test_what_is_stuck_comes_first() -> None:
+    stages = [stage(Stage.INIT, 1), BUSY, stage(Stage.EVALUATE, 1)]
+    finding = HangFinding(
+        finding_id="hang-1",
+        verdict=HangVerdict.STUCK,
+        kind=StepKind.ENGINE,
+        subject="policy@a",
+        since=NOW,
+        seconds=30.0,
+        message="",
+        hint="",
+    )
+    assert kind_of(overview(stages, **QUEUED, findings=[finding])) is None
+    slow = finding.model_copy(update={"verdict": HangVerdict.SLOW})
+    assert kind_of(overview(stages, **QUEUED, findings=[slow])) == "engines"
+
+
+def test_numbers_are_averages_of_the_last_seconds() -> None:
+    loads = StageLoads()
+    for second in range(60):
+        working = 64 if second % 2 else 60
+        waits = {StepKind.ENGINE: 64 if second % 4 else 0}
+        stages = [
+            stage(Stage.INIT, 0),
+            stage(Stage.ROLLOUT, working, 1).model_copy(update={"waits_for": waits}),
+            stage(Stage.EVALUATE, 0),
+        ]
+        found = loads.add(float(second), stages)[Stage.ROLLOUT]
+    assert found.working == pytest.approx(62, abs=0.5)
+    assert found.waits_for[StepKind.ENGINE] == pytest.approx(48, abs=6)
+    late = loads.add(60 + 2 * WINDOW_SECONDS, [stage(name, 1) for name in Stage])
+    assert {load.working for load in late.values()} == {1.0}
+
+
+STAGES = st.tuples(
+    *(
+        st.builds(
+            StageOverview,
+            stage=st.just(name),
+            working=st.integers(0, 100),
+            workers=st.integers(1, 64),
+            waiting=st.integers(0, 64),
+            places=st.just(32),
+            waits_for=st.dictionaries(st.sampled_from(StepKind), st.integers(0, 100)),
+        )
+        for name in Stage
+    )
+)
+
+
+@given(STAGES, st.integers(0, 10), st.booleans())
+def test_any_numbers_have_an_answer_with_a_hint(
+    stages: tuple[StageOverview, ...], queued: int, has_runs: bool
+) -> None:
+    counts = {RolloutState.QUEUED: queued}
+    one = overview(list(stages), counts=counts, runs=[RUN] if has_runs else [])
+    found = bottleneck(one, StageLoads().add(0.0, one.stages))
+    assert found is None or (found.message.endswith(".") and found.hint.endswith("."))
