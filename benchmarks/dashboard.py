@@ -5,7 +5,8 @@ Run: python benchmarks/dashboard.py [--json FILE] [--quick]
 - `list_ms_p50`: the time of the service to answer with the newest page of a list of 1,000,000 rollouts;
   `list_worst_ms_p50`: the same with the slowest of the filters.
 - `first_paint_ms`: from navigation to visible tokens of a trajectory of 100,000 tokens, in headless Chromium.
-  `scroll_fps`: frames per second while scrolling through it.
+  `scroll_fps`: frames per second while scrolling through it. `saved_mb`, `saved_paint_ms`: the size of the file with
+  its page, and the same time with the file opened from the disk.
 - `viewers_cpu_percent`: what ten open pages add to the service's use of one processor, in percentage points.
   `viewers_turn_ms_p50`: what they add to the median time of a turn.
 """
@@ -20,6 +21,8 @@ AIMS = {
     "list_worst_ms_p50": "<= 100",
     "first_paint_ms": "<= 1000",
     "scroll_fps": ">= 50",
+    "saved_mb": "<= 5",
+    "saved_paint_ms": "<= 1000",
     "viewers_cpu_percent": "<= 3",
     "viewers_turn_ms_p50": "<= 0.1",
 }

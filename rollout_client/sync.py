@@ -310,6 +310,7 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     overview = blocking(RolloutClient.overview)
     outline = blocking(RolloutClient.outline)
     tokens = blocking(RolloutClient.tokens)
+    saved_page = blocking(RolloutClient.saved_page)
     hangs = blocking(RolloutClient.hangs)
     activity = blocking(RolloutClient.activity)
     drain_node = blocking(RolloutClient.drain_node)

@@ -48,3 +48,14 @@ class ViewCalls:
         params = {name: str(value) for name, value in given.items() if value is not None}
         path = f"/v1/rollouts/{rollout_id}/tokens"
         return await self._connection.call(wire.TokenRange, "GET", path, params=params)
+
+    async def saved_page(self, rollout_id: str) -> bytes:
+        """Return the page of a rollout that has ended as one HTML file, which needs neither network nor service.
+
+        Raises:
+            NotFoundError: There is no such rollout, or it has not ended.
+        """
+        response = await self._connection.send(
+            "GET", f"/v1/rollouts/{rollout_id}/page", headers={"accept": "text/html"}
+        )
+        return response.content

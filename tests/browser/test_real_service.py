@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Locator, Page, expect
+from playwright.async_api import Browser, Locator, Page, expect
 
 from tests.support.browser.prefix_proxy import prefix_proxy
+from tests.support.browser.watched_page import watched_page
 from tests.support.processes.service import Running, scripted_engine, service
 
 pytestmark = [pytest.mark.anyio, pytest.mark.browser]
@@ -146,6 +148,27 @@ async def test_an_engine_that_hangs_is_named_with_its_rollouts(
         timeout=PATIENCE
     )
     await expect(page.get_by_role("alert")).to_have_count(0)
+
+
+async def test_a_rollout_is_saved_and_looked_at_from_the_file(
+    page: Page, browser: Browser, server: Running, http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    request = {"task": {"environment": "echo", "instance": {"number": 7}}, "rollout_id": "saved"}
+    ended = await http.post("/v1/rollouts?wait=60", json=request)
+    assert ended.json()["state"] == "completed"
+    await page.goto(f"{server.url}/#/rollouts/saved")
+    async with page.expect_download() as started:
+        await page.get_by_role("button", name="Save as HTML").click()
+    file = tmp_path / "saved.html"
+    await (await started.value).save_as(file)
+    async with watched_page(browser) as (saved, _):
+        await saved.goto(file.as_uri())
+        await expect(saved.locator(".conversation")).to_contain_text("Say 7.")
+        await expect(saved.locator(".tl-bar.tone-engine").first).to_be_visible()
+        await saved.get_by_role("tab", name="Tokens").click()
+        await expect(saved.locator(".t.m").first).to_be_visible()
+        await saved.get_by_role("tab", name="Sub-agents").click()
+        await expect(saved.locator(".trajectory")).to_contain_text("started no sub-agents")
 
 
 async def test_a_proxy_that_takes_its_prefix_away_needs_no_setting(page: Page, server: Running) -> None:

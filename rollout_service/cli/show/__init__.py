@@ -1,7 +1,8 @@
-"""`rollout-service show`: show one rollout of a running server, its tokens, and the tree of its sub-agents."""
+"""`rollout-service show`: show one rollout of a running server, its tokens, and its sub-agents, or save its page."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,6 +40,14 @@ def command(
         int | None,
         typer.Option(min=1, help="With --color: show the tokens of the sub-agent with this number."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Save the rollout's page as one HTML file, which needs no network and no server.",
+            show_default=False,
+        ),
+    ] = None,
     no_color: Annotated[
         bool, typer.Option("--no-color", help="Use brackets instead of colors, as with NO_COLOR.")
     ] = False,
@@ -53,6 +62,8 @@ def command(
 ) -> None:
     """Show the state of a rollout, its reward and why it ended; with --tree, its sub-agents, with --color, its tokens.
 
+    With --html, all of that and its conversation and timeline are saved as a page in one file, to send or to keep.
+
     Control characters and other invisible ones are shown as escapes. Through a pipe, or without colors, brackets say
     what colors would.
     """
@@ -62,6 +73,8 @@ def command(
         from rollout_service.cli.show.tree import render_tree
 
         async with common.connect(url, key) as client:
+            if html is not None:
+                await _save(client, rollout_id, html)
             rollout = await client.get(rollout_id, trajectory=as_json and color is not None)
             nodes = await client.rollout_nodes(rollout_id) if tree else None
             if as_json:
@@ -75,6 +88,15 @@ def command(
                 await _show_tokens(client, console, rollout_id, color, node, pager=not no_pager)
 
     common.run(main)
+
+
+async def _save(client: RolloutClient, rollout_id: str, file: Path) -> None:
+    from rollout_service.cli.trace.writing import written
+
+    content = await client.saved_page(rollout_id)
+    with written(file) as write:
+        write(content)
+    common.err().print(f"{file}: {len(content) / 1e6:.1f} MB. Open it in a browser.")
 
 
 async def _show_tokens(

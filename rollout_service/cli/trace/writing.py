@@ -34,7 +34,7 @@ async def write_trace(client: RolloutClient, names: Sequence[str], output: Path)
     """
     run, began = await _find(client, names)
     lines = client.step_lines(run=run) if run is not None else client.step_lines(rollouts=names)
-    with _written(output) as write:
+    with written(output) as write:
         trace = RolloutTrace(write, began=began - _EARLIER_SECONDS)
         async for line in lines:
             trace.add(RolloutAttempts.model_validate_json(line))
@@ -58,7 +58,7 @@ async def _find(client: RolloutClient, names: Sequence[str]) -> tuple[str | None
 
 
 @contextmanager
-def _written(output: Path) -> Iterator[Write]:
+def written(output: Path) -> Iterator[Write]:
     """Yield what takes the pieces of the file; move it to its place if the block succeeds.
 
     Raises:
@@ -76,9 +76,7 @@ def _written(output: Path) -> Iterator[Write]:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise CommandError(
-            f"{output} cannot be written: {error}", hint="Name another file with -o."
-        ) from error
+        raise CommandError(f"{output} cannot be written: {error}", hint="Name another file.") from error
 
 
 def _compressed(file: IO[bytes]) -> Iterator[Write]:

@@ -1,11 +1,11 @@
 // The frame around the pages: where one is, whether the data is live, the key, the colors, and the keys.
 import {keyRequest, useKey} from "./lib/api.js";
-import {helpOpen, knownKeys, useKeys} from "./lib/keys.js";
+import {useKeys} from "./lib/keys.js";
 import {connection, overview, problem, useOverview} from "./lib/live.js";
 import {go, href, useRoute} from "./lib/router.js";
 import {Badge, Dialog, Problem, Visible} from "./lib/widgets.js";
 import {html, render, useEffect, useErrorBoundary, useSignal, useState} from "./lib/ui.js";
-import {toggleTheme} from "./lib/theme.js";
+import {FRAME_KEYS, FrameButtons, Help, Logo, Skip} from "./parts/frame.js";
 
 // The pages by the first part of their path; a second part has a page of its own if it is listed.
 const PAGES = {
@@ -58,19 +58,13 @@ function Navigation({route}) {
   </ul></nav>`;
 }
 
-const Logo = () => html`<svg viewBox="0 0 16 16" width="18" height="18" aria-hidden="true"><rect width="16" height="16" rx="4" class="logo-back" />
-  <path class="logo-line" d="M4 11V5h4.2a2 2 0 0 1 .4 4L11.5 12M4 8.9h4" /></svg>`;
-
 function Status() {
   const now = useSignal(overview);
   const state = useSignal(connection);
   return html`<div class="status">
     <span class=${`dot ${state}`} role="status">${state === "live" ? "Live" : state === "lost" ? "Not connected" : "Connecting"}</span>
     ${now ? html`<span class="dim" title="The node that answers">${now.node}</span><span class="dim">${now.version}</span>` : null}
-    <span class="status-buttons">
-      <button type="button" class="quiet" onClick=${toggleTheme} title="Light or dark (t)">Theme</button>
-      <button type="button" class="quiet" onClick=${() => (helpOpen.value = true)} title="Keys (?)">Keys</button>
-    </span>
+    <${FrameButtons} />
   </div>`;
 }
 
@@ -108,36 +102,17 @@ function KeyForm() {
   <//>`;
 }
 
-function Help() {
-  const open = useSignal(helpOpen);
-  if (!open) return null;
-  const close = () => (helpOpen.value = false);
-  return html`<${Dialog} title="Keys" onClose=${close}>
-    <dl class="keys">${knownKeys().map(([key, help]) => html`<div key=${key}>
-      <dt>${key.split(" ").map((one) => html`<kbd>${one}</kbd> `)}</dt><dd>${help}</dd></div>`)}</dl>
-    <div class="buttons"><button type="button" class="primary" autofocus onClick=${close}>Close</button></div>
-  <//>`;
-}
-
 function App() {
   const route = useRoute();
   useKeys({
     ...Object.fromEntries(NAVIGATION.map(([path, label, key]) => [`g ${key}`, {help: label, run: () => go(`/${path}`)}])),
-    "?": {help: "These keys", run: () => void (helpOpen.value = true)},
-    t: {help: "Light or dark", run: () => void toggleTheme()},
-    "/": {help: "Search", run: () => {
-      const field = document.querySelector("[data-search]");
-      return field ? void field.focus() : false;
-    }},
+    ...FRAME_KEYS,
   });
   useEffect(() => {
     const name = NAVIGATION.find(([path]) => path === (route.parts[0] ?? ""))?.[1] ?? "";
     document.title = [route.parts[1], name, "Rollout service"].filter(Boolean).join(" \u00b7 ");
   }, [route.path]);
-  return html`<a class="skip" href="#content" onClick=${(event) => {
-      event.preventDefault();
-      document.getElementById("content").focus();
-    }}>To the content</a>
+  return html`<${Skip} />
     <div class="side"><a class="brand" href="#/"><${Logo} />Rollout service</a><${Navigation} route=${route} /><${Status} /></div>
     <main id="content" tabindex="-1"><${Banner} /><${Content} route=${route} /></main>
     <${KeyForm} /><${Help} />`;

@@ -94,6 +94,23 @@ class TrajectoryViewer:
         table = await self._table(viewed.pool)
         return await anyio.to_thread.run_sync(token_range, segments[segment], segment, start, count, table)
 
+    async def whole(
+        self, trajectory: Trajectory, rollout: Rollout, pool: str, node: int | None = None
+    ) -> tuple[TrajectoryOutline, list[TokenRange]]:
+        """Return all of a rollout's trajectory, or of its sub-agent's: the outline, and the tokens of each segment."""
+        table = await self._table(pool)
+
+        def show() -> tuple[TrajectoryOutline, list[TokenRange]]:
+            shown = outline(
+                trajectory, rollout.rollout_id, node, has_text=table is not None, masked=_masked(rollout)
+            )
+            segments = enumerate(all_segments(trajectory))
+            return shown, [
+                token_range(segment, index, 0, len(segment.token_ids), table) for index, segment in segments
+            ]
+
+        return await anyio.to_thread.run_sync(show)
+
     async def _table(self, pool: str) -> TokenBytes | None:
         """Return the bytes of the tokens of a pool; the first time, they are read in a thread."""
         renderer = self._renderers.renderer(pool)
@@ -135,9 +152,8 @@ class TrajectoryViewer:
                 hint="Wait until the rollout has ended. One that failed before its first turn has no trajectory, and "
                 "tokens are deleted as the settings of retention say.",
             )
-        masked = {mark.turn: mark.masked_because for mark in rollout.turn_marks}
         tokens = sum(len(segment.token_ids) for segment in all_segments(trajectory))
-        return _Viewed(trajectory, pool, masked, tokens, time.monotonic())
+        return _Viewed(trajectory, pool, _masked(rollout), tokens, time.monotonic())
 
     async def _read_node(self, rollout: Rollout, number: int) -> tuple[Trajectory | None, str]:
         tree = await self._store.tree(rollout.rollout_id, trajectories=True)
@@ -149,3 +165,7 @@ class TrajectoryViewer:
             f"rollout {rollout.rollout_id} has no sub-agent {number}; it has {len(nodes)}",
             hint=f"List them with GET /v1/rollouts/{rollout.rollout_id}/nodes.",
         )
+
+
+def _masked(rollout: Rollout) -> dict[int, MaskReason | None]:
+    return {mark.turn: mark.masked_because for mark in rollout.turn_marks}

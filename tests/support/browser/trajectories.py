@@ -236,9 +236,11 @@ class CannedRollout:
     def _tokens(self, request: Request) -> TokenRange:
         query = request.query_params
         index = int(query["segment"])
-        found = self.segments[index].tokens(
-            index, int(query["start"]), int(query["count"]), entropy=self.entropy
-        )
+        start, count = int(query["start"]), int(query["count"])
+        return self.answered(self.segments[index].tokens(index, start, count, entropy=self.entropy))
+
+    def answered(self, found: TokenRange) -> TokenRange:
+        """Return a range as the service answers with it: without text, if it knows no tokenizer."""
         hidden = {"text": None, "ends": [], "partial": [], "pieces": {}}
         return found if self.has_text else found.model_copy(update=hidden)
 

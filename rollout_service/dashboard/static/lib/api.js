@@ -1,17 +1,18 @@
 // Asks the API. Addresses are relative to the document, so the page works below any prefix. The key is kept for this tab
 // alone, and is sent in a header of our own, since portals in front of the service may use `Authorization` themselves.
+import {ApiError} from "./errors.js";
 import {signal} from "./ui.js";
 
 const KEY = "rollout-key";
 const RETRY_AFTER = [500, 1000, 2000, 5000];
 const GRACE_WHEN_HIDDEN = 5000;
+const KEEP_DOWNLOADED = 60_000; // a browser may begin to write the file later
 
-export class ApiError extends Error {
-  constructor(status, code, detail, hint = "") {
-    super(detail);
-    Object.assign(this, {name: "ApiError", status, code, detail, hint});
-  }
-}
+// Whether the answers are those of a file; its own module, which stands in for this one, says true.
+export const isSaved = false;
+
+// How many tokens are asked for at once; the first range is short, so that something shows early.
+export const TOKENS_AT_ONCE = {first: 3_000, next: 20_000};
 
 // null while requests are answered; else {wrong}, and whether the key that was sent is a wrong one.
 export const keyRequest = signal(null);
@@ -35,6 +36,16 @@ export const get = async (path, {signal: aborted} = {}) => read(await request("G
 
 export async function send(method, path, body, {signal: aborted} = {}) {
   return read(await request(method, path, {body, aborted}));
+}
+
+// Save an answer as a file.
+export async function download(path, name) {
+  const answer = await request("GET", path, {headers: {Accept: "*/*"}});
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(await answer.blob());
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), KEEP_DOWNLOADED);
 }
 
 async function read(response) {

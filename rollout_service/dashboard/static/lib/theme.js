@@ -1,17 +1,11 @@
 // Light or dark: what the system says, until a person says otherwise.
+import {store, stored} from "./stored.js";
+
 const STORED = "rollout-theme";
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-function chosen() {
-  try {
-    return localStorage.getItem(STORED);
-  } catch {
-    return null; // storage may be forbidden
-  }
-}
-
-function apply() {
-  document.documentElement.dataset.theme = chosen() ?? (dark.matches ? "dark" : "light");
+function apply(chosen = stored(STORED)) {
+  document.documentElement.dataset.theme = chosen ?? (dark.matches ? "dark" : "light");
   dispatchEvent(new CustomEvent("theme"));
 }
 
@@ -19,15 +13,10 @@ function apply() {
 export const isDark = () => document.documentElement.dataset.theme === "dark";
 
 export function toggleTheme() {
-  try {
-    localStorage.setItem(STORED, isDark() ? "light" : "dark");
-  } catch {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    dispatchEvent(new CustomEvent("theme"));
-    return;
-  }
-  apply();
+  const chosen = isDark() ? "light" : "dark";
+  store(STORED, chosen);
+  apply(chosen);
 }
 
-dark.addEventListener("change", apply);
+dark.addEventListener("change", () => apply());
 apply();

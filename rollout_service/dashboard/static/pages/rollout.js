@@ -1,6 +1,7 @@
 // One rollout: what became of it, when it did what, and its trajectory as a conversation, as tokens and as prompts.
 import {seconds} from "../lib/format.js";
 import {href, go, segment} from "../lib/router.js";
+import {store, stored} from "../lib/stored.js";
 import {Timeline} from "../lib/timeline/view.js";
 import {timelineOf} from "../lib/timeline/model.js";
 import {TokenSource} from "../lib/tokens/source.js";
@@ -58,10 +59,9 @@ const FOLDED = "rollout-timeline-folded";
 
 // The timeline, which stays folded for whoever folded it.
 function Times({model, onBar, dropped}) {
-  const [open, setOpen] = useState(() => localStorage.getItem(FOLDED) === null);
+  const [open, setOpen] = useState(() => stored(FOLDED) === null);
   const toggle = () => {
-    if (open) localStorage.setItem(FOLDED, "yes");
-    else localStorage.removeItem(FOLDED);
+    store(FOLDED, open ? "yes" : null);
     setOpen(!open);
   };
   return html`<section class="card" aria-label="When">

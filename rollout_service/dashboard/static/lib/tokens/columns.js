@@ -3,10 +3,6 @@
 
 export const NOT_KNOWN = NaN;
 
-// A range of at most this many tokens is asked for at once; the first one is short, so that something shows early.
-export const RANGE = 20_000;
-export const FIRST_RANGE = 3_000;
-
 // Writes runs of (value, count) into a column.
 export function spread(runs, column, start) {
   let at = start;

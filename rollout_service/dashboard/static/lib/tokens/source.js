@@ -1,7 +1,7 @@
 // Loads the tokens of a trajectory from the front, in ranges, and tells of each range that came.
 
-import {get} from "../api.js";
-import {FIRST_RANGE, RANGE, SegmentTokens} from "./columns.js";
+import {get, TOKENS_AT_ONCE} from "../api.js";
+import {SegmentTokens} from "./columns.js";
 
 const nodeQuery = (node) => (node === null || node === undefined ? "" : `&node=${node}`);
 
@@ -44,7 +44,7 @@ export class TokenSource {
     for (const segment of this.segments) {
       let start = segment.loaded;
       while (start < segment.total) {
-        const count = Math.min(wanted.length === 0 ? FIRST_RANGE : RANGE, segment.total - start);
+        const count = Math.min(wanted.length === 0 ? TOKENS_AT_ONCE.first : TOKENS_AT_ONCE.next, segment.total - start);
         wanted.push({segment, start, count});
         start += count;
       }

@@ -66,10 +66,11 @@ export function Strip({source, loaded, show, onGo}) {
     return () => (show.current = null);
   }, []);
   useEffect(() => {
-    const draw = () => drawStrip(canvas.current, source);
+    const element = canvas.current; // the observer may tell once more when it has left the document
+    const draw = () => drawStrip(element, source);
     draw();
     const observer = new ResizeObserver(draw);
-    observer.observe(canvas.current);
+    observer.observe(element);
     const themes = new MutationObserver(draw);
     themes.observe(document.documentElement, {attributeFilter: ["data-theme"]});
     return () => (observer.disconnect(), themes.disconnect());

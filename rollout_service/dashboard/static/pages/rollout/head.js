@@ -2,9 +2,9 @@
 import {ago, count, number, seconds, share, time} from "../../lib/format.js";
 import {href, segment} from "../../lib/router.js";
 import {Badge, Copy, Problem, Visible} from "../../lib/widgets.js";
-import {html} from "../../lib/ui.js";
-import {url} from "../../lib/api.js";
-import {pathOf} from "./data.js";
+import {html, useState} from "../../lib/ui.js";
+import {download, isSaved, url} from "../../lib/api.js";
+import {ENDED, pathOf} from "./data.js";
 
 const words = (text) => String(text).replaceAll("_", " ");
 
@@ -30,6 +30,29 @@ export function Neighbors({group, id, skip = null, to = (other) => href(`/rollou
     ${skip === null ? html` <a href=${href("/compare", {ids: `${id},${group[(at + 1) % group.length].rollout_id}`})}>compare</a>` : null}</span>`;
 }
 
+// A button that saves the page as a file, which needs neither the service nor a network.
+function Save({id}) {
+  const [state, setState] = useState({busy: false, error: null});
+  const save = async () => {
+    setState({busy: true, error: null});
+    const error = await download(pathOf(id, "/page"), `${id}.html`).catch((failed) => failed);
+    setState({busy: false, error});
+  };
+  return html`<button type="button" class="quiet" disabled=${state.busy} onClick=${save} title="One file with this page, to send or to keep">Save as HTML</button>
+    <${Problem} error=${state.error} />`;
+}
+
+function Links({rollout}) {
+  if (isSaved) return null;
+  return html`<a href=${url(pathOf(rollout.rollout_id))} target="_blank" rel="noreferrer">JSON</a>
+    ${ENDED.has(rollout.state) ? html`<${Save} id=${rollout.rollout_id} />` : null}`;
+}
+
+function RunAndGroup({run, group}) {
+  if (isSaved) return `${run} / ${group}`;
+  return html`<a href=${href(`/runs/${segment(run)}`)}>${run}</a>${" / "}<a href=${href("/rollouts", {run, group})}>${group}</a>`;
+}
+
 export function Head({rollout, summary, group}) {
   const {usage, state} = rollout;
   const spent = rollout.spans.reduce((sum, span) => sum + span.seconds, 0);
@@ -38,7 +61,7 @@ export function Head({rollout, summary, group}) {
     <div class="rollout-title">
       <h1><${Badge} state=${state} /> <span class="mono">${rollout.rollout_id}</span></h1>
       <${Copy} text=${rollout.rollout_id} label="Copy id" />
-      <a href=${url(pathOf(rollout.rollout_id))} target="_blank" rel="noreferrer">JSON</a>
+      <${Links} rollout=${rollout} />
       <span class="spacer"></span>
       <${Neighbors} group=${group} id=${rollout.rollout_id} />
     </div>
@@ -46,7 +69,7 @@ export function Head({rollout, summary, group}) {
       <${Fact} name="reward"><span class="reward">${number(rollout.reward, 4)}</span><//>
       ${parts.map(([name, value]) => html`<${Fact} key=${name} name=${name}>${number(value, 4)}<//>`)}
       <${Fact} name="environment">${rollout.task.environment}<//>
-      ${summary?.run_id ? html`<${Fact} name="run / group"><a href=${href(`/runs/${segment(summary.run_id)}`)}>${summary.run_id}</a>${" / "}<a href=${href("/rollouts", {run: summary.run_id, group: summary.group})}>${summary.group}</a><//>` : null}
+      ${summary?.run_id ? html`<${Fact} name="run / group"><${RunAndGroup} run=${summary.run_id} group=${summary.group} /><//>` : null}
       <${Fact} name="pool">${rollout.pool}<//>
       <${Fact} name="attempt">${rollout.attempt}<//>
       ${rollout.stop_reason ? html`<${Fact} name="stopped">${words(rollout.stop_reason)}<//>` : null}

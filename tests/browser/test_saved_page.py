@@ -1,0 +1,236 @@
+"""A saved rollout is looked at from a file: all of its page works, nothing is asked of anyone, and text stays text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+from playwright.async_api import Page, expect
+
+from api_schemas.rollouts import RolloutState
+from rollout_service.http.api_keys import Role
+from tests.browser.test_hostile_trajectory import ID as HOSTILE
+from tests.browser.test_hostile_trajectory import TEXT, hostile
+from tests.support.browser.axe import violations
+from tests.support.browser.fake_service import FakeService
+from tests.support.browser.saved import save
+from tests.support.browser.trajectories import CannedRollout, CannedSegment, coding_rollout, words
+from tests.support.browser.watched_page import Notes
+
+pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+
+ID = "math-7.g12.s3"
+TABS = ["conversation", "tokens", "prompts", "raw"]
+
+
+@pytest.fixture
+def requests(page: Page) -> list[str]:
+    """Every request of the page, those for data too."""
+    found: list[str] = []
+    page.on("request", lambda request: found.append(request.url.partition("#")[0]))
+    return found
+
+
+async def test_the_whole_page_works_from_a_file(page: Page, requests: list[str], tmp_path: Path) -> None:
+    url = save(coding_rollout(ID), tmp_path)
+    await page.goto(url)
+    await expect(page).to_have_title(f"Rollout {ID}")
+    await expect(page.get_by_role("heading", level=1)).to_contain_text(ID)
+    for text in ["completed", "finished", "41 tokens", "tests", "math-7 / 12"]:
+        await expect(page.locator(".rollout-head")).to_contain_text(text)
+    await expect(page.locator(".tl-bar.tone-engine").first).to_be_visible()
+    await page.locator(".tl-bar.tone-tool").hover()
+    await expect(page.locator(".timeline-details")).to_contain_text("sed -n 1,40p parse.py")
+    await expect(page.locator(".message")).to_have_count(5)
+    for name, shown in [("Tokens", ".token-line"), ("Prompts", ".diff-part.added"), ("Raw", ".text-row")]:
+        await page.get_by_role("tab", name=name).click()
+        await expect(page.locator(shown).first).to_be_visible()
+    assert requests == [url], "nothing is loaded but the file"
+
+
+async def test_what_needs_the_service_is_not_there(page: Page, tmp_path: Path) -> None:
+    await page.goto(save(coding_rollout(ID), tmp_path))
+    await expect(page.locator(".message")).to_have_count(5)
+    await expect(page.get_by_role("button", name="Save as HTML")).to_have_count(0)
+    links = await page.locator("a").evaluate_all("all => all.map((one) => one.getAttribute('href'))")
+    assert set(links) <= {"#content", *[f"#/rollouts/{ID}?tab=tokens&turn={turn}" for turn in (0, 1)]}
+
+
+async def test_a_turn_leads_to_its_tokens(page: Page, tmp_path: Path) -> None:
+    await page.goto(save(coding_rollout(ID), tmp_path))
+    await page.get_by_role("link", name="turn 1").click()
+    await expect(page.locator(".token-facts")).to_contain_text("version 4")
+    await page.go_back()
+    await expect(page.locator(".message")).to_have_count(5)
+
+
+async def test_an_address_leads_to_a_view(page: Page, tmp_path: Path) -> None:
+    await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/rollouts/{ID}?tab=tokens&turn=1")
+    await expect(page.locator(".token-facts")).to_contain_text("version 4")
+
+
+async def test_conversation_and_tokens_are_searched_with_the_keyboard(page: Page, tmp_path: Path) -> None:
+    await page.goto(save(coding_rollout(ID), tmp_path))
+    await expect(page.locator(".message")).to_have_count(5)
+    await page.keyboard.press("/")
+    await page.keyboard.type("parse")
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".conversation [role=status]")).to_contain_text("1 of ")
+    await page.get_by_role("tab", name="Tokens").click()
+    await expect(page.locator(".tokens [role=status]")).to_contain_text("152 tokens")
+    await page.keyboard.press("/")
+    await page.keyboard.type("mended")
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".t.hit").first).to_be_visible()
+
+
+async def test_tokens_have_their_colors_and_a_legend(page: Page, tmp_path: Path) -> None:
+    await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/?tab=tokens")
+    legend = page.locator(".token-legend")
+    colors = page.get_by_role("group", name="Color by")
+    for name, label in [
+        ("Mask", "sampled by the policy"),
+        ("Log-probability", "> 95 %"),
+        ("Weights", "version 4"),
+    ]:
+        await colors.get_by_role("button", name=name).click()
+        await expect(legend).to_contain_text(label)
+
+
+async def test_help_and_colors_have_their_keys(page: Page, tmp_path: Path) -> None:
+    await page.emulate_media(color_scheme="light")
+    await page.goto(save(coding_rollout(ID), tmp_path))
+    await expect(page.locator(".message")).to_have_count(5)
+    await page.keyboard.press("t")
+    await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    await page.keyboard.press("?")
+    await expect(page.get_by_role("dialog")).to_contain_text("Light or dark")
+    await page.keyboard.press("Escape")
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+async def test_a_segment_of_any_length_is_there(page: Page, tmp_path: Path) -> None:
+    """The service answers with 20,000 tokens at most, and the file with all of a segment."""
+    segments = [CannedSegment(words("a word and another " * 8_000, 0)), CannedSegment(words("the end", 1))]
+    total = sum(len(segment.pieces) for segment in segments)
+    assert total > 25_000
+    await page.goto(f"{save(CannedRollout(ID, segments), tmp_path)}#/?tab=tokens")
+    await expect(page.locator(".tokens [role=status]")).to_have_text(f"{total:,} tokens")
+
+
+async def test_what_the_service_did_not_have_is_said(page: Page, tmp_path: Path) -> None:
+    await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/?tab=subagents")
+    await expect(page.get_by_role("alert")).to_contain_text("did not have this when the file was saved")
+
+
+@pytest.mark.parametrize("tab", TABS)
+async def test_attacks_stay_text(page: Page, requests: list[str], tmp_path: Path, tab: str) -> None:
+    url = save(hostile(), tmp_path)
+    await page.goto(f"{url}#/rollouts/{HOSTILE}?tab={tab}")
+    await expect(page.get_by_role("tab", selected=True)).to_have_text(tab.title())
+    await expect(page.locator(".trajectory")).to_contain_text("<script>" if tab != "prompts" else "same")
+    assert await page.evaluate("window.hit") is None
+    assert await page.locator("main script, main img, a[href^='javascript']").count() == 0
+    scripts = await page.evaluate(
+        "[...document.scripts].filter((one) => one.type !== 'application/json').map((one) => one.type)"
+    )
+    assert scripts == ["module"]
+    assert requests == [url]
+
+
+async def test_data_that_ends_scripts_and_begins_comments_comes_back(page: Page, tmp_path: Path) -> None:
+    attack = f"</script><script>window.hit = 1</script><!--<script>{TEXT}</script>-->"
+    rollout = hostile()
+    rollout.changes |= {"notes": [attack], "metadata": {attack: attack}}
+    await page.goto(save(rollout, tmp_path))
+    await expect(page.locator(".notes")).to_contain_text(
+        "</script><script>window.hit = 1</script><!--<script>"
+    )
+    read = await page.evaluate(
+        "path => JSON.parse(document.querySelector(`script[data-path='${path}']`).textContent)",
+        f"v1/rollouts/{HOSTILE}",
+    )
+    assert read["notes"] == [attack]
+    assert read["metadata"] == {attack: attack}
+    assert await page.evaluate("window.hit") is None
+
+
+async def test_no_other_script_runs_and_nothing_is_sent(
+    page: Page, notes: Notes, fake: FakeService, tmp_path: Path
+) -> None:
+    """Even what got into the document would run nothing and reach nobody."""
+    await page.goto(save(coding_rollout(ID), tmp_path))
+    await page.evaluate(
+        """async (url) => {
+          const inline = document.createElement("script");
+          inline.textContent = "window.hit = 1";
+          const other = Object.assign(document.createElement("script"), {src: `${url}dashboard/app.js`});
+          const image = Object.assign(new Image(), {src: `${url}v1/image`});
+          document.body.append(inline, other, image);
+          await fetch(`${url}v1/leak`).catch(() => {});
+          navigator.sendBeacon?.(`${url}v1/beacon`);
+        }""",
+        fake.url,
+    )
+    await page.wait_for_function("window.violations.length >= 4")
+    assert await page.evaluate("window.hit") is None
+    assert fake.requests == []
+    directives = {one.split(" ")[0] for one in await page.evaluate("window.violations")}
+    assert directives == {"script-src-elem", "img-src", "connect-src"}
+    await page.evaluate("window.violations.length = 0")
+    assert notes.problems, "the browser reports each to its console"
+    notes.problems.clear()
+    notes.hosts.clear()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("tab", TABS)
+async def test_the_file_can_be_used_by_all(page: Page, tmp_path: Path, scheme: str, tab: str) -> None:
+    await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/?tab={tab}")
+    await expect(page.get_by_role("tab", selected=True)).to_be_visible()
+    await expect(page.locator(".timeline")).to_be_visible()
+    await expect(page.locator("html")).to_have_attribute("data-theme", scheme)
+    assert await violations(page) == []
+
+
+async def test_the_button_saves_what_the_service_answers_with(
+    page: Page, fake: FakeService, notes: Notes, tmp_path: Path
+) -> None:
+    notes.expected_statuses = {401}
+    key = "a-key-of-a-reader"
+    fake.keys = {key: Role.READ}
+    coding_rollout(ID).serve(fake)
+    fake.answer(f"GET /v1/rollouts/{ID}/page", ["what the service answers with"])
+    await page.goto(f"{fake.url}#/rollouts/{ID}")
+    await page.get_by_role("textbox", name="Key").fill(key)
+    await page.get_by_role("button", name="Use it").click()
+    async with page.expect_download() as started:
+        await page.get_by_role("button", name="Save as HTML").click()
+    download = await started.value
+    assert download.suggested_filename == f"{ID}.html"
+    assert "what the service answers with" in await anyio.Path(await download.path()).read_text()
+
+
+async def test_a_page_that_cannot_be_saved_says_why(page: Page, fake: FakeService, notes: Notes) -> None:
+    notes.expected_statuses = {404}
+    coding_rollout(ID).serve(fake)
+    await page.goto(f"{fake.url}#/rollouts/{ID}")
+    await page.get_by_role("button", name="Save as HTML").click()
+    head = page.locator(".rollout-head")
+    await expect(head.get_by_role("alert")).to_contain_text(f"there is no /v1/rollouts/{ID}/page")
+    await expect(page.get_by_role("button", name="Save as HTML")).to_be_enabled()
+
+
+@pytest.mark.parametrize("state", [RolloutState.QUEUED, RolloutState.ROLLOUT])
+async def test_a_rollout_under_way_cannot_be_saved(
+    page: Page, fake: FakeService, notes: Notes, state: RolloutState
+) -> None:
+    notes.expected_statuses = {404}
+    rollout = coding_rollout(ID)
+    rollout.changes = {"state": state, "finished_at": None, "reward": None}
+    rollout.serve(fake)
+    await page.goto(f"{fake.url}#/rollouts/{ID}")
+    await expect(page.get_by_role("link", name="JSON")).to_be_visible()
+    await expect(page.get_by_role("button", name="Save as HTML")).to_have_count(0)
