@@ -7,9 +7,13 @@ from pathlib import Path
 import anyio
 import pytest
 from playwright.async_api import Page, expect
+from pydantic import BaseModel
 
 from api_schemas.rollouts import RolloutState
+from api_schemas.rollouts.tokens import RolloutMessages
+from api_schemas.rollouts.trees import RolloutNodes
 from rollout_service.http.api_keys import Role
+from rollout_service.service.trajectories.columns import outline, token_range
 from tests.browser.test_hostile_trajectory import ID as HOSTILE
 from tests.browser.test_hostile_trajectory import TEXT, hostile
 from tests.support.browser.axe import violations
@@ -17,6 +21,7 @@ from tests.support.browser.fake_service import FakeService
 from tests.support.browser.saved import save
 from tests.support.browser.trajectories import CannedRollout, CannedSegment, coding_rollout, words
 from tests.support.browser.watched_page import Notes
+from tests.support.store import trees
 
 pytestmark = [pytest.mark.anyio, pytest.mark.browser]
 
@@ -117,6 +122,48 @@ async def test_a_segment_of_any_length_is_there(page: Page, tmp_path: Path) -> N
     assert total > 25_000
     await page.goto(f"{save(CannedRollout(ID, segments), tmp_path)}#/?tab=tokens")
     await expect(page.locator(".tokens [role=status]")).to_have_text(f"{total:,} tokens")
+
+
+async def test_a_sub_agent_has_its_own_conversation_and_tokens(page: Page, tmp_path: Path) -> None:
+    nodes = trees.rollout(ID).nodes
+    answers: dict[str, BaseModel] = {"nodes": RolloutNodes(rollout_id=ID, nodes=trees.bare(nodes))}
+    trajectory = nodes[1].trajectory
+    assert trajectory is not None
+    answers["messages?node=2"] = RolloutMessages(
+        rollout_id=ID, node=2, messages=trajectory.messages, finish_reasons=trajectory.finish_reasons
+    )
+    answers["outline?node=2"] = outline(trajectory, ID, 2, has_text=False)
+    [segment] = trajectory.segments
+    count = len(segment.token_ids)
+    answers[f"tokens?segment=0&start=0&count={count}&node=2"] = token_range(segment, 0, 0, count, None)
+    await page.goto(f"{save(coding_rollout(ID), tmp_path, answers)}#/?tab=subagents")
+    await page.get_by_role("link", name="2 reader").click()
+    await expect(page.locator(".message")).to_have_count(1)
+    await expect(page.locator(".message")).to_contain_text("node 2")
+    await page.get_by_role("tab", name="Tokens").click()
+    await expect(page.locator(".tokens [role=status]")).to_have_text(f"{count} tokens")
+    await page.get_by_role("link", name="agent's own").click()
+    await expect(page.locator(".message")).to_have_count(5)
+
+
+async def test_a_preview_that_forbids_storage_shows_the_page(page: Page, tmp_path: Path) -> None:
+    """Mail programs and portals show attachments in a sandbox, in which a page has no origin of its own."""
+    save(coding_rollout(ID), tmp_path)
+    sandbox = {"content-security-policy": "sandbox allow-scripts"}
+    address = "http://127.0.0.1/preview.html"
+    await page.route(
+        address,
+        lambda route: route.fulfill(path=tmp_path / f"{ID}.html", headers=sandbox, content_type="text/html"),
+    )
+    await page.emulate_media(color_scheme="light")
+    await page.goto(address)
+    await expect(page.locator(".message")).to_have_count(5)
+    await page.keyboard.press("t")
+    await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    await page.get_by_role("button", name="Timeline").click()
+    await expect(page.locator(".timeline")).to_have_count(0)
+    await page.get_by_role("tab", name="Tokens").click()
+    await expect(page.locator(".token-line").first).to_be_visible()
 
 
 async def test_what_the_service_did_not_have_is_said(page: Page, tmp_path: Path) -> None:

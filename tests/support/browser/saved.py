@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import orjson
+from pydantic import BaseModel
 
 from rollout_service.dashboard.saved_page import saved_page
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import CannedRollout
 
 
-def save(rollout: CannedRollout, folder: Path) -> str:
-    """Write the file, and return its address."""
+def save(rollout: CannedRollout, folder: Path, more: Mapping[str, BaseModel] | None = None) -> str:
+    """Write the file, with `more` answers by their paths below the rollout's, and return its address."""
     service = FakeService()
     rollout.serve(service)
     answers = {request.removeprefix("GET /"): body for request, (_, body) in service.answers.items()}
@@ -24,6 +26,7 @@ def save(rollout: CannedRollout, folder: Path) -> str:
         count = len(segment.pieces)
         tokens = rollout.answered(segment.tokens(index, 0, count, entropy=rollout.entropy))
         answers[f"{path}/tokens?segment={index}&start=0&count={count}"] = tokens.model_dump_json().encode()
+    answers |= {f"{path}/{name}": answer.model_dump_json().encode() for name, answer in (more or {}).items()}
     file = folder / f"{rollout.rollout_id}.html"
     file.write_bytes(saved_page(f"Rollout {rollout.rollout_id}", answers))
     return file.as_uri()
