@@ -8,8 +8,9 @@ breaks at U+2028 and its like, which JSON may hold unescaped, so it is not used.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlencode
 
 import httpx
 
@@ -22,33 +23,40 @@ SILENCE_SECONDS = 60.0
 """A stream that sends nothing for this long, not even a comment, is taken for dead and opened again."""
 
 
-async def follow_events(connection: Connection, after: int | None) -> AsyncGenerator[Event]:
-    """Yield events without end, from `after` on if it is given.
+async def follow_events(
+    connection: Connection, query: Mapping[str, Sequence[str]], *, after: int | None, follow: bool
+) -> AsyncGenerator[Event]:
+    """Yield events, from `after` on if it is given; without end, or up to the newest one.
 
     A lost connection is resumed after the last event seen or, before the first, where the server began.
     """
     last, patience = after, connection.patience()
+    query = dict(query) if follow else {**query, "follow": ["false"]}
+    path = f"/v1/events?{urlencode(query, doseq=True)}".rstrip("?")
     while True:
         try:
-            async for reached, events in _read_stream(connection, last):
+            async for reached, events in _read_stream(connection, path, last):
                 patience = connection.patience()
                 for event in events:
                     last = event.event_id
                     yield event
                 last = reached if last is None else last
+            if not follow:
+                return
+            raise httpx.RemoteProtocolError("the server ended the stream")
         except (httpx.TransportError, UnavailableError) as error:
             await patience.wait(error)
 
 
 async def _read_stream(
-    connection: Connection, after: int | None
+    connection: Connection, path: str, after: int | None
 ) -> AsyncGenerator[tuple[int | None, list[Event]]]:
     """Yield, for each piece that arrives, the last id that the stream has named and the events in the piece.
 
     A piece may hold no event: a comment, which shows that the server is there, or the id that the stream starts at.
     """
     headers = {"accept": "text/event-stream"} | ({} if after is None else {"last-event-id": str(after)})
-    async with connection.stream("/v1/events", headers, seconds=SILENCE_SECONDS) as response:
+    async with connection.stream(path, headers, seconds=SILENCE_SECONDS) as response:
         if not response.is_success:
             await response.aread()
             raise error_from(response)
@@ -56,7 +64,6 @@ async def _read_stream(
         async for chunk in response.aiter_bytes():
             events = [parse(Event, item.data.encode()) for item in parser.feed(chunk)]
             yield int(parser.last_id) if parser.last_id.isdecimal() else None, events
-    raise httpx.RemoteProtocolError("the server ended the stream")
 
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")

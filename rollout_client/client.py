@@ -528,15 +528,27 @@ class RolloutClient(SessionCalls, ListCalls, ViewCalls):
         """
         return await self._connection.readiness()
 
-    def events(self, *, after: int | None = None) -> AsyncGenerator[wire.Event]:
+    def events(
+        self,
+        *,
+        after: int | None = None,
+        kinds: Sequence[str] = (),
+        subjects: Sequence[str] = (),
+        follow: bool = True,
+    ) -> AsyncGenerator[wire.Event]:
         """Yield events as they happen, without end; from `after` on when it is given, each once and in order.
 
-        A lost connection is resumed after the last event seen or, before the first, where the server began.
-        Close it with `contextlib.aclosing`.
+        `kinds` and `subjects` choose among them. Without `follow`, it ends after those that there are by now. A lost
+        connection is resumed after the last event seen or, before the first, where the server began. Close it with
+        `contextlib.aclosing`.
+
+        Raises:
+            InvalidRequestError: There is no such kind.
         """
         from rollout_client._events import follow_events
 
-        return follow_events(self._connection, after)
+        query = {"kind": kinds, "subject": subjects}
+        return follow_events(self._connection, query, after=after, follow=follow)
 
 
 def _backend(backend_id: str) -> str:

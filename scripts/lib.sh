@@ -392,3 +392,18 @@ ensure_prometheus() {
     "$root/scripts/install-prometheus" >/dev/null 2>&1 && return
     step "unpack Prometheus" "$root/scripts/install-prometheus"
 }
+
+# Perfetto's page, which opens traces, out of a package that carries it; nothing of that package runs. Tests open traces in
+# it, and so does the script that takes the pictures of the documentation.
+ensure_perfetto() {
+    local folder=$cache/perfetto requirements=$root/packaging/docs_site/perfetto.lock
+    [[ -f $folder/.installed && $(<"$folder/.installed") == "$(fingerprint_of "$requirements")" ]] && return
+    ensure_uv
+    step "install Perfetto's page (50 MB)" install_perfetto
+}
+
+install_perfetto() {
+    rm -rf "$folder"
+    "$uv" pip install --quiet --python "$python" --target "$folder" --no-deps --require-hashes --requirement "$requirements"
+    fingerprint_of "$requirements" >"$folder/.installed"
+}

@@ -29,6 +29,7 @@ REAL_PARTS = frozenset(
         "docker",
         "harbor",
         "harnesses",
+        "perfetto",
         "prometheus",
         "redis",
         "sglang",

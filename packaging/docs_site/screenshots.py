@@ -1,4 +1,4 @@
-"""Take the pictures of the page for the documentation, from a real service at work.
+"""Take the pictures of the page, and of a trace in Perfetto, for the documentation, from a real service at work.
 
   scripts/screenshots           write them to docs/pictures/dashboard/
   scripts/screenshots -o DIR    write them elsewhere
@@ -24,8 +24,10 @@ from playwright.async_api import Page, async_playwright
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import Advantages, DatasetTasks, RunRequest
 from api_schemas.tasks import Task
+from docs_site.perfetto import perfetto_page
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import running_server
+from rollout_service.cli.trace.writing import write_trace
 from rollout_service.policies.shipped import policy_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,8 @@ BATCHES, BETTER_FROM, LONGEST_SECONDS = 10, 4, 150.0
 POLL_SECONDS = 5.0
 SETTLE_SECONDS = 1.5
 """What plots and streams get to draw, which is for people and decides nothing."""
+BEFORE_SECONDS, AFTER_SECONDS = 0.7, 2.7
+"""The time around an update of weights that the picture of a trace shows."""
 SHORTEN = """
 (root) => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -82,6 +86,7 @@ async def main() -> None:
             await _wait_for_history(client)
             for picture in await _pictures(client):
                 await _take(client.base_url, picture, arguments.output)
+            await _take_trace(client, Path(folder) / "trace.json", arguments.output)
             tasks.cancel_scope.cancel()
 
 
@@ -176,6 +181,23 @@ async def _take(url: str, picture: Picture, output: Path) -> None:
         await page.screenshot(path=str(output / f"{picture.name}.png"))
         await browser.close()
     sys.stderr.write(f"{output / picture.name}.png\n")
+
+
+async def _take_trace(client: RolloutClient, file: Path, output: Path) -> None:
+    """Take a picture of the trace of a run in Perfetto, around an update of weights."""
+    await write_trace(client, ["calc-dapo"], file)
+    async with (
+        async_playwright() as driver,
+        await driver.chromium.launch(executable_path=_chromium()) as browser,
+        perfetto_page(browser, file, viewport=SIZE, device_scale_factor=1.5) as perfetto,
+    ):
+        *_, update = await perfetto.rows("select ts / 1e9 from slice where name like 'weights %' order by ts")
+        turn, *_ = await perfetto.rows(f"select id from slice where name = 'turn 0' and ts > {update} * 1e9")
+        await perfetto.pin(r"^policy weights|slot [1-3]\b|^tokens")
+        await perfetto.select(turn)
+        await perfetto.show(update - BEFORE_SECONDS, update + AFTER_SECONDS)
+        await perfetto.page.screenshot(path=str(output / "perfetto.png"))
+    sys.stderr.write(f"{output / 'perfetto.png'}\n")
 
 
 def _chromium() -> str:

@@ -34,7 +34,7 @@ RUN = {
 def nodes(tmp_path: Path) -> Iterator[list[Running]]:
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server())
-        engine = stack.enter_context(scripted_engine(tmp_path, delay=0, turn=TURN))
+        engine = stack.enter_context(scripted_engine(tmp_path, TURN, delay=0))
         services = []
         for name in NODES:
             folder = tmp_path / name

@@ -66,6 +66,9 @@ async def stream_events(
             description="Send only events about this subject, such as a rollout's id; may be repeated.",
         ),
     ] = None,
+    follow: Annotated[
+        bool, Query(description="Whether the stream goes on, or ends with the newest event.")
+    ] = True,
 ) -> StreamingResponse:
     """Follow what happens in the service, as server-sent events.
 
@@ -73,14 +76,26 @@ async def stream_events(
     Its first line is the `id` that it starts after. To resume after a lost connection, send the last `id` that you saw
     as `Last-Event-ID`. An id that is lower than the last says that the store has lost events: look again at what you
     wait for. An idle stream carries a comment every 15 seconds, or, with `kind` or `subject`, the `id` up to which
-    there was nothing that you want.
+    there was nothing that you want. With `follow=false`, the stream ends with the newest event.
     """
     service.shutdown.refuse()
     wanted = EventSelection.of(kind or [], subject or [])
     start = last_event_id if last_event_id is not None else after
     seen = await service.store.last_event() if start is None else start
-    events = _events(service, wanted, seen)
+    events = _events(service, wanted, seen) if follow else _past_events(service, wanted, seen)
     return StreamingResponse(events, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
+
+
+async def _past_events(service: Service, wanted: EventSelection, seen: int) -> AsyncIterator[bytes]:
+    """Yield this id, then the events after it that there are by now, then the id of the newest one."""
+    yield _position(seen)
+    newest = await service.store.last_event()
+    while seen < newest:
+        events = await service.event_tail.after(seen, newest)
+        seen = events[-1].event_id
+        if frames := b"".join(event.frame for event in events if wanted.has(event.kind, event.subject)):
+            yield frames
+    yield _position(newest)
 
 
 async def _events(service: Service, wanted: EventSelection, seen: int) -> AsyncIterator[bytes]:

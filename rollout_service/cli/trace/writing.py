@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from api_schemas.events import EventKind
 from api_schemas.rollouts.steps import RolloutAttempts
 from rollout_client.client import NotFoundError, RolloutClient
 from rollout_service.cli.common import CommandError
@@ -43,7 +44,8 @@ async def write_trace(client: RolloutClient, names: Sequence[str], output: Path)
                 "there are no steps yet",
                 hint="Wait until a rollout has begun. Rollouts of releases that kept no steps have none.",
             )
-        trace.end()
+        events = client.events(after=0, kinds=[EventKind.WEIGHTS_UPDATED], follow=False)
+        trace.end([event async for event in events])
     return trace
 
 

@@ -1,4 +1,4 @@
-"""The engines' side of a trace: their slots, the weights that they had, and how many tokens they sampled.
+"""The engines' side of a trace: their slots, and how many tokens they sampled.
 
 A call is remembered in 32 bytes until the end, since only then is it known which slots of an engine are free.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 from array import array
 from heapq import heappop, heappush
 
-from rollout_service.tracing.perfetto.events import TraceEvents
+from rollout_service.tracing.perfetto.events import ENGINES, TraceEvents
 
-ENGINES = 2
 SECOND = 1_000_000
 COUNTER_POINTS = 2_000
 """The most values of a counter."""
@@ -25,7 +24,7 @@ class EngineCalls:
         self._rollouts: list[str] = []
         self._starts, self._lengths = array("q"), array("q")
         self._engine, self._rollout = array("i"), array("i")
-        self._turn, self._version, self._tokens = array("i"), array("i"), array("i")
+        self._turn, self._tokens = array("i"), array("i")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -34,38 +33,22 @@ class EngineCalls:
         """Take the rollout that makes the calls added from now on."""
         self._rollouts.append(rollout_id)
 
-    def add(
-        self,
-        engine: str,
-        start: int,
-        length: int,
-        *,
-        turn: int = UNKNOWN,
-        version: int = UNKNOWN,
-        tokens: int = 0,
-    ) -> int:
+    def add(self, engine: str, start: int, length: int, *, turn: int = UNKNOWN, tokens: int = 0) -> int:
         """Take a call; return its number."""
         self._starts.append(start)
         self._lengths.append(length)
         self._engine.append(self._engines.setdefault(engine, len(self._engines)))
         self._rollout.append(len(self._rollouts) - 1)
         self._turn.append(turn)
-        self._version.append(version)
         self._tokens.append(tokens)
         return len(self._starts) - 1
 
     def write(self, events: TraceEvents) -> None:
         """Add all calls, each in the first free slot of its engine, with the arrow that ends there."""
         slots = [_Slots(events, name, number) for name, number in self._engines.items()]
-        newest = [UNKNOWN] * len(slots)
         for call in sorted(range(len(self)), key=self._starts.__getitem__):
             start, length, engine = self._starts[call], self._lengths[call], self._engine[call]
             tid = slots[engine].take(start, start + length)
-            version = self._version[call]
-            if version > newest[engine]:
-                if newest[engine] != UNKNOWN:
-                    events.mark(ENGINES, tid, start, f"weights {version}")
-                newest[engine] = version
             turn = f" #{self._turn[call]}" if self._turn[call] != UNKNOWN else ""
             name = f"{self._rollouts[self._rollout[call]]}{turn}"
             events.slice(ENGINES, tid, start, length, name, arrow=call + 1, arrow_ends=True)
@@ -85,8 +68,10 @@ class EngineCalls:
                 inside = min(end, (number + 1) * width) - max(begin, number * width)
                 sums[min(number, len(sums) - 1)] += tokens * inside / (end - begin)
         for number, total in enumerate(sums):
-            events.counter(ENGINES, first + number * width, "tokens/s", round(total * SECOND / width, 1))
-        events.counter(ENGINES, first + len(sums) * width, "tokens/s", 0)
+            events.counter(
+                ENGINES, first + number * width, "tokens", "per second", round(total * SECOND / width, 1)
+            )
+        events.counter(ENGINES, first + len(sums) * width, "tokens", "per second", 0)
 
 
 class _Slots:

@@ -14,6 +14,8 @@ from functools import lru_cache
 from pydantic import JsonValue
 from pydantic_core import to_json
 
+ROLLOUTS, ENGINES, SANDBOXES = 1, 2, 3
+"""The processes of a trace."""
 FIRST_THREAD = 1_000
 FLUSH_EVENTS = 2_000
 """How many events are joined to one piece."""
@@ -77,12 +79,12 @@ class TraceEvents:
         )
 
     def mark(self, pid: int, tid: int, at: int, name: str) -> None:
-        """Add a moment that concerns a whole process."""
-        self._add(f'{{"ph":"i","s":"p","pid":{pid},"tid":{tid},"ts":{at},"name":{quoted(name)}}}')
+        """Add a moment to a thread."""
+        self._add(f'{{"ph":"i","s":"t","pid":{pid},"tid":{tid},"ts":{at},"name":{quoted(name)}}}')
 
-    def counter(self, pid: int, at: int, name: str, value: float) -> None:
-        """Add a counter's value from a moment on."""
-        said = f'"args":{{"value":{value:g}}}'
+    def counter(self, pid: int, at: int, name: str, series: str, value: float) -> None:
+        """Add a counter's value from a moment on. It is shown by both names, one after the other."""
+        said = f'"args":{{{quoted(series)}:{value:g}}}'
         self._add(f'{{"ph":"C","pid":{pid},"ts":{at},"name":{quoted(name)},{said}}}')
 
     def end(self) -> None:

@@ -9,17 +9,18 @@ does at the same time is in further threads of its lane. Arrows lead from a turn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from pydantic import JsonValue
 
+from api_schemas.events import Event
 from api_schemas.rollouts.steps import AttemptSteps, RolloutAttempts, StepKind
-from rollout_service.tracing.perfetto.engines import COUNTER_POINTS, ENGINES, SECOND, UNKNOWN, EngineCalls
-from rollout_service.tracing.perfetto.events import TraceEvents, Write
+from rollout_service.tracing.perfetto.engines import COUNTER_POINTS, SECOND, UNKNOWN, EngineCalls
+from rollout_service.tracing.perfetto.events import ENGINES, ROLLOUTS, SANDBOXES, TraceEvents, Write
 from rollout_service.tracing.perfetto.lanes import Lanes, Nesting
+from rollout_service.tracing.perfetto.weights import WeightUpdates
 
-ROLLOUTS, SANDBOXES = 1, 3
 SHORTEST_WAIT = 100
 """Waits for what was free are left out: they are shorter than this many microseconds."""
 _WAITS = frozenset({StepKind.PLACE, StepKind.WORKER, StepKind.HOST, StepKind.STORE, StepKind.POOL_QUEUE})
@@ -47,7 +48,9 @@ _NAMES = {
     StepKind.SANDBOX_START: "start sandbox",
     StepKind.SANDBOX_END: "end sandbox",
 }
-_PREFIXED = frozenset({StepKind.STORE, StepKind.GRADER, StepKind.JUDGE, StepKind.ARTIFACTS, StepKind.AGENT})
+_PREFIXED = frozenset(
+    {StepKind.STORE, StepKind.GRADER, StepKind.JUDGE, StepKind.ARTIFACTS, StepKind.AGENT, StepKind.SESSION}
+)
 
 
 class RolloutTrace:
@@ -60,6 +63,7 @@ class RolloutTrace:
         self._lanes, self._sandbox_lanes = Lanes(), Lanes()
         self._threads: dict[tuple[int, int, int], int] = {}
         self._calls = EngineCalls()
+        self._weights = WeightUpdates()
         self._spans: list[tuple[int, int]] = []
         self.rollouts = 0
         """How many rollouts there are."""
@@ -85,10 +89,13 @@ class RolloutTrace:
             )
             self._add_attempt(name, attempt)
 
-    def end(self) -> None:
-        """Add the engines and the counters, and end the file."""
+    def end(self, updates: Iterable[Event] = ()) -> None:
+        """Add the engines, the updates of their weights that events tell of, and the counters, and end the file."""
         self._calls.write(self._events)
-        self._count_rollouts()
+        if self._spans:
+            within = min(start for start, _ in self._spans), max(end for _, end in self._spans)
+            self._weights.write(self._events, updates, began=self._began, within=within)
+            self._count_rollouts(*within)
         self._events.end()
 
     def _add_attempt(self, name: str, attempt: AttemptSteps) -> None:
@@ -121,9 +128,10 @@ class RolloutTrace:
             start,
             end - start,
             turn=_number(detail, "turn", UNKNOWN),
-            version=_number(detail, "version", UNKNOWN),
             tokens=_number(detail, "tokens", 0),
         )
+        if (version := _number(detail, "version", UNKNOWN)) != UNKNOWN:
+            self._weights.sampled(name, version, start)
         args = {_ENGINE_ARGS[key]: value for key, value in detail.items() if key in _ENGINE_ARGS}
         if isinstance(request := args.get("request"), str):
             args["request"] = request[:REQUEST_CHARS]
@@ -145,17 +153,14 @@ class RolloutTrace:
         if ended[1] > ended[0]:
             self._events.slice(SANDBOXES, tid, ended[0], ended[1] - ended[0], "end")
 
-    def _count_rollouts(self) -> None:
-        if not self._spans:
-            return
-        first, last = min(start for start, _ in self._spans), max(end for _, end in self._spans)
+    def _count_rollouts(self, first: int, last: int) -> None:
         width = max(SECOND // 10, -(-(last - first) // COUNTER_POINTS))
         changes = [0] * ((last - first) // width + 3)
         for start, end in self._spans:
             changes[(start - first) // width] += 1
             changes[(end - first) // width + 1] -= 1
         for number, value in enumerate(accumulate(changes)):
-            self._events.counter(ROLLOUTS, first + number * width, "rollouts at work", value)
+            self._events.counter(ROLLOUTS, first + number * width, "rollouts", "at work", value)
 
 
 class _AttemptSlices:

@@ -173,6 +173,28 @@ def test_events_are_chosen_by_subject(api: httpx.Client) -> None:
     assert resumed == events[2:]
 
 
+@pytest.mark.parametrize("query", [{}, {"kind": "rollout."}, {"kind": "node.dead"}])
+def test_past_events_end_with_the_newest(api: httpx.Client, query: dict[str, str]) -> None:
+    order(api, "past")
+    newest = api_last_event(api)
+    sent = api.get("/v1/events", params={"after": 0, "follow": "false", **query}, timeout=30).text
+    ids = [int(line.removeprefix("id: ")) for line in sent.splitlines() if line.startswith("id: ")]
+    assert ids == sorted(ids)
+    assert ids[0] == 0
+    assert ids[-1] >= newest
+    kinds = [line.removeprefix("event: ") for line in sent.splitlines() if line.startswith("event: ")]
+    assert len(kinds) >= 3 or query.get("kind") == "node.dead"
+    assert all(kind.startswith(query.get("kind", "")) for kind in kinds)
+
+
+def test_past_events_after_the_newest_are_none(api: httpx.Client) -> None:
+    newest = api_last_event(api) + 1_000
+    sent = api.get("/v1/events", params={"after": newest, "follow": "false"}, timeout=30).text
+    ids = [int(line.removeprefix("id: ")) for line in sent.splitlines() if line]
+    assert ids[0] == newest
+    assert ids[-1] < newest
+
+
 def test_an_unknown_kind_of_event_is_refused_with_a_suggestion(api: httpx.Client) -> None:
     answer = api.get("/v1/events", params={"kind": "rollout.sate"})
     problem = Problem.model_validate_json(answer.content)

@@ -66,6 +66,7 @@ REAL = [
     "docker",
     "redis",
     "browser",
+    "perfetto",
     "prometheus",
     "sglang",
     "slurm",

@@ -188,7 +188,7 @@ async def test_a_killed_service_goes_on_with_what_clients_have_seen(tmp_path: Pa
 
 def _kill_and_go_on(folder: Path) -> None:
     key, messages = "", []
-    with processes.scripted_engine(folder, delay=0.0, turn=f"Hello.{END}") as engine:
+    with processes.scripted_engine(folder, f"Hello.{END}", delay=0.0) as engine:
         for number in range(4):
             with processes.service(folder, engine.url) as server, httpx.Client(timeout=60) as http:
                 if not key:

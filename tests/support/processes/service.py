@@ -65,9 +65,10 @@ def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
         process.wait(30)
 
 
-def scripted_engine(folder: Path, *, delay: float, turn: str = GREETING):
+def scripted_engine(folder: Path, *turns: str, delay: float):
     """Run an engine whose turns take `delay` seconds."""
-    arguments = ["rollout_service.testing", "--delay", f"{delay:g}", "--turn", turn]
+    arguments = ["rollout_service.testing", "--delay", f"{delay:g}"]
+    arguments += [part for turn in turns or (GREETING,) for part in ("--turn", turn)]
     return running("engine", [*arguments, "--address", str(folder / "engine.address")], folder)
 
 

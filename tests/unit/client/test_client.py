@@ -381,6 +381,19 @@ async def test_events_resume_after_the_last_one_seen():
     assert [sent.headers.get("last-event-id") for sent in seen] == ["3", "5", "5"]
 
 
+async def test_chosen_events_end_with_the_newest_even_if_the_connection_was_lost():
+    client, seen = answering(
+        httpx.Response(200, stream=Cut(event(4) + event(6)[:10])),
+        httpx.Response(200, content=event(6) + b"id: 9\n\n"),
+    )
+    chosen = {"kinds": ["weights.updated", "run."], "subjects": ["policy"]}
+    async with client, aclosing(client.events(after=3, follow=False, **chosen)) as events:
+        assert [item.event_id async for item in events] == [4, 6]
+    query = "kind=weights.updated&kind=run.&subject=policy&follow=false"
+    assert [sent.url.query.decode() for sent in seen] == [query, query]
+    assert [sent.headers.get("last-event-id") for sent in seen] == ["3", "4"]
+
+
 async def test_events_resume_where_the_stream_began_before_the_first_one():
     client, seen = answering(
         httpx.Response(200, stream=Cut(b"id: 41\n\n")),

@@ -72,11 +72,11 @@ def test_an_ordinary_user_sees_how_to_install_a_browser(tmp_path):
     assert "not reached" not in result.stdout
 
 
-def test_the_browser_is_installed_for_tests_of_the_page():
+def test_browser_and_perfetto_are_installed_for_tests_of_pages():
     result = subprocess.run(
         [SCRIPTS / "test", "--dry-run", "tests/browser"], capture_output=True, text=True, check=True
     )
-    assert result.stdout.split() == ["trainer", "systemd", "browser"]
+    assert result.stdout.split() == ["trainer", "systemd", "browser", "perfetto"]
 
 
 def test_the_error_for_an_old_python_says_what_to_install(tmp_path):

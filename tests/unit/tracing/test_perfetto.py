@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
+from api_schemas.events import Event, EventKind
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import AttemptSteps, RolloutAttempts, StepKind
 from rollout_service.tracing.perfetto import RolloutTrace
@@ -43,12 +46,14 @@ def attempt_of(*steps: Step, at: float = 0.0, us: int = 0, **fields: Any) -> Att
     )
 
 
-def trace_of(*rollouts: tuple[str, list[AttemptSteps]]) -> list[dict[str, Any]]:
+def trace_of(
+    *rollouts: tuple[str, list[AttemptSteps]], updates: Sequence[Event] = ()
+) -> list[dict[str, Any]]:
     pieces: list[bytes] = []
     trace = RolloutTrace(pieces.append, began=BEGAN)
     for name, attempts in rollouts:
         trace.add(RolloutAttempts(rollout_id=name, attempts=attempts))
-    trace.end()
+    trace.end(updates)
     document = json.loads(b"".join(pieces))
     events: list[dict[str, Any]] = document["traceEvents"]
     assert trace.events == len(events)
@@ -138,10 +143,66 @@ def test_a_rollout_contains_its_stages_which_contain_its_steps() -> None:
     assert args["bash"] == {"command": "ls"}
 
 
-def test_an_update_of_an_engines_weights_is_marked_where_its_tokens_change() -> None:
+def updated(version: int, at: float, *, pool: str = "e1", seconds: float = 0.0) -> Event:
+    data: dict[str, JsonValue] = {"version": version, "seconds": seconds, "backends": 1}
+    return Event(
+        event_id=version,
+        time=datetime.fromtimestamp(BEGAN + at, UTC),
+        kind=EventKind.WEIGHTS_UPDATED,
+        subject=pool,
+        data=data,
+    )
+
+
+def weights(events: list[dict[str, Any]]) -> list[tuple[str, str, int, int | None]]:
+    """Return the thread, name, time and length of each update of weights."""
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return [
+        (threads[event["tid"]], event["name"], event["ts"], event.get("dur"))
+        for event in events
+        if event["name"].startswith("weights")
+    ]
+
+
+def test_an_update_of_weights_whose_event_is_gone_is_marked_where_its_tokens_begin() -> None:
     events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]))
-    marks = [(event["pid"], event["ts"], event["name"]) for event in events if event["ph"] == "i"]
-    assert marks == [(2, 5_200, "weights 2")]
+    assert weights(events) == [("e1 weights", "weights 2", 5_200, None)]
+
+
+def test_an_update_of_weights_is_a_slice_of_the_time_that_its_event_tells() -> None:
+    told = [updated(2, 0.004, seconds=0.001), updated(3, 0.0045, seconds=0.001), updated(4, 0.009)]
+    events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]), updates=told)
+    assert weights(events) == [
+        ("e1 weights", "weights 2", 3_000, 1_000),
+        ("e1 weights", "weights 3", 4_000, 500),
+        ("e1 weights", "weights 4", 9_000, 0),
+    ], "an update begins no earlier than the one before it ends"
+    assert {event["args"]["backends"] for event in events if event["name"] == "weights 3"} == {1}
+
+
+def test_updates_of_other_pools_and_times_are_left_out() -> None:
+    told = [updated(1, -5, seconds=1), updated(2, 0.001, pool="judge"), updated(3, 60, seconds=1)]
+    events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]), updates=told)
+    assert weights(events) == [("e1 weights", "weights 2", 5_200, None)]
+    assert weights(trace_of(updates=told)) == []
+
+
+def test_each_pool_has_the_updates_of_all_its_engines() -> None:
+    calls: list[Step] = [
+        (K.ENGINE, f"{pool}@10.0.0.{host}:30000", "", at, 10, {"version": version})
+        for pool, host, at, version in [
+            ("policy", 1, 10, 1),
+            ("judge", 1, 30, 0),
+            ("policy", 1, 50, 2),
+            ("policy", 2, 70, 2),
+            ("policy", 1, 90, 3),
+        ]
+    ]
+    told = [updated(3, 80e-6, pool="policy")]
+    assert weights(trace_of(("r1", [attempt_of(*calls)]), updates=told)) == [
+        ("policy weights", "weights 3", 80, 0),
+        ("policy weights", "weights 2", 50, None),
+    ]
 
 
 def test_rollouts_share_lanes_and_calls_share_slots_if_they_are_apart() -> None:
@@ -151,13 +212,16 @@ def test_rollouts_share_lanes_and_calls_share_slots_if_they_are_apart() -> None:
     assert sorted(names) == [
         "e1 slot 1",
         "e1 slot 2",
+        "e1 weights",
         "lane 1",
         "lane 2",
         "sandbox lane 1",
         "sandbox lane 2",
     ]
     working = [
-        (event["ts"], event["args"]["value"]) for event in events if event["name"] == "rollouts at work"
+        (event["ts"], event["args"]["at work"])
+        for event in events
+        if event["ph"] == "C" and event["name"] == "rollouts"
     ]
     assert working[0] == (0, 2)
     assert working[-1][1] == 0
@@ -188,7 +252,7 @@ def test_the_tokens_of_each_second_add_up() -> None:
         (K.ENGINE, "e2", "", 3_000_000, 0, {"tokens": 50}),
     ]
     events = trace_of(("r1", [attempt_of(*calls)]))
-    counted = [event["args"]["value"] for event in events if event["name"] == "tokens/s"]
+    counted = [event["args"]["per second"] for event in events if event["name"] == "tokens"]
     assert sum(counted) == 250
     assert counted[:2] == [100, 100]
 
