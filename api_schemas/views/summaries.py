@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from api_schemas.base import RolloutId, Timestamp, WireModel
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo
+
+from api_schemas.base import MAX_INT, Name, RolloutId, Timestamp, WireModel
 from api_schemas.rollouts import RolloutState, StopReason
+from api_schemas.runs import RunId
 
 SummaryOrder = Literal["newest", "oldest"]
+
+
+def _distinct(states: list[RolloutState]) -> list[RolloutState]:
+    return list(dict.fromkeys(states))
+
+
+def _of_a_run(group: int | None, info: ValidationInfo) -> int | None:
+    if group is not None and info.data.get("run") is None:
+        raise ValueError("a group is one of a run: pass `run`, too")
+    return group
+
+
+class SummaryFilter(WireModel):
+    """Which rollouts to list: those that all these filters select; what is left out selects all."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    states: Annotated[list[RolloutState], AfterValidator(_distinct)] = Field([], alias="state")
+    """Only rollouts in this state; may be repeated."""
+    run: RunId | None = None
+    """Only rollouts of this run."""
+    group: Annotated[int | None, Field(ge=0, le=MAX_INT), AfterValidator(_of_a_run)] = None
+    """Only those of this group of the run."""
+    environment: Name | None = None
+    """Only rollouts in this environment."""
+    error: str | None = Field(None, pattern=r"^[a-z][a-z0-9_]{0,63}$")
+    """Only those that this error ended, or the last attempt of which."""
+    reward_min: float | None = None
+    """Only those with at least this reward."""
+    reward_max: float | None = None
+    """Only those with at most this reward."""
+    since: Timestamp | None = None
+    """Only those submitted then or later."""
+    until: Timestamp | None = None
+    """Only those submitted before."""
+    text: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")
+    """Only those whose id begins with this."""
+
+    @property
+    def only_states(self) -> bool:
+        """Whether nothing but the state matters."""
+        others = SummaryFilter.model_fields.keys() - {"states"}
+        return all(getattr(self, name) is None for name in others)
+
+
+class SummaryQuery(SummaryFilter):
+    """Which rollouts to list, and which page of them."""
+
+    order: SummaryOrder = "newest"
+    """Which end of the list comes first."""
+    cursor: str | None = Field(None, max_length=32)
+    """The previous page's `next_cursor`, for the same order."""
+    limit: int = Field(100, ge=1, le=1_000)
+    """Rollouts per page."""
 
 
 class RolloutSummary(WireModel):

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from rollout_client import _wire as wire
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from rollout_client._connection import Connection
+
+
+class SummaryFilters(TypedDict, total=False):
+    """Which rollouts to list: those that all these filters select; `api_schemas.views.SummaryFilter` says more."""
+
+    states: Sequence[wire.RolloutState]
+    run: str | None
+    group: int | None
+    environment: str | None
+    error: str | None
+    reward_min: float | None
+    reward_max: float | None
+    since: datetime | None
+    until: datetime | None
+    text: str | None
 
 
 class ListCalls:
@@ -20,19 +37,10 @@ class ListCalls:
     async def summary_page(
         self,
         *,
-        states: Sequence[wire.RolloutState] = (),
-        run: str | None = None,
-        group: int | None = None,
-        environment: str | None = None,
-        error: str | None = None,
-        reward_min: float | None = None,
-        reward_max: float | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        text: str | None = None,
         order: Literal["newest", "oldest"] = "newest",
         cursor: str | None = None,
         limit: int = 100,
+        **filters: Unpack[SummaryFilters],
     ) -> wire.SummaryPage:
         """Return a page of rollouts as short rows, those that all these filters select.
 
@@ -42,40 +50,13 @@ class ListCalls:
         Raises:
             InvalidRequestError: A filter cannot be used as it is.
         """
-        given = {
-            "run": run,
-            "group": group,
-            "environment": environment,
-            "error": error,
-            "reward_min": reward_min,
-            "reward_max": reward_max,
-            "since": None if since is None else since.isoformat(),
-            "until": None if until is None else until.isoformat(),
-            "text": text,
-            "order": order,
-            "cursor": cursor,
-            "limit": limit,
-        }
-        params: dict[str, str | list[str]] = {
-            name: str(value) for name, value in given.items() if value is not None
-        }
-        params["state"] = [str(state) for state in states]
+        states = filters.pop("states", ())
+        given = {**filters, "state": states, "order": order, "cursor": cursor, "limit": limit}
+        params = {name: _param(value) for name, value in given.items() if value is not None}
         return await self._connection.call(wire.SummaryPage, "GET", "/v1/summaries", params=params)
 
     async def summaries(
-        self,
-        *,
-        states: Sequence[wire.RolloutState] = (),
-        run: str | None = None,
-        group: int | None = None,
-        environment: str | None = None,
-        error: str | None = None,
-        reward_min: float | None = None,
-        reward_max: float | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        text: str | None = None,
-        order: Literal["newest", "oldest"] = "newest",
+        self, *, order: Literal["newest", "oldest"] = "newest", **filters: Unpack[SummaryFilters]
     ) -> AsyncGenerator[wire.RolloutSummary]:
         """Yield all rollouts that all these filters select, as short rows; `summary_page` says what they mean.
 
@@ -84,22 +65,14 @@ class ListCalls:
         """
         cursor: str | None = None
         while True:
-            page = await self.summary_page(
-                states=states,
-                run=run,
-                group=group,
-                environment=environment,
-                error=error,
-                reward_min=reward_min,
-                reward_max=reward_max,
-                since=since,
-                until=until,
-                text=text,
-                order=order,
-                cursor=cursor,
-                limit=1_000,
-            )
+            page = await self.summary_page(order=order, cursor=cursor, limit=1_000, **filters)
             for row in page.rows:
                 yield row
             if (cursor := page.next_cursor) is None:
                 return
+
+
+def _param(value: object) -> str | list[str]:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return [str(each) for each in value] if isinstance(value, list | tuple) else str(value)

@@ -9,45 +9,16 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Protocol
 
-from api_schemas.rollouts import RolloutState
 from api_schemas.runs.history import GroupPage, RunHistory
-from api_schemas.views.summaries import SummaryOrder, SummaryPage
+from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
 
 LOOKED_AT = 50_000
 """The most records that one call looks at."""
 CLOCK_STEP_SECONDS = 300.0
 """By how much the clock may ever have been set back without hiding a rollout from a search by time."""
-
-
-@dataclass(frozen=True, slots=True)
-class SummaryFilter:
-    """Which rollouts to list; None, and no states, stand for any."""
-
-    states: Collection[RolloutState] = ()
-    run: str | None = None
-    group: int | None = None
-    """The number of a group; only with its run."""
-    environment: str | None = None
-    error: str | None = None
-    """The code of the error that ended it, or its last attempt."""
-    reward_min: float | None = None
-    reward_max: float | None = None
-    since: datetime | None = None
-    """Those that were submitted then or later."""
-    until: datetime | None = None
-    """Those that were submitted before."""
-    text: str | None = None
-    """What the rollout's id begins with."""
-
-    @property
-    def only_states(self) -> bool:
-        """Whether nothing but the state matters."""
-        return self == SummaryFilter(states=self.states)
 
 
 class SummaryStore(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -17,12 +16,12 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason, Usage
 from api_schemas.runs import FileTasks, RunState
 from api_schemas.tasks import Task
-from api_schemas.views.summaries import RolloutSummary
+from api_schemas.views.summaries import RolloutSummary, SummaryFilter
 from rollout_service.cluster.identity import is_gone
 from rollout_service.errors import InvalidFieldError, NotFoundError
 from rollout_service.groups.figures import GroupFigures
 from rollout_service.store import Lease, Store
-from rollout_service.store.lists_contract import GroupSelection, SummaryFilter
+from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import (
     BatchLeaseRequest,
@@ -257,20 +256,21 @@ def filters() -> st.SearchStrategy[SummaryFilter]:
         return st.one_of(st.none(), st.none(), values)
 
     times = st.integers(-10, 120).map(lambda seconds: START + timedelta(seconds=seconds))
-    made = st.builds(
-        SummaryFilter,
-        states=st.one_of(st.just([]), st.lists(st.sampled_from(list(S)), unique=True, max_size=3)),
-        run=maybe(st.sampled_from(["a", "z", "gone"])),
-        group=maybe(st.integers(0, 3)),
-        environment=maybe(st.sampled_from([*ENVIRONMENTS, "none"])),
-        error=maybe(st.sampled_from(CODES)),
-        reward_min=maybe(st.sampled_from(REWARDS)),
-        reward_max=maybe(st.sampled_from(REWARDS)),
-        since=maybe(times),
-        until=maybe(times),
-        text=maybe(st.sampled_from(["a", "a.", "a.1", "b", "%"])),
+    drawn = st.fixed_dictionaries(
+        {
+            "states": st.one_of(st.just([]), st.lists(st.sampled_from(list(S)), unique=True, max_size=3)),
+            "run": maybe(st.sampled_from(["a", "z", "gone"])),
+            "group": maybe(st.integers(0, 3)),
+            "environment": maybe(st.sampled_from([*ENVIRONMENTS, "none"])),
+            "error": maybe(st.sampled_from(CODES)),
+            "reward_min": maybe(st.sampled_from(REWARDS)),
+            "reward_max": maybe(st.sampled_from(REWARDS)),
+            "since": maybe(times),
+            "until": maybe(times),
+            "text": maybe(st.sampled_from(["a", "a.", "a.1", "b", "a_"])),
+        }
     )
-    return made.map(lambda which: which if which.run is not None else replace(which, group=None))
+    return drawn.map(lambda given: SummaryFilter(**given | ({} if given["run"] else {"group": None})))
 
 
 def matches(which: SummaryFilter, row: RolloutSummary) -> bool:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
-from api_schemas.base import MAX_INT, Timestamp
 from api_schemas.errors import FieldError
-from api_schemas.rollouts import RolloutState
 from api_schemas.runs import RunId
 from api_schemas.runs.history import GroupPage, RunHistory
-from api_schemas.views.summaries import SummaryOrder, SummaryPage
+from api_schemas.views.summaries import SummaryOrder, SummaryPage, SummaryQuery
 from rollout_service.api.openapi.responses import raises
 from rollout_service.api.routes.support.dependencies import ServiceDep
 from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.errors import InvalidFieldError, NotFoundError
-from rollout_service.store.lists_contract import GroupSelection, SummaryFilter
+from rollout_service.store.lists_contract import GroupSelection
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute)
-
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-RUN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
-ID_START = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"
-CODE = r"^[a-z][a-z0-9_]{0,63}$"
 
 Order = Annotated[SummaryOrder, Query(description="Which end of the list comes first.")]
 Cursor = Annotated[
@@ -33,57 +25,13 @@ Cursor = Annotated[
 
 
 @router.get("/summaries", tags=["rollouts"])
-async def list_summaries(
-    service: ServiceDep,
-    state: Annotated[
-        list[RolloutState] | None, Query(description="Only rollouts in this state; may be repeated.")
-    ] = None,
-    run: Annotated[str | None, Query(pattern=RUN, description="Only rollouts of this run.")] = None,
-    group: Annotated[
-        int | None, Query(ge=0, le=MAX_INT, description="Only those of this group of the run.")
-    ] = None,
-    environment: Annotated[
-        str | None, Query(pattern=NAME, description="Only rollouts in this environment.")
-    ] = None,
-    error: Annotated[
-        str | None,
-        Query(pattern=CODE, description="Only those that this error ended, or the last attempt of which."),
-    ] = None,
-    reward_min: Annotated[float | None, Query(description="Only those with at least this reward.")] = None,
-    reward_max: Annotated[float | None, Query(description="Only those with at most this reward.")] = None,
-    since: Annotated[Timestamp | None, Query(description="Only those submitted then or later.")] = None,
-    until: Annotated[Timestamp | None, Query(description="Only those submitted before.")] = None,
-    text: Annotated[
-        str | None, Query(pattern=ID_START, description="Only those whose id begins with this.")
-    ] = None,
-    order: Order = "newest",
-    cursor: Cursor = None,
-    limit: Annotated[int, Query(ge=1, le=1_000, description="Rollouts per page.")] = 100,
-) -> SummaryPage:
+async def list_summaries(service: ServiceDep, query: Annotated[SummaryQuery, Query()]) -> SummaryPage:
     """List rollouts as short rows, the newest first, with all that these filters select.
 
     A page costs the same however many rollouts there are. If few match, it can be short, or even empty, although there
     are more: go on while `next_cursor` is not null. `matching` is there for lists of everything and by state alone.
     """
-    if group is not None and run is None:
-        raise _invalid("group", "a group is one of a run", hint="Pass `run`, too.")
-    rewards = {"reward_min": reward_min, "reward_max": reward_max}
-    for name, value in rewards.items():
-        if value is not None and not math.isfinite(value):
-            raise _invalid(name, f"{value} is not a finite number", hint="Pass a number such as 0.5.")
-    which = SummaryFilter(
-        states=tuple(dict.fromkeys(state or ())),
-        run=run,
-        group=group,
-        environment=environment,
-        error=error,
-        reward_min=reward_min,
-        reward_max=reward_max,
-        since=since,
-        until=until,
-        text=text,
-    )
-    return await service.store.summaries(which, order=order, cursor=cursor, limit=limit)
+    return await service.store.summaries(query, order=query.order, cursor=query.cursor, limit=query.limit)
 
 
 @router.get("/runs/{run_id}/groups", tags=["runs"], responses=raises(NotFoundError))

@@ -24,7 +24,7 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
-from api_schemas.views.summaries import SummaryOrder, SummaryPage
+from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
 from rollout_service.errors import ConflictError, InvalidFieldError, RecordLostError, StoreError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
@@ -32,7 +32,6 @@ from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec import trees
 from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.contract import Lease
-from rollout_service.store.lists_contract import SummaryFilter
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.lists.summaries import find_summaries
 from rollout_service.store.redis.reader import decode_entry

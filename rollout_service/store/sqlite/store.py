@@ -27,7 +27,7 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
-from api_schemas.views.summaries import RolloutSummary, SummaryOrder, SummaryPage
+from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder, SummaryPage
 from rollout_service.errors import InvalidFieldError, StoreError
 from rollout_service.signals import KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.codec import rollouts as codec
@@ -35,7 +35,7 @@ from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec import trees
 from rollout_service.store.contract import Lease, Store
-from rollout_service.store.lists_contract import LOOKED_AT, SummaryFilter
+from rollout_service.store.lists_contract import LOOKED_AT
 from rollout_service.store.single_cluster import SingleCluster
 from rollout_service.store.sqlite import rollout_statements as statements
 from rollout_service.store.sqlite import turn_statements

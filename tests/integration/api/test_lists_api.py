@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunState
+from api_schemas.views.summaries import SummaryFilter
 from rollout_client.client import InvalidRequestError, NotFoundError, RolloutClient
+from rollout_client.lists import SummaryFilters
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.sqlite import SqliteStore
@@ -62,6 +64,21 @@ async def test_both_clients_list_what_the_filters_select(url: str) -> None:
         rows = list(blocking.summaries(run="a", group=1, environment="calc", text="a."))
         assert [row.rollout_id for row in rows] == ["a.1.1", "a.1.0"]
         assert [row.rollout_id for row in blocking.summary_page(since=LATER).rows] == []
+
+
+def test_the_clients_take_every_filter_of_the_model() -> None:
+    assert SummaryFilters.__annotations__.keys() == SummaryFilter.model_fields.keys()
+
+
+def test_a_state_that_is_asked_for_twice_counts_once(url: str) -> None:
+    answer = httpx.get(f"{url}/v1/summaries?state=failed&state=cancelled&state=cancelled", timeout=30)
+    assert [row["state"] for row in answer.json()["rows"]] == ["cancelled"] * 3
+
+
+def test_an_unknown_filter_is_answered_with_the_one_that_was_meant(url: str) -> None:
+    (field,) = httpx.get(f"{url}/v1/summaries?reward_mn=1", timeout=30).json()["errors"]
+    assert "did you mean" in field["message"]
+    assert "reward_min" in field["message"]
 
 
 async def test_both_clients_list_the_groups_of_a_run(url: str) -> None:

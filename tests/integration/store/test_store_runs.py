@@ -10,8 +10,8 @@ import pytest
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunState
+from api_schemas.views.summaries import SummaryFilter
 from rollout_service.errors import NotFoundError, StoreError
-from rollout_service.store.lists_contract import SummaryFilter
 from rollout_service.store.runs_contract import (
     GroupClosure,
     RetentionPolicy,

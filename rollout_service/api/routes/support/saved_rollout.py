@@ -16,12 +16,11 @@ from pydantic import BaseModel
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.tokens import RolloutMessages, TokenRange, TrajectoryOutline
 from api_schemas.trajectories import Trajectory
-from api_schemas.views.summaries import SummaryPage
+from api_schemas.views.summaries import SummaryFilter, SummaryPage
 from rollout_service import __version__
 from rollout_service.dashboard.saved_page import saved_page
 from rollout_service.errors import NotFoundError
 from rollout_service.service import Service
-from rollout_service.store.lists_contract import SummaryFilter
 
 Answers = dict[str, BaseModel]
 

@@ -7,13 +7,13 @@ every query parameter.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service import strict_json
@@ -50,8 +50,17 @@ class StrictRoute(APIRoute):
 
 
 def _query_names(dependant: Dependant) -> set[str]:
-    own = {field.alias for field in dependant.query_params}
+    own = {
+        name for field in dependant.query_params for name in _names(field.alias, field.field_info.annotation)
+    }
     return own.union(*map(_query_names, dependant.dependencies))
+
+
+def _names(alias: str, annotation: object) -> Iterable[str]:
+    """Return the names of the parameters that a query parameter, or a model of several, stands for."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [info.alias or name for name, info in annotation.model_fields.items()]
+    return [alias]
 
 
 def _refuse_unknown(request: Request, known: set[str]) -> None:

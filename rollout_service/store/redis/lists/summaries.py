@@ -12,9 +12,9 @@ from typing import Any
 from pydantic_core import to_json
 
 from api_schemas.rollouts import RolloutState
-from api_schemas.views.summaries import RolloutSummary, SummaryOrder
+from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder
 from rollout_service.store.codec.summaries import decode_summary
-from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS, LOOKED_AT, SummaryFilter
+from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS, LOOKED_AT
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import STATES, RolloutRow
 from rollout_service.store.redis.runs.keys import RunKeys

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api_schemas.views.summaries import SummaryOrder
-from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS, SummaryFilter
+from api_schemas.views.summaries import SummaryFilter, SummaryOrder
+from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS
 
 ROWS_AT_ONCE = 10_000
 """The most rows that one job looks at, which takes about 10 ms."""
