@@ -134,9 +134,9 @@ class Database:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA synchronous = {schema.synchronous}")
             connection.execute(f"PRAGMA secure_delete = {schema.secure_delete:d}")
-            connection.execute("PRAGMA temp_store = MEMORY")
             connection.execute("PRAGMA journal_size_limit = 67108864")
             migrate(connection, schema)
+            connection.execute("PRAGMA temp_store = MEMORY")  # only now: an upgrade may sort a whole table
         except BaseException:
             connection.close()
             raise

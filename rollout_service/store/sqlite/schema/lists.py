@@ -5,16 +5,21 @@ The figures of rollouts that had ended before are left out: a list takes them fr
 changes. An index on one column is in the order of the rows' numbers, too.
 """
 
-VERSION_7 = """
+BEFORE_ENVIRONMENTS = """
 ALTER TABLE rollouts ADD COLUMN environment TEXT NOT NULL DEFAULT '';
 ALTER TABLE rollouts ADD COLUMN turns INTEGER;
 ALTER TABLE rollouts ADD COLUMN tokens INTEGER;
 ALTER TABLE rollouts ADD COLUMN worked REAL;
 DROP TRIGGER terminal_is_final;
+"""
+ENVIRONMENTS = """
 UPDATE rollouts SET environment = coalesce((
     SELECT iif(json_valid(request), json_extract(request, '$.task.environment'), '')
     FROM requests WHERE requests.seq = rollouts.seq
-), '');
+), '') WHERE seq > :after AND seq <= :until
+"""
+"""This reads every request, which takes long if there are many."""
+AFTER_ENVIRONMENTS = """
 CREATE TRIGGER terminal_is_final BEFORE UPDATE ON rollouts
 WHEN OLD.state IN ('completed', 'failed', 'cancelled') BEGIN
     SELECT RAISE(ABORT, 'a terminal rollout never changes');

@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout_service.errors import StoreError
-from rollout_service.store.sqlite.lists.schema import VERSION_7, VERSION_9
-from rollout_service.store.sqlite.schema_runs import VERSION_2, VERSION_4, VERSION_5
+from rollout_service.store.sqlite.schema.lists import (
+    AFTER_ENVIRONMENTS,
+    BEFORE_ENVIRONMENTS,
+    ENVIRONMENTS,
+    VERSION_9,
+)
+from rollout_service.store.sqlite.schema.migrations import ForRows, Migration, run_migration
+from rollout_service.store.sqlite.schema.runs import VERSION_2, VERSION_4, VERSION_5
 
 APPLICATION_ID = 0x526F6C6C
 """The mark of this project's files: "Roll" in ASCII."""
@@ -132,25 +138,25 @@ CREATE TABLE steps (
 """
 """The steps of attempts that have ended. The number -1 marks a rollout that was erased: no more is stored of it."""
 
-MIGRATIONS = (
+MIGRATIONS: Sequence[Migration] = (
     _VERSION_1,
     VERSION_2,
     _VERSION_3,
     VERSION_4,
     VERSION_5,
     _VERSION_6,
-    VERSION_7,
+    (BEFORE_ENVIRONMENTS, ForRows("rollouts", ENVIRONMENTS), AFTER_ENVIRONMENTS),
     _VERSION_8,
     VERSION_9,
 )
-"""The scripts that upgrade the schema; script n, from 1, upgrades version n - 1 to version n."""
+"""What upgrades the schema; number n, from 1, upgrades version n - 1 to version n."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseSchema:
     """What a file of this project holds, and how it is written."""
 
-    migrations: Sequence[str]
+    migrations: Sequence[Migration]
     application_id: int
     has_events: bool = False
     """Whether it has the table `events`, whose newest id each commit reports."""
@@ -186,8 +192,6 @@ def migrate(connection: sqlite3.Connection, schema: DatabaseSchema = STORE) -> N
             f"{len(schema.migrations)}",
             hint="Run the newer release that wrote it, or use another state directory.",
         )
-    for number, script in enumerate(schema.migrations[version:], start=version + 1):
-        connection.executescript(
-            f"BEGIN IMMEDIATE; {script}"
-            f"PRAGMA application_id = {schema.application_id}; PRAGMA user_version = {number}; COMMIT;"
-        )
+    for number, migration in enumerate(schema.migrations[version:], start=version + 1):
+        done = f"PRAGMA application_id = {schema.application_id}; PRAGMA user_version = {number};"
+        run_migration(connection, migration, done, version=number)
