@@ -1,9 +1,10 @@
 """Measure the page: lists of a large store, a long trajectory in a browser, and what viewers cost the service.
 
-Run: python benchmarks/dashboard.py [--json FILE] [--quick]
+Run: python benchmarks/dashboard.py [--store sqlite|redis] [--json FILE] [--quick]
 
 - `list_ms_p50`: the time of the service to answer with the newest page of a list of 1,000,000 rollouts;
-  `list_worst_ms_p50`: the same with the slowest of the filters.
+  `list_worst_ms_p50`: the same with the slowest of the filters. With `--store redis`, of a Redis and only these, with
+  the time and the memory that its index takes.
 - `first_paint_ms`: from navigation to visible tokens of a trajectory of 100,000 tokens, in headless Chromium.
   `scroll_fps`: frames per second while scrolling through it. `saved_mb`, `saved_paint_ms`: the size of the file with
   its page, and the same time with the file opened from the disk.
@@ -32,11 +33,18 @@ ROLLOUTS, QUICK_ROLLOUTS = 1_000_000, 20_000
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
     rollouts = QUICK_ROLLOUTS if given.quick else ROLLOUTS
-    figures = await lists.measure(rollouts)
-    figures |= await page.measure()
-    figures |= await viewers.measure()
-    report("The page", given, {"rollouts": rollouts}, dict(sorted(figures.items())), AIMS)
+    store = given.chosen["store"]
+    figures = await lists.STORES[store](rollouts)
+    if store == "sqlite":
+        figures |= await page.measure()
+        figures |= await viewers.measure()
+    aims = {name: aim for name, aim in AIMS.items() if name in figures}
+    report("The page", given, {"rollouts": rollouts, "store": store}, dict(sorted(figures.items())), aims)
 
 
 if __name__ == "__main__":
-    run(main, "Measure lists, a long trajectory in a browser, and what viewers cost the service.")
+    run(
+        main,
+        "Measure lists, a long trajectory in a browser, and what viewers cost the service.",
+        {"store": list(lists.STORES)},
+    )

@@ -71,7 +71,7 @@ class MeasuredRedis:
             calls=sum(calls.get(name, 0) for name in _ANSWERED_COMMANDS),
             commands=sum(calls.values()),
             reads_of_events=calls.get("xread", 0),
-            log_bytes=persistence["aof_current_size"],
+            log_bytes=persistence.get("aof_current_size", 0),
             network_bytes=network["total_net_input_bytes"] + network["total_net_output_bytes"],
             cpu_seconds=cpu["used_cpu_user_main_thread"] + cpu["used_cpu_sys_main_thread"],
         )

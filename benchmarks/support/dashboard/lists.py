@@ -1,11 +1,10 @@
 """Measure the lists of a store with a million rollouts, over HTTP, from a real service that nothing else uses.
 
-Run: python benchmarks/support/dashboard/lists.py [--rollouts N]
+Run: python benchmarks/support/dashboard/lists.py [--rollouts N] [--store sqlite|redis]
 
 The store is filled through its schema, with its triggers, but without a flush per rollout: a million take one minute.
-Most rollouts are of one long run of groups of eight, some of short runs and some of none; a twentieth has failed. Each
-figure is the median of the time for a page of 100, from the request to the whole answer: `list_ms_p50` of the newest
-rollouts, `list_worst_ms_p50` of the slowest search, and one for each search.
+Each figure is the median of the time for a page of 100, from the request to the whole answer: `list_ms_p50` of the
+newest rollouts, `list_worst_ms_p50` of the slowest search, and one for each search.
 """
 
 from __future__ import annotations
@@ -14,41 +13,48 @@ import argparse
 import json
 import sqlite3
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import anyio
 import httpx
+from support.dashboard.layout import (
+    GROUP_SIZE,
+    RARE,
+    REQUEST,
+    RESULT,
+    START,
+    Layout,
+    Member,
+    alone,
+    layout,
+    row,
+)
+from support.dashboard.redis_lists import SETTINGS, filled_redis, measure_index
 
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason, Usage
 from api_schemas.runs import InlineTasks, RunRequest
-from api_schemas.tasks import Task
 from rollout_service.cli.server_child import stop
 from rollout_service.groups.figures import PHASES, GroupFigures
 from rollout_service.store.codec.history import encode_record
-from rollout_service.store.codec.rollouts import encode_result
 from rollout_service.store.codec.runs import encode_request, encode_samples, encode_summary
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.lists.history import RECORDS_IN_ROW
+from rollout_service.store.sqlite.schema import MIGRATIONS, STORE
 from sandboxes.host.children import start_process
 
 ROLLOUTS = 1_000_000
 REQUESTS = 11
 """How often each search is made; the first one, which reads the file, does not count."""
 START_SECONDS = 120.0
-GROUP_SIZE = 8
-SHORT_RUNS = 20
 AT_ONCE = 20_000
-START = 1_750_000_000.0
-ENVIRONMENTS = ("math", "calc", "swe", "code")
-CODES = ("engine_unreachable", "stage_timeout", "sandbox_start_failed", "agent_failed")
-RARE = "grader_failed"
 
 SEARCHES: Mapping[str, str] = {
     "newest": "",
@@ -66,7 +72,10 @@ SEARCHES: Mapping[str, str] = {
     "rare_error_in_run": f"run=long&error={RARE}",
     "reward": "reward_min=0.9",
     "no_such_reward": "reward_min=2",
+    "reward_in_environment": "environment=swe&reward_min=0.9",
+    "error_in_environment": f"environment=swe&error={RARE}",
     "id": "text=short-1.11",
+    "no_such_id": "text=nowhere",
     "many_ids": "text=long.",
     "hours": f"since={datetime.fromtimestamp(START + 3_600, UTC):%Y-%m-%dT%H:%M:%SZ}"
     f"&until={datetime.fromtimestamp(START + 7_200, UTC):%Y-%m-%dT%H:%M:%SZ}",
@@ -83,20 +92,47 @@ async def measure(rollouts: int) -> dict[str, float]:
         filled = time.perf_counter() - begun
         size = file.stat().st_size / 1e6
         about = {"list_rollouts": float(rollouts), "list_fill_seconds": filled, "list_file_mb": size}
-        return about | await measure_filled(Path(name))
+        about |= await measure_filled(Path(name))
+        file.unlink()
+        return about | await anyio.to_thread.run_sync(measure_upgrade, file, rollouts)
 
 
 async def measure_filled(state_dir: Path) -> dict[str, float]:
     """Serve a state folder whose store is filled, and return how long its lists take."""
     async with _serving(state_dir) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
-        times = {name: await _median(client, f"/v1/summaries?{query}") for name, query in SEARCHES.items()}
+        times = await _search(client)
         history = await _median(client, "/v1/runs/long/history?points=100")
         groups = await _median(client, "/v1/runs/long/groups?state=dropped&reason=zero_variance&limit=50")
+    return times | {"history_ms_p50": history, "groups_ms_p50": groups}
+
+
+async def measure_redis(rollouts: int) -> dict[str, float]:
+    """Do so with a Redis, which has no groups and history of runs; the service makes the index at its start."""
+    with tempfile.TemporaryDirectory(prefix="lists-", ignore_cleanup_errors=True) as name:
+        begun, state_dir = time.perf_counter(), Path(name)
+        async with filled_redis(rollouts, state_dir) as server:
+            filled, size = time.perf_counter() - begun, (await server.usage()).memory_bytes
+            flags = ["--config", str(state_dir / SETTINGS)]
+            async with (
+                _serving(state_dir, *flags) as url,
+                httpx.AsyncClient(base_url=url, timeout=120) as client,
+            ):
+                index = await measure_index(server, size)
+                times = await _search(client)
+    return {
+        "list_rollouts": float(rollouts),
+        "list_fill_seconds": filled,
+        "list_file_mb": size / 1e6,
+        **index,
+        **times,
+    }
+
+
+async def _search(client: httpx.AsyncClient) -> dict[str, float]:
+    times = {name: await _median(client, f"/v1/summaries?{query}") for name, query in SEARCHES.items()}
     return {
         "list_ms_p50": times["newest"],
         "list_worst_ms_p50": max(times.values()),
-        "history_ms_p50": history,
-        "groups_ms_p50": groups,
         **{f"list_{name}_ms_p50": took for name, took in times.items()},
     }
 
@@ -111,11 +147,21 @@ async def _median(client: httpx.AsyncClient, path: str) -> float:
     return statistics.median(times[1:])
 
 
+def measure_upgrade(file: Path, rollouts: int) -> dict[str, float]:
+    """Return how long a store without what lists need, of version 6, takes to be upgraded, and how much memory."""
+    fill(file, rollouts, version=_BEFORE_LISTS)
+    done = subprocess.run(
+        [sys.executable, "-c", _UPGRADE, file], stdout=subprocess.PIPE, check=True, text=True
+    )
+    seconds, grown = done.stdout.splitlines()[-1].split()
+    return {"upgrade_seconds": float(seconds), "upgrade_memory_mb": int(grown) / 1e3}
+
+
 @asynccontextmanager
-async def _serving(state_dir: Path) -> AsyncIterator[str]:
+async def _serving(state_dir: Path, *more: str) -> AsyncIterator[str]:
     """Serve a state folder without engines, so that nothing but the requests works."""
     address, log = anyio.Path(state_dir / "address"), state_dir / "server.log"
-    flags = ["--engine", "none", "--sandbox", "local", "--port", "0", "--port-file", str(address)]
+    flags = ["--engine", "none", "--sandbox", "local", "--port", "0", "--port-file", str(address), *more]
     command = [sys.executable, "-m", "rollout_service.cli", "serve", "--state-dir", str(state_dir), *flags]
     with log.open("wb") as output:
         process = await start_process(command, stdout=output, stderr=output, new_session=True)
@@ -132,11 +178,38 @@ async def _serving(state_dir: Path) -> AsyncIterator[str]:
 
 # -- the store ------------------------------------------------------------------
 
-_ROLLOUT = """
-INSERT INTO rollouts (seq, rollout_id, fingerprint, pool, environment, run, group_number, state, attempt, reward,
-    stop_reason, code, created_at, queued_at, changed_at, turns, tokens, worked)
-VALUES (?, ?, x'00', 'policy', ?, ?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+_BEFORE_LISTS = 6
+_UPGRADE = """
+import pathlib, sys, time
+from rollout_service.store.sqlite.connection import Database
+
+def peak():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
+before, begun = peak(), time.perf_counter()
+Database(sys.argv[1]).close()
+print(time.perf_counter() - begun, peak() - before)
 """
+"""A program that upgrades a store, and prints how many seconds that took and by how many kB it grew."""
+_COLUMNS = {
+    "seq": 1,
+    "rollout_id": 1,
+    "environment": 7,
+    "run": 5,
+    "group_number": 5,
+    "state": 1,
+    "reward": 1,
+    "stop_reason": 1,
+    "code": 1,
+    "created_at": 1,
+    "queued_at": 1,
+    "changed_at": 1,
+    "turns": 7,
+    "tokens": 7,
+    "worked": 7,
+}
+"""The columns of a row, and the version of the schema that each is from."""
 _GROUP = """
 INSERT INTO groups (run, number, epoch, state, reason, members, samples, summary, oldest_version, pruned, opened_at,
     changed_at)
@@ -147,52 +220,42 @@ INSERT INTO runs (seq, run_id, fingerprint, request, state, version, first_versi
     changed_at)
 VALUES (?, ?, x'00', ?, 'ended', 9, 0, 1, ?, ?, ?)
 """
+_WITH_HISTORY = 9
 _HISTORY = "INSERT INTO group_history (run, part, records) VALUES (?, ?, ?)"
 
 
-def fill(path: Path, rollouts: int) -> None:
-    """Write a store with so many rollouts, 80 % of them of one run."""
-    with closing(Database(path)) as database:
+def fill(path: Path, rollouts: int, *, version: int = len(MIGRATIONS)) -> None:
+    """Write a store with so many rollouts, 80 % of them of one run, with an earlier version of the schema if asked."""
+    with closing(Database(path, replace(STORE, migrations=MIGRATIONS[:version]))) as database:
         db = database.connection
         db.execute("PRAGMA synchronous = OFF")
-        long = rollouts * 8 // 10 // GROUP_SIZE
-        short = rollouts // 10 // SHORT_RUNS // GROUP_SIZE
-        groups = [short] * SHORT_RUNS
-        groups.insert(SHORT_RUNS // 2, long)
         request = encode_request(
             RunRequest(
                 run_id="x", source=InlineTasks(open=True, tasks=[]), batch_size=8, group_size=GROUP_SIZE
             )
         )
-        first = 1
-        for run, count in enumerate(groups, start=1):
-            name = "long" if count == long else f"short-{run}"
-            db.execute(_RUN, (run, name, request, count, START, START))
-            _fill_run(db, run, name, count, first)
-            first += count * GROUP_SIZE
-        _fill_rollouts(db, ((f"alone-{n}", None, None) for n in range(first, rollouts + 1)), first)
+        for run in layout(rollouts):
+            db.execute(_RUN, (run.number, run.name, request, run.groups, START, START))
+            _fill_run(db, run, version)
+        _fill_rollouts(db, alone(rollouts), version)
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _fill_run(db: sqlite3.Connection, run: int, name: str, groups: int, first: int) -> None:
-    members = (
-        (f"{name}.{n // GROUP_SIZE}.{n % GROUP_SIZE}", run, n // GROUP_SIZE)
-        for n in range(groups * GROUP_SIZE)
-    )
-    _fill_rollouts(db, members, first)
+def _fill_run(db: sqlite3.Connection, run: Layout, version: int) -> None:
+    _fill_rollouts(db, run.members(), version)
     figures = GroupFigures(GROUP_SIZE, 0, 40, 9_000, dict.fromkeys(PHASES, 3.0))
     records: list[bytes] = []
     rows = []
-    for number in range(groups):
+    for number in range(run.groups):
         reason = "zero_variance" if number % 3 == 0 else None
-        ids = [f"{name}.{number}.{sample}" for sample in range(GROUP_SIZE)]
+        ids = [f"{run.name}.{number}.{sample}" for sample in range(GROUP_SIZE)]
         samples = [ClosedSample(n, one, True, None, 0.5, 0.0) for n, one in enumerate(ids)]
         closure = GroupClosure(number, reason, samples, number % 10 / 10, 0.3, 1, 2, figures=figures)
         at = START + number
         state = "dropped" if reason else "acknowledged"
         rows.append(
             (
-                run,
+                run.number,
                 number,
                 state,
                 reason,
@@ -204,77 +267,54 @@ def _fill_run(db: sqlite3.Connection, run: int, name: str, groups: int, first: i
             )
         )
         records.append(encode_record(closure, version=4, now=at))
-    parts = range(0, groups, RECORDS_IN_ROW)
+    parts = range(0, run.groups, RECORDS_IN_ROW)
     db.execute("BEGIN")
     db.executemany(_GROUP, rows)
-    db.executemany(
-        _HISTORY, [(run, n // RECORDS_IN_ROW, b"".join(records[n : n + RECORDS_IN_ROW])) for n in parts]
-    )
+    if version >= _WITH_HISTORY:
+        db.executemany(
+            _HISTORY,
+            [(run.number, n // RECORDS_IN_ROW, b"".join(records[n : n + RECORDS_IN_ROW])) for n in parts],
+        )
     db.execute("COMMIT")
 
 
-def _fill_rollouts(
-    db: sqlite3.Connection, members: Iterator[tuple[str, int | None, int | None]], first: int
-) -> None:
-    request = RolloutRequest(
-        rollout_id="x", task=Task(environment="math", instance={"question": "1 + 1 = ?" * 9})
-    )
-    text, result = request.model_dump_json(), encode_result(_result())
+def _fill_rollouts(db: sqlite3.Connection, members: Iterable[Member], version: int) -> None:
     rows: list[tuple[object, ...]] = []
+    kept = [place for place, since in enumerate(_COLUMNS.values()) if since <= version]
+    names = [name for name, since in _COLUMNS.items() if since <= version]
+    insert = f"""
+INSERT INTO rollouts (fingerprint, pool, attempt, {", ".join(names)})
+VALUES (x'00', 'policy', 1{", ?" * len(names)})
+"""
 
     def write() -> None:
-        numbers = [(row[0], text) for row in rows]
+        numbers = [(row[0], REQUEST) for row in rows]
         db.execute("BEGIN")
-        db.executemany(_ROLLOUT, rows)
+        db.executemany(insert, [[row[place] for place in kept] for row in rows])
         db.executemany("INSERT INTO requests (seq, request) VALUES (?, ?)", numbers)
-        db.executemany("INSERT INTO results (seq, result) VALUES (?, ?)", [(n, result) for n, _ in numbers])
+        db.executemany("INSERT INTO results (seq, result) VALUES (?, ?)", [(n, RESULT) for n, _ in numbers])
         db.execute("COMMIT")
         sys.stderr.write(f"\r{rows[-1][0]:,} rollouts ")
         rows.clear()
 
-    for number, (name, run, group) in enumerate(members, start=first):
-        rows.append(_row(number, name, run, group))
+    for member in members:
+        rows.append(row(member))
         if len(rows) == AT_ONCE:
             write()
     if rows:
         write()
 
 
-def _row(number: int, name: str, run: int | None, group: int | None) -> tuple[object, ...]:
-    at = START + number * 0.1
-    state, reward, stop, code = "completed", number % 11 / 10, StopReason.FINISHED.value, None
-    if number % 20 == 0:
-        rare = number % 100_000 == 0
-        code = RARE if rare else CODES[number // 20 % len(CODES)]
-        state, reward, stop = "failed", None, StopReason.ERROR.value
-    elif number % 101 == 0:
-        state, reward, stop = "cancelled", None, StopReason.CANCELLED.value
-    environment = ENVIRONMENTS[number % 7 % len(ENVIRONMENTS)]
-    where = (environment, run, group, state, reward, stop, code)
-    return (number, name, *where, at, at, at + 60, number % 9, number % 4_000, 42.5)
-
-
-def _result() -> Rollout:
-    """Return a result of usual size."""
-    now = datetime.fromtimestamp(START, UTC)
-    return Rollout(
-        rollout_id="x",
-        state=RolloutState.COMPLETED,
-        task=Task(environment="math", instance={}),
-        pool="policy",
-        reward=0.5,
-        usage=Usage(turns=4, prompt_tokens=9_000, sampled_tokens=900, tool_calls=3),
-        spans=[
-            Span(stage=stage, attempt=1, started_at=now, queued_seconds=0.1, seconds=9.5) for stage in Stage
-        ],
-        created_at=now,
-    )
+STORES = {"sqlite": measure, "redis": measure_redis}
+"""What measures the lists, by the kind of the store."""
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description="Measure the lists of a large store.")
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
-    for name, value in anyio.run(measure, parser.parse_args().rollouts).items():
+    parser.add_argument("--store", choices=list(STORES), default="sqlite")
+    given = parser.parse_args()
+    for name, value in anyio.run(STORES[given.store], given.rollouts).items():
         print(f"{name:32} {value:12,.1f}")
 
 

@@ -15,7 +15,7 @@ from hashlib import sha256
 from importlib import resources
 from typing import Any
 
-FILES = ("common", "schema", "cluster", "engines", "segments", "rollouts", "runs", "lists")
+FILES = ("common", "schema", "cluster", "engines", "segments", "index", "rollouts", "runs", "lists")
 """The files of `lua/`; a file may use the tables of those before it."""
 LIBRARY_NAMES = "rollouts_*"
 """The pattern of the names of this program's libraries, of whichever release."""

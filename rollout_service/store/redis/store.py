@@ -20,7 +20,8 @@ from rollout_service.store.redis.cluster import RedisCluster
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.engines import RedisEngines
-from rollout_service.store.redis.rollouts import RedisRollouts
+from rollout_service.store.redis.lists.index import enter_older
+from rollout_service.store.redis.rollouts.changes import RedisRollouts
 from rollout_service.store.redis.runs.store import RedisRuns
 from rollout_service.store.redis.trajectories.ledger import RedisSegmentLedger
 from rollout_service.store.redis.trajectories.place import InSharedFolder, TrajectoryPlace
@@ -128,9 +129,12 @@ class RedisStore(RedisRollouts):
     async def collect_garbage(self) -> None:
         """Delete the files of trajectories that are gone and, now and then, the functions that no node calls.
 
+        Rollouts that the index lacks, as an earlier release wrote them, are entered first.
+
         Raises:
             StoreError: The Redis or the folder fails.
         """
+        await enter_older(self._connection)
         await super().collect_garbage()
         if time.monotonic() >= self._look_at_libraries:
             self._look_at_libraries = time.monotonic() + LIBRARIES_SECONDS

@@ -1,12 +1,15 @@
 """The search for rollouts in Redis.
 
-It goes through the sorted sets of the states that may match, between the numbers of the first and the last rollout of a
-run if one is asked for, in calls so short that Redis answers others in between.
+It looks at the rollouts that the index names for the environment, the run, the error, the reward or the beginning of
+the id. Without an index, or if there is nothing of this to look for, it goes through the sorted sets of the states that
+may match, between the numbers of the first and the last rollout of a run if one is asked for. Its calls are so short
+that Redis answers others in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from pydantic_core import to_json
@@ -14,14 +17,17 @@ from pydantic_core import to_json
 from api_schemas.rollouts import RolloutState
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder
 from rollout_service.store.codec.summaries import decode_summary
-from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS, LOOKED_AT
+from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS
 from rollout_service.store.redis.connection import RedisConnection
+from rollout_service.store.redis.lists.index import find_numbers, windows
 from rollout_service.store.redis.replies import STATES, RolloutRow
 from rollout_service.store.redis.runs.keys import RunKeys
 from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
 
 ROWS_AT_ONCE = 2_000
 """The most rollouts that one call looks at, which takes Redis about 5 ms."""
+LOOKED_AT = 20_000
+"""The most rollouts that one page looks at."""
 _WITH_CODE = (RolloutState.QUEUED, RolloutState.FAILED)
 """The states in which a rollout has the code of an error."""
 _LAST = 2**53
@@ -44,23 +50,86 @@ async def find_summaries(
     bounds = await _span(connection, which)
     if bounds is None:
         return [], None
-    (low, high), newest = bounds, order == "newest"
-    search = to_json(
-        {"filter": _filter(which), "states": _states(which), "newest": newest}
-        | await _members(connection, which)
-    )
-    rows: list[RolloutSummary] = []
-    for _ in range(LOOKED_AT // ROWS_AT_ONCE):
-        if after is not None:
-            low, high = (low, min(high, after - 1)) if newest else (max(low, after + 1), high)
-        found, last = await connection.read(
-            "lists_summaries", search, low, high, ROWS_AT_ONCE, limit - len(rows)
+    search = _RowSearch(connection, which, order == "newest", limit)
+    low, high = bounds
+    if after is not None:
+        low, high = (low, min(high, after - 1)) if search.newest else (max(low, after + 1), high)
+    if which.run is not None and which.group is not None:
+        await search.look(low, high, ids=await _members(connection, which.run, which.group))
+    elif plan := await connection.read("lists_plan", search.text(), low, high, ROWS_AT_ONCE):
+        await _follow(search, *plan)
+    return search.rows, search.after
+
+
+class _RowSearch:
+    """A search under way."""
+
+    def __init__(self, connection: RedisConnection, which: SummaryFilter, newest: bool, limit: int) -> None:
+        self.connection = connection
+        self.newest = newest
+        self.rows: list[RolloutSummary] = []
+        self.after: int | None = None
+        """The number after which to go on; None if nothing is left."""
+        self._filter, self._states, self._limit = _filter(which), _states(which), limit
+
+    @property
+    def wanted(self) -> int:
+        """How many more rows the page has room for."""
+        return self._limit - len(self.rows)
+
+    @property
+    def is_full(self) -> bool:
+        return self.wanted == 0
+
+    def text(self, **among: Sequence[str] | Sequence[int]) -> bytes:
+        """Return the search for `lists.lua`."""
+        given = self._filter | ({"states": self._states} if "ids" in among else {})
+        return to_json({"filter": given, "states": self._states, "newest": self.newest} | among)
+
+    async def look(self, low: int, high: int, **among: Sequence[str] | Sequence[int]) -> None:
+        """Look at the rollouts between two numbers, only at some by their `ids` or `numbers` if these are given."""
+        found, last = await self.connection.read(
+            "lists_summaries", self.text(**among), low, high, ROWS_AT_ONCE, self.wanted
         )
-        rows += [decode_summary(_row(*reply)) for reply in found]
-        after = int(last) if last else None
-        if after is None or len(rows) == limit:
-            break
-    return rows, after
+        self.rows += [decode_summary(_row(*reply)) for reply in found]
+        self.after = int(last) if last else None
+
+
+async def _follow(
+    search: _RowSearch,
+    first: bytes,
+    last: bytes,
+    ids: Sequence[bytes] | None,
+    names: Sequence[Sequence[bytes]],
+) -> None:
+    """Look where the index says, or else at all rollouts between the first and the last number."""
+    low, high = (int(min(float(number), _LAST)) for number in (first, last))
+    if ids is not None:
+        await search.look(low, high, ids=[name.decode() for name in ids])
+    elif names:
+        await _look_at_numbers(search, low, high, [[name.decode() for name in some] for some in names])
+    else:
+        for _ in range(LOOKED_AT // ROWS_AT_ONCE):
+            await search.look(low, high)
+            if search.after is None or search.is_full:
+                break
+            low, high = (low, search.after - 1) if search.newest else (search.after + 1, high)
+
+
+async def _look_at_numbers(search: _RowSearch, low: int, high: int, names: Sequence[Sequence[str]]) -> None:
+    left = LOOKED_AT
+    for chunks in windows(low, high, newest=search.newest):
+        found = await find_numbers(search.connection, names, chunks, newest=search.newest)
+        numbers = (number for number in found if low <= number <= high)
+        at_once = search.wanted + 1  # often, all of these match
+        while some := list(islice(numbers, min(at_once, ROWS_AT_ONCE))):
+            await search.look(low, high, numbers=some)
+            if search.after is None or not search.is_full:
+                search.after = some[-1]
+            left, at_once = left - len(some), ROWS_AT_ONCE
+            if search.is_full or left <= 0:
+                return
+    search.after = None
 
 
 async def _span(connection: RedisConnection, which: SummaryFilter) -> tuple[int, int] | None:
@@ -74,17 +143,15 @@ async def _span(connection: RedisConnection, which: SummaryFilter) -> tuple[int,
     return int(first or 0), _LAST if last is None else int(last)
 
 
-async def _members(connection: RedisConnection, which: SummaryFilter) -> dict[str, list[str]]:
-    """Return the ids of the rollouts of a group, if one is asked for."""
-    if which.run is None or which.group is None:
-        return {}
-    keys = RunKeys(connection.config.root, which.run)
-    started = await connection.command("HGET", keys.open, which.group)
-    closed = await connection.command("HGET", keys.closed, which.group)
+async def _members(connection: RedisConnection, run: str, group: int) -> Sequence[str]:
+    """Return the ids of the rollouts of a group."""
+    keys = RunKeys(connection.config.root, run)
+    started = await connection.command("HGET", keys.open, group)
+    closed = await connection.command("HGET", keys.closed, group)
     if started is not None:
         record = OpenRecord.decode(started)
-        return {"ids": [*record.members, *record.earlier]}
-    return {"ids": [] if closed is None else ClosedRecord.decode(closed).rollout_ids}
+        return [*record.members, *record.earlier]
+    return [] if closed is None else ClosedRecord.decode(closed).rollout_ids
 
 
 def _states(which: SummaryFilter) -> Sequence[str]:
@@ -96,9 +163,6 @@ def _filter(which: SummaryFilter) -> dict[str, Any]:
     since = None if which.since is None else which.since.timestamp()
     until = None if which.until is None else which.until.timestamp()
     given = {
-        "states": [str(state) for state in which.states]
-        if which.states and which.group is not None
-        else None,
         "run": which.run,
         "group": which.group,
         "environment": which.environment,

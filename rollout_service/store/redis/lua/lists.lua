@@ -1,4 +1,5 @@
--- Lists of rollouts: short rows, found by going through the states' sorted sets in the order of the rollouts' numbers.
+-- Lists of rollouts: short rows, found by going through the numbers or ids that the index gives or, if it gives none,
+-- through the states' sorted sets, in the order of the rollouts' numbers.
 
 -- What a row has, by the short names of `rollouts.lua`.
 local FIELDS = {'n', 's', 'a', 'p', 'e', 'R', 'G', 'w', 'S', 'k', 'C', 'H', 'T', 'N', 'W'}
@@ -47,7 +48,8 @@ local function new_test(call, filter)
     end
 end
 
--- Return the number of about the first rollout of a sorted set that was submitted at a time or later, nil if none was.
+-- Return the number of about the first rollout of a sorted set that was submitted at a time or later, nil if none was,
+-- and the number of the last one before.
 local function number_at(call, key, time)
     local low, high = 0, redis.call('ZCARD', key)
     while low < high do
@@ -59,7 +61,8 @@ local function number_at(call, key, time)
             low = middle + 1
         end
     end
-    return tonumber(redis.call('ZRANGE', key, low, low, 'WITHSCORES')[2])
+    local before = low > 0 and redis.call('ZRANGE', key, low - 1, low - 1, 'WITHSCORES')[2] or 0
+    return tonumber(redis.call('ZRANGE', key, low, low, 'WITHSCORES')[2]), tonumber(before)
 end
 
 -- Return a function that gives the numbers and ids of one state in order, and then nil.
@@ -130,34 +133,86 @@ local function sorted(call, ids, newest, low, high)
     end
 end
 
--- Return the numbers between which rollouts were submitted within the times of `filter`.
-local function narrow(call, filter, states, low, high)
-    local first, last = nil, 0
-    for _, state in ipairs(states) do
-        local key = call:key('state:' .. state)
-        local number = filter.after and number_at(call, key, filter.after)
-        first = number and math.min(first or number, number) or first
-        number = filter.before and number_at(call, key, filter.before) or math.huge
-        last = math.max(last, number)
+-- Return a function that gives those of these numbers which rollouts in these states have, with their ids, and then nil.
+local function numbered(call, numbers, states)
+    local at = 0
+    return function()
+        while at < #numbers do
+            at = at + 1
+            for _, state in ipairs(states) do
+                local number = numbers[at]
+                local id = redis.call('ZRANGEBYSCORE', call:key('state:' .. state), number, number)[1]
+                if id then
+                    return number, id
+                end
+            end
+        end
     end
-    if filter.after then
-        low = math.max(low, first or math.huge)
-    end
-    return low, filter.before and math.min(high, last) or high
 end
 
--- Return {rows, the number after which to go on or an empty text if nothing is left}. `search` is what to look for, `low`
--- and `high` the first and the last number, `budget` the most rollouts to look at and `wanted` to return.
+-- Return the number of about the first rollout in these states that was submitted at a time or later, and that of about
+-- the last one before.
+local function around(call, states, time)
+    local first, last = math.huge, 0
+    for _, state in ipairs(states) do
+        local number, before = number_at(call, call:key('state:' .. state), time)
+        first, last = math.min(first, number or math.huge), math.max(last, before)
+    end
+    return first, last
+end
+
+-- Return the numbers between which rollouts were submitted within the times of `filter`.
+local function narrow(call, filter, states, low, high)
+    if filter.after then
+        low = math.max(low, (around(call, states, filter.after)))
+    end
+    if filter.before then
+        high = math.min(high, (select(2, around(call, states, filter.before))))
+    end
+    return low, high
+end
+
+-- Return how a search between two numbers is to be made: {low, high, ids, lists of names of bits}. The ids are nil if they
+-- are not few, and there are no lists if going through the states is as good. Return an empty list if nothing can match.
+common.register_read('lists_plan', function(call, search, low, high, few)
+    search = cjson.decode(search)
+    low, high = narrow(call, search.filter, search.states, tonumber(low), tonumber(high))
+    if not index.state(call) then
+        return {common.number(low), common.number(high), false, {}}
+    end
+    local lists, most = index.names(call, search.filter)
+    local ids = search.filter.text and index.ids(call, search.filter.text, tonumber(few))
+    if most == 0 or (ids and #ids == 0) then
+        return {}
+    end
+    local in_states, first, last = 0, math.huge, 0
+    for _, state in ipairs(search.states) do
+        local key = call:key('state:' .. state)
+        in_states = in_states + redis.call('ZCARD', key)
+        first = math.min(first, tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2] or math.huge))
+        last = math.max(last, tonumber(redis.call('ZRANGE', key, -1, -1, 'WITHSCORES')[2] or 0))
+    end
+    low, high = math.max(low, first), math.min(high, last)
+    if low > high then
+        return {}
+    end
+    return {common.number(low), common.number(high), ids or false, most <= in_states and lists or {}}
+end)
+
+-- Return {rows, the number after which to go on or an empty text if nothing is left}. `search` is what to look for, among
+-- its `ids` or `numbers` if it has them, `low` and `high` the first and the last number, `budget` the most rollouts to
+-- look at and `wanted` to return.
 common.register_read('lists_summaries', function(call, search, low, high, budget, wanted)
     search = cjson.decode(search)
-    local filter, states, newest = search.filter, search.states, search.newest
-    local test = new_test(call, filter)
+    local newest, test, next = search.newest, new_test(call, search.filter), nil
     budget, wanted = tonumber(budget), tonumber(wanted)
-    if not search.ids then
-        low, high = narrow(call, filter, states, tonumber(low), tonumber(high))
-        low, high = common.number(low), common.number(high)
+    if search.ids then
+        next = sorted(call, search.ids, newest, low, high)
+    elseif search.numbers then
+        next = numbered(call, search.numbers, search.states)
+    else
+        next = merge(call, search.states, newest, low, high)
     end
-    local next = search.ids and sorted(call, search.ids, newest, low, high) or merge(call, states, newest, low, high)
     local rows, last = {}, ''
     for _ = 1, budget do
         local number, id = next()
@@ -175,4 +230,26 @@ common.register_read('lists_summaries', function(call, search, low, high, budget
         last = common.number(number)
     end
     return {rows, last}
+end)
+
+-- Enter up to `budget` rollouts into the index that are older than it, and begin it if there is none. Return {whether it
+-- has all, the number up to which it has, the last number}.
+common.register('lists_index', function(call, budget)
+    index.begin(call)
+    local is_whole, after = index.state(call)
+    local last = redis.call('GET', call:key('rollouts:last')) or '0'
+    if is_whole then
+        return {1, last, last}
+    end
+    local next, number, id = merge(call, rollouts.STATES, false, '(' .. common.number(after), '+inf'), nil, nil
+    for _ = 1, tonumber(budget) do
+        number, id = next()
+        if not number then
+            break
+        end
+        index.enter_older(call, id, number)
+        after = number
+    end
+    index.note(call, number and after)
+    return {number and 0 or 1, common.number(after), last}
 end)

@@ -12,7 +12,7 @@
 
 local rollouts = {}
 
-local STATES = {'queued', 'init', 'rollout', 'evaluate', 'completed', 'failed', 'cancelled'}
+rollouts.STATES = {'queued', 'init', 'rollout', 'evaluate', 'completed', 'failed', 'cancelled'}
 local TERMINAL = {completed = true, failed = true, cancelled = true}
 local TOMBSTONES_KEPT = 100000
 local AHEAD = 256  -- how many more rollouts than it takes a claim that must wait for some puts in order
@@ -110,7 +110,7 @@ local function close(call, id, state, fields)
 end
 
 local function cancel_now(call, id)
-    redis.call('HDEL', at(call, 'r', id), 'k')
+    index.set_code(call, id, nil)
     close(call, id, 'cancelled', {'S', 'cancelled'})
 end
 
@@ -168,6 +168,7 @@ function rollouts.submit(call, new)
     if new.run then
         redis.call('HSET', key, 'R', new.run, 'G', new.group)
     end
+    index.enter(call, id, number, environment, new.run)
     redis.call('SET', at(call, 'q', id), new.request)
     redis.call('ZADD', call:key('state:' .. state), number, id)
     if is_dead then
@@ -225,6 +226,7 @@ function rollouts.delete(call, id)
     local state = read(call, id, 's')
     if state and TERMINAL[state] then
         rollouts.forget(call, id)
+        index.remove(call, id)
         redis.call('ZREM', call:key('state:' .. state), id)
         redis.call('UNLINK', at(call, 'r', id), at(call, 'q', id), at(call, 'x', id), at(call, 'h', id),
             at(call, 'y', id))
@@ -328,7 +330,7 @@ local function lease(call, one, owner, till)
     else
         dequeue(call, one.id)
     end
-    redis.call('HDEL', key, 'k')
+    index.set_code(call, one.id, nil)
     redis.call('HINCRBY', key, 't', 1)
     redis.call('HSET', key, 'o', owner)
     move(call, one.id, 'queued')
@@ -462,7 +464,7 @@ common.register('rollouts_retry', function(call, id, owner, token, problem, code
     end
     local earlier = common.value(redis.call('HGET', history, 'retries'))
     redis.call('HSET', history, 'retries', earlier and earlier .. ',' .. problem or problem, 'spans', spans)
-    redis.call('HSET', key, 'k', code)
+    index.set_code(call, id, code)
     if keeps_turns == '0' then
         redis.call('UNLINK', at(call, 'u', id))
     end
@@ -539,9 +541,11 @@ common.register('rollouts_finish', function(call, id, owner, token, again, state
         return 2
     end
     local key, fields, names = at(call, 'r', id), {'z', '1'}, {'w', 'S', 'k', 'v', 'V', 'T', 'N', 'W'}
-    for index, value in ipairs({...}) do
+    local outcome = {}
+    for place, value in ipairs({...}) do
         if value ~= '' then
-            table.insert(fields, names[index])
+            outcome[names[place]] = value
+            table.insert(fields, names[place])
             table.insert(fields, value)
         end
     end
@@ -550,7 +554,11 @@ common.register('rollouts_finish', function(call, id, owner, token, again, state
         redis.call('SET', at(call, 't', id), trajectory)
         redis.call('HSET', key, 'B', segments.size(trajectory))
     end
-    redis.call('HDEL', key, 'S', 'k')
+    redis.call('HDEL', key, 'S')
+    index.set_code(call, id, outcome.k)
+    if outcome.w then
+        index.add_reward(call, id, outcome.w)
+    end
     drop_lease(call, id)
     close(call, id, state, fields)
     return 1
@@ -610,7 +618,7 @@ end)
 
 local function counts(call)
     local found = {}
-    for index, state in ipairs(STATES) do
+    for index, state in ipairs(rollouts.STATES) do
         found[index] = redis.call('ZCARD', call:key('state:' .. state))
     end
     return found
@@ -621,7 +629,7 @@ common.register_read('rollouts_counts', counts)
 -- Return {rows with numbers above `after`, counts}, only those in `state` unless it is empty.
 common.register_read('rollouts_page', function(call, state, after, limit)
     local found = {}
-    for _, one in ipairs(state ~= '' and {state} or STATES) do
+    for _, one in ipairs(state ~= '' and {state} or rollouts.STATES) do
         local key = call:key('state:' .. one)
         local ids = redis.call('ZRANGEBYSCORE', key, '(' .. after, '+inf', 'WITHSCORES', 'LIMIT', 0, limit)
         for index = 1, #ids, 2 do

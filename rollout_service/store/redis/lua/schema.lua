@@ -21,6 +21,7 @@ common.register('schema_migrate', function(call)
     if kind.ok == 'none' then
         application, version = APPLICATION, VERSION
         redis.call('HSET', key, 'application', application, 'version', version)
+        redis.call('HSET', call:key('index'), 'form', common.FORM)
     end
     if application ~= APPLICATION or not version or version > VERSION then
         return {application or '', version or 0, VERSION}

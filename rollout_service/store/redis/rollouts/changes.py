@@ -7,7 +7,6 @@ claim or a result whose answer was lost is told apart from one that did not happ
 
 from __future__ import annotations
 
-import builtins
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,43 +18,34 @@ import anyio.to_thread
 from pydantic import JsonValue
 from pydantic_core import to_json
 
-from api_schemas.errors import ErrorInfo, FieldError
+from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
-from api_schemas.rollouts.trees import RolloutNodes
-from api_schemas.trajectories import Trajectory
-from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
-from rollout_service.errors import ConflictError, InvalidFieldError, RecordLostError, StoreError, describe
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span
+from rollout_service.errors import ConflictError, RecordLostError, StoreError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
-from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec import trees
 from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.contract import Lease
 from rollout_service.store.redis.connection import RedisConnection
-from rollout_service.store.redis.lists.summaries import find_summaries
-from rollout_service.store.redis.reader import decode_entry
-from rollout_service.store.redis.replies import RolloutRow, decode_counts, decode_row
+from rollout_service.store.redis.replies import decode_row
+from rollout_service.store.redis.rollouts.reading import ROWS_AT_ONCE, RolloutReads
 from rollout_service.store.redis.signals import RolloutSignals
 from rollout_service.store.redis.trajectories import steps
 from rollout_service.store.redis.trajectories.place import InRedis, TrajectoryPlace
 from rollout_service.store.steps_contract import EncodedSteps
 from rollout_service.store.turns_contract import UnsavedTurn
 
-ROWS_AT_ONCE = 256
-"""The most rollouts that one call reads."""
 EXPIRED_AT_ONCE = 512
 """The most rollouts that one call deletes."""
 _INLINE_TOKENS = 2_048
 """A trajectory of up to this many tokens is encoded on the event loop (about 1 ms), a larger one in a thread."""
-_INLINE_BYTES = 16_384
-"""A trajectory of up to this many compressed bytes is decoded on the event loop, a larger one in a thread."""
 _REFUSED = 2
 """The answer to a result whose trajectory is in a file that was sealed, since this service was taken for dead."""
 _STAGES = (RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
 
 
-class RedisRollouts:
+class RedisRollouts(RolloutReads):
     """The part of `Store` that concerns rollouts and events; its methods are described there."""
 
     def __init__(
@@ -70,9 +60,8 @@ class RedisRollouts:
 
         `place` keeps the trajectories, Redis itself without it. `clock` is that of the connection, if it has one.
         """
-        self._connection = connection
+        super().__init__(connection, place or InRedis())
         self._is_gone = is_gone
-        self._place = place or InRedis()
         self._signals = RolloutSignals(clock or time.monotonic)
         self._session, self._claims = uuid4().hex, 0
         self._lost_since: dict[str, int] = {}
@@ -105,7 +94,7 @@ class RedisRollouts:
         lease_seconds: float,
         pools: Collection[str] | None = None,
         waits: Mapping[str, float] | None = None,
-    ) -> builtins.list[Lease]:
+    ) -> list[Lease]:
         self._claims += 1
         of_pools = b"" if pools is None else to_json(sorted(pools))
         of_environments = b"" if waits is None else to_json(dict(waits))
@@ -136,10 +125,8 @@ class RedisRollouts:
         self._ended(ended)
         return leases
 
-    async def renew(
-        self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float
-    ) -> builtins.list[str]:
-        lost: builtins.list[str] = []
+    async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
+        lost: list[str] = []
         for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
             some = rollout_ids[start : start + ROWS_AT_ONCE]
             answer = await self._connection.call("rollouts_renew", owner, lease_seconds, *some)
@@ -155,10 +142,6 @@ class RedisRollouts:
 
     async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
         return await self._take_back(owner, rollout_ids, counted=False)
-
-    async def held(self, owner: str) -> Mapping[str, int]:
-        found = iter(await self._connection.read("rollouts_held", owner))
-        return {rollout_id.decode(): int(token) for rollout_id, token in zip(found, found, strict=True)}
 
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
         if state not in _STAGES:
@@ -196,25 +179,17 @@ class RedisRollouts:
     async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
         saved = 0
         for start in range(0, len(turns), ROWS_AT_ONCE):
-            values: builtins.list[str | int | bytes] = []
+            values: list[str | int | bytes] = []
             for turn in turns[start : start + ROWS_AT_ONCE]:
                 values += [turn.rollout_id, turn.token, turn.number, turn.data]
             saved += await self._connection.call("rollouts_save_turns", owner, *values)
         return saved
-
-    async def saved_turns(self, rollout_id: str) -> builtins.list[bytes]:
-        key = self._connection.key(f"u:{rollout_id}")
-        turns: builtins.list[bytes] = await self._connection.command("LRANGE", key, 0, -1)
-        return turns
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         return await steps.save(self._connection, attempts)
 
     async def forget_steps(self, rollout_ids: Sequence[str]) -> None:
         await steps.forget(self._connection, rollout_ids)
-
-    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, builtins.list[bytes]]:
-        return await steps.saved(self._connection, rollout_ids)
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         if not result.state.terminal or result.rollout_id != lease.rollout_id:
@@ -248,64 +223,15 @@ class RedisRollouts:
             self._signals.cancels.happened(newest)
         return RolloutState(state.decode()) if state else None
 
-    async def cancel_requested(self, owner: str) -> builtins.list[str]:
+    async def cancel_requested(self, owner: str) -> list[str]:
         newest, ids = await self._connection.read("rollouts_cancelling", owner)
         self._signals.cancels.looked(newest)
         return sorted(rollout_id.decode() for rollout_id in ids)
-
-    async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
-        rows = await self.rows([rollout_id])
-        shown = codec.Shown.ALL if whole_tree else codec.Shown.REQUESTED
-        return codec.decode_rollout(rows[0], shown) if rows else None
-
-    async def trajectory(self, rollout_id: str) -> Trajectory | None:
-        stored = await self._connection.command("GET", self._connection.key(f"t:{rollout_id}"))
-        if stored is None:
-            return None
-        (data,) = await self._place.read({rollout_id: stored})
-        with codec.reading(rollout_id):
-            if len(data) <= _INLINE_BYTES:
-                return trajectory_codec.decode(data)
-            return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
-
-    async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
-        rows = await (self.whole_rows([rollout_id]) if trajectories else self.rows([rollout_id]))
-        return await anyio.to_thread.run_sync(codec.decode_tree, rows[0]) if rows else None
-
-    async def summaries(
-        self,
-        which: SummaryFilter,
-        *,
-        order: SummaryOrder = "newest",
-        cursor: str | None = None,
-        limit: int = 100,
-    ) -> SummaryPage:
-        after = summary_codec.decode_cursor(order, cursor)
-        rows, after = await find_summaries(self._connection, which, order=order, after=after, limit=limit)
-        counts = await self.counts() if which.only_states else None
-        return SummaryPage(
-            rows=rows,
-            next_cursor=summary_codec.encode_cursor(order, after),
-            matching=None if counts is None else summary_codec.count_states(counts, which.states),
-        )
-
-    async def counts(self) -> dict[RolloutState, int]:
-        return decode_counts(await self._connection.read("rollouts_counts"))
 
     async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:
         event_id, now = await self._connection.call("events_record", kind, subject, to_json(data))
         self._connection.events.newest.advance(event_id)
         return Event(event_id=event_id, time=codec.when(float(now)), kind=kind, subject=subject, data=data)
-
-    async def events(self, *, after: int, limit: int = 1_000) -> builtins.list[Event]:
-        key = self._connection.key("events")
-        entries = await self._connection.command("XRANGE", key, f"({after}-0", "+", "COUNT", limit)
-        return [codec.decode_event(_event_row(entry)) for entry in entries]
-
-    async def last_event(self) -> int:
-        key = self._connection.key("events")
-        found = await self._connection.command("XREVRANGE", key, "+", "-", "COUNT", 1)
-        return decode_entry(found[0]).event_id if found else 0
 
     async def wait_for_work(self) -> None:
         await self._signals.wait_for_work()
@@ -331,38 +257,6 @@ class RedisRollouts:
             if rollout is None or rollout.state.terminal:
                 return rollout
             await ended.wait()
-
-    async def list(
-        self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
-    ) -> RolloutPage:
-        if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-            problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
-            raise InvalidFieldError(
-                [problem], hint="Pass `next_cursor` of the previous page, or omit the cursor."
-            )
-        found, counts = await self._connection.read("rollouts_page", state or "", cursor or "0", limit + 1)
-        rows = [decode_row(row) for row in found]
-        return RolloutPage(
-            rollouts=[codec.decode_rollout(row, codec.Shown.WORK) for row in rows[:limit]],
-            next_cursor=str(rows[limit - 1]["seq"]) if len(rows) > limit else None,
-            counts=decode_counts(counts),
-        )
-
-    async def rows(self, rollout_ids: Sequence[str], *, trajectories: bool = False) -> Sequence[RolloutRow]:
-        """Return the rows of the rollouts that exist, in this order, with what Redis stores of their trajectories."""
-        found: builtins.list[RolloutRow] = []
-        for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
-            some = rollout_ids[start : start + ROWS_AT_ONCE]
-            answer = await self._connection.read("rollouts_rows", int(trajectories), *some)
-            found += [decode_row(row) for row in answer if row is not None]
-        return found
-
-    async def whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[RolloutRow]:
-        """Return the rows of the rollouts that exist, in this order, with their encoded trajectories."""
-        rows = await self.rows(rollout_ids, trajectories=True)
-        stored = {row["rollout_id"]: row["trajectory"] for row in rows if row["trajectory"] is not None}
-        found = dict(zip(stored, await self._place.read(stored), strict=True))
-        return [row.with_trajectory(found.get(row["rollout_id"])) for row in rows]
 
     async def delete_expired(self, seconds: float) -> int:
         """Delete some of the rollouts of no run that ended this long ago; return 0 once none is left."""
@@ -440,17 +334,6 @@ class RedisRollouts:
 def _held(lease: Lease, owner: str) -> tuple[str, str, int]:
     """Return the first arguments of a function on a lease."""
     return lease.rollout_id, owner, lease.token
-
-
-def _event_row(entry: Any) -> dict[str, Any]:
-    event = decode_entry(entry)
-    return {
-        "event_id": event.event_id,
-        "time": event.time,
-        "kind": event.kind,
-        "subject": event.subject,
-        "data": event.data,
-    }
 
 
 async def _encoded(result: Rollout, request: RolloutRequest) -> bytes | None:
