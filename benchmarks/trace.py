@@ -8,6 +8,8 @@ sandbox for each, and in each turn a call of one of 8 engines and a tool. A serv
 
 - `trace_seconds`, `trace_mb`, `trace_rss_mb`: the command from its start to its end, the size of the file, and the peak
   memory of the command; `trace_gz_seconds`, `trace_gz_mb`: the same for a compressed file;
+- `perfetto_seconds`: from the choice of the compressed file in Perfetto's page, in a headless Chromium, to its tracks;
+  nothing where `scripts/test` has not installed that page;
 - `trace_cpu_seconds`, `server_cpu_seconds`: the CPU time of the command, and of the service meanwhile;
 - `record_ms_per_turn`: the median time for which noting the two steps of a turn holds up a rollout;
 - `save_ms_per_rollout`: the time to encode and compress the steps of a rollout, in a thread, after it has ended;
@@ -29,6 +31,10 @@ import anyio
 import anyio.to_thread
 from common import HERE, Options, child, report, run, service
 
+sys.path.insert(0, str(HERE.parent))  # the tests' browser
+sys.path.insert(0, str(HERE.parent / "packaging"))  # Perfetto's page
+from docs_site.perfetto import FOLDER, perfetto_page
+
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
@@ -40,6 +46,7 @@ from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewG
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.steps_contract import EncodedSteps
 from rollout_service.tracing.steps.encoding import compress, encode
+from tests.support.browser.watched_page import chromium
 
 RUN_ID = "traced"
 ROLLOUTS, QUICK_ROLLOUTS = 10_000, 1_000
@@ -143,6 +150,19 @@ def traced(url: str, file: Path) -> tuple[float, float, float]:
     return seconds, cpu, after.ru_maxrss * 1024 / 1e6
 
 
+async def opening_seconds(file: Path, turns: int) -> float | None:
+    """Return how long Perfetto takes to show a trace with so many turns, or None if it is not installed."""
+    if not FOLDER.exists():
+        return None
+    async with chromium() as browser, perfetto_page(browser, file) as shown:
+        problems = "select name from stats where severity in ('error', 'data_loss') and value > 0"
+        if found := await shown.rows(problems):
+            raise SystemExit(f"Perfetto reports problems with the trace: {found}")
+        if await shown.rows("select count(*) from slice where name like 'turn %'") != [turns]:
+            raise SystemExit("Perfetto does not show all turns of the trace")
+        return shown.open_seconds
+
+
 def recording_seconds() -> float:
     """Return the median seconds that noting a turn takes: the call of an engine, and one of a tool."""
     board, seconds = ActivityBoard(), []
@@ -199,6 +219,7 @@ async def main(given: Options) -> None:
             "trace_rss_mb": memory,
             "trace_gz_seconds": packed_seconds,
             "trace_gz_mb": packed.stat().st_size / 1e6,
+            "perfetto_seconds": await opening_seconds(packed, rollouts * TURNS),
             "record_ms_per_turn": recording * 1e3,
             "save_ms_per_rollout": saving * 1e3,
             "stored_kb_per_rollout": size / 1e3,

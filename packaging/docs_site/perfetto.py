@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -50,6 +51,8 @@ class PerfettoPage:
 
     def __init__(self, page: Page) -> None:
         self.page = page
+        self.open_seconds = 0.0
+        """The time from the choice of the file to the tracks."""
 
     @classmethod
     async def open(cls, page: Page, url: str, trace: Path) -> Self:
@@ -58,9 +61,11 @@ class PerfettoPage:
         await page.goto(f"{url}/#!/viewer")
         opened = cls(page)
         await opened.settle()
+        chosen = time.perf_counter()
         await page.set_input_files("input.trace_file", trace)
         await page.locator(".pf-track").first.wait_for(timeout=OPEN_MS)
         await opened.settle()
+        opened.open_seconds = time.perf_counter() - chosen
         return opened
 
     async def settle(self) -> None:
