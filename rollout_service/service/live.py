@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
+from anyio.abc import TaskGroup
 
-from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge
 from rollout_service.live.canary import Canaries
@@ -31,9 +30,8 @@ from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sessions import LiveSessionParts, LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.policies.serving import PolicyServing
+from rollout_service.service.foundation import Foundation
 from rollout_service.settings import Settings
-from rollout_service.store.contract import Store
-from rollout_service.telemetry.metrics import Metrics
 
 STORE_FILE, SALT_FILE, CANARY_FILE = "live.sqlite3", "live-users.salt", "live-canaries.json"
 
@@ -55,14 +53,7 @@ class Live:
 
 @asynccontextmanager
 async def open_live(
-    settings: Settings,
-    state_dir: Path,
-    runs: Store,
-    environments: EnvironmentRegistry,
-    serving: PolicyServing,
-    gateway: Gateway,
-    judge: Judge,
-    metrics: Metrics,
+    foundation: Foundation, serving: PolicyServing, gateway: Gateway, judge: Judge
 ) -> AsyncIterator[Live]:
     """Open live sessions, and work on them until the block is left; add the environment of their parts.
 
@@ -71,45 +62,24 @@ async def open_live(
             file of the state folder cannot be used.
         StoreError: The store cannot be opened.
     """
-    live = settings.live
+    live, state_dir = foundation.settings.live, foundation.state_dir
     detectors = await anyio.to_thread.run_sync(Detectors.load, live.detectors)
-    live_metrics = LiveMetrics(metrics.registry)
+    metrics = LiveMetrics(foundation.metrics.registry)
     canaries = Canaries(state_dir / CANARY_FILE, lambda pool: pool in serving.in_service()[0])
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(SqliteLiveStore(state_dir / STORE_FILE))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
-        judging = await make_judge_stage(live.judge, store, judge, serving, [live_metrics])
-        engines = SessionEngines(
-            policies=serving,
-            settings=live,
-            gateway=settings.gateway,
-            tasks=tasks,
-            metrics=gateway.metrics,
-            live_metrics=live_metrics,
-            changed=lambda: serving.in_service()[1],
-            url=gateway.url,
-        )
-        training = SessionTraining.make(
-            store,
-            runs,
-            serving,
-            judge_pool=live.judge.pool,
-            teacher=make_teacher(live.judge, serving),
-            trained_pool=canaries.main_of,
-            node=settings.node_name,
-            metrics=live_metrics,
-        )
-        environments.add(training.environment, "live sessions")
+        judging = await make_judge_stage(live.judge, store, judge, serving, [metrics])
+        training = _make_training(foundation, store, serving, canaries, metrics)
+        recording = RecordingParts(store, detectors, metrics, tasks, judging.wake, judging.note_feedback)
         sessions = LiveSessions(
             LiveSessionParts(
                 settings=live,
                 store=store,
                 users=UserHashes.load(state_dir / SALT_FILE),
-                engines=engines,
-                recording=RecordingParts(
-                    store, detectors, live_metrics, tasks, judging.wake, judging.note_feedback
-                ),
+                engines=_make_engines(foundation.settings, serving, gateway, tasks, metrics),
+                recording=recording,
                 deletion=training.deletion,
                 choose_pool=canaries.choose,
             )
@@ -118,12 +88,47 @@ async def open_live(
         funnel = LiveFunnel(
             store, open_sessions=lambda: sessions.open_sessions, judge_queue=lambda: judging.waiting
         )
-        metrics.registry.register(funnel)
-        app = LiveApp(sessions, settings.gateway, gateway.metrics, live.hold_seconds)
-        tasks.start_soon(store.failed)
-        tasks.start_soon(judging.run)
-        tasks.start_soon(training.run)
-        tasks.start_soon(sessions.expire)
-        tasks.start_soon(sessions.prune)
+        foundation.metrics.registry.register(funnel)
+        for work in (store.failed, judging.run, training.run, sessions.expire, sessions.prune):
+            tasks.start_soon(work)
+        app = LiveApp(sessions, foundation.settings.gateway, gateway.metrics, live.hold_seconds)
         with gateway.also_serving(app):
-            yield Live(sessions, app, store, judging, training, canaries, funnel, live_metrics)
+            yield Live(sessions, app, store, judging, training, canaries, funnel, metrics)
+
+
+def _make_training(
+    foundation: Foundation,
+    store: LiveStore,
+    serving: PolicyServing,
+    canaries: Canaries,
+    metrics: LiveMetrics,
+) -> SessionTraining:
+    """Make what turns sessions into training data, and add its environment to the others."""
+    judge = foundation.settings.live.judge
+    training = SessionTraining.make(
+        store,
+        foundation.store,
+        serving,
+        judge_pool=judge.pool,
+        teacher=make_teacher(judge, serving),
+        trained_pool=canaries.main_of,
+        node=foundation.settings.node_name,
+        metrics=metrics,
+    )
+    foundation.environments.add(training.environment, "live sessions")
+    return training
+
+
+def _make_engines(
+    settings: Settings, serving: PolicyServing, gateway: Gateway, tasks: TaskGroup, metrics: LiveMetrics
+) -> SessionEngines:
+    return SessionEngines(
+        policies=serving,
+        settings=settings.live,
+        gateway=settings.gateway,
+        tasks=tasks,
+        metrics=gateway.metrics,
+        live_metrics=metrics,
+        changed=lambda: serving.in_service()[1],
+        url=gateway.url,
+    )

@@ -2,7 +2,7 @@
 
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource, PolicyFactory
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.service.parts import make_stages
+from rollout_service.service.attempts import make_stages
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import Store
 from rollout_service.telemetry.metrics import Metrics
