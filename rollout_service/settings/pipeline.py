@@ -1,0 +1,55 @@
+"""The settings of the stages, and of the sandboxes that rollouts get."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollout_service.settings.section import Section
+from sandboxes.config import PressureConfig, WarmPoolConfig
+
+
+class PipelineSettings(Section):
+    """How many rollouts each stage holds at once.
+
+    At most init_workers + rollout_queue + rollout_workers + evaluate_workers sandboxes are alive at any time, plus
+    evaluate_queue for environments that are scored in the agent's own sandbox.
+    """
+
+    init_queue: int = Field(32, ge=1)
+    """The most rollouts that wait for an init worker, after they were leased from the store."""
+    init_workers: int = Field(8, ge=1)
+    """The most rollouts being set up at once: starting their sandboxes, and the sessions of their tools."""
+    rollout_queue: int = Field(2, ge=1)
+    """The most rollouts that wait for a rollout worker, with their sandbox ready."""
+    rollout_workers: int = Field(16, ge=1)
+    """The most agents running at once."""
+    evaluate_queue: int = Field(256, ge=1)
+    """The most rollouts that wait for an evaluate worker, with their agent ended."""
+    evaluate_workers: int = Field(4, ge=1)
+    """The most rollouts being scored at once."""
+    subagent_slots: int = Field(64, ge=1)
+    """The most sub-agents at work at once, over all agents; agents get their slots in turn."""
+    artifacts_bytes: int = Field(8 * 1024**3, ge=16 * 1024**2)
+    """The most space that agents' artifacts may take on the host's temporary disk until they are scored; when it is
+    full, rollouts wait for room."""
+    max_attempts: int = Field(3, ge=1)
+    """The most attempts at one rollout, including the first; only infrastructure failures are retried."""
+    retry_seconds: float = Field(0.5, ge=0)
+    """The wait before the second attempt; it doubles with every further attempt."""
+    lease_seconds: float = Field(30.0, gt=0)
+    """How long a rollout stays leased to a service that has stopped renewing the lease."""
+    resume: bool = True
+    """Whether a rollout that a crash or a shutdown interrupted continues from its last whole turn. For this, turns are
+    saved in the background."""
+    drain_seconds: float = Field(10.0, ge=0)
+    """How long a shutdown waits for rollouts to end before it returns them to the store."""
+
+
+class SandboxesSettings(Section):
+    """How many sandboxes are alive at once, and how many are started ahead."""
+
+    ceiling: int | None = Field(None, ge=2)
+    """The most sandboxes alive at once, warm ones included; one is reserved for graders. Left out, as many as the
+    stages can hold."""
+    warm: WarmPoolConfig = WarmPoolConfig()
+    pressure: PressureConfig = PressureConfig()

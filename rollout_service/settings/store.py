@@ -1,0 +1,71 @@
+"""The settings of the store, of the nodes that share it, and of how long it keeps what has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from api_schemas.base import Name
+from rollout_service.settings.section import Section
+from rollout_service.settings.values import Labels
+
+
+class StoreSettings(Section):
+    """Where rollouts and results are kept. Left out, in a SQLite file in the state folder, for one node."""
+
+    url: str | None = None
+    """The Redis that the services of many nodes share: `redis://HOST:PORT/0`, `rediss://HOST:PORT/0` (TLS), or
+    `unix:///PATH/redis.sock`. A password belongs in `password_file`."""
+    prefix: str = Field("rollouts", pattern="^[A-Za-z0-9_.-]{1,64}$")
+    """The name that the keys in Redis begin with: services with the same prefix do the same work."""
+    password_file: Path | None = None
+    """A file with the password of the Redis, which only its owner may read (mode 0600)."""
+    folder: Path | None = None
+    """The folder for trajectories, which are too large for the Redis; all nodes share it, under any path. Left out,
+    they are in the Redis."""
+    redis_durability: Literal["strict", "relaxed"] = "strict"
+    """`strict` refuses a Redis that could lose what it acknowledged: it needs `appendonly yes` and `appendfsync
+    always`. `relaxed` accepts that a crash of Redis loses work."""
+    redis_replicas: int = Field(0, ge=0, le=16)
+    """How many replicas of the Redis must have a write before it is acknowledged, so that a failover to them loses
+    nothing. While there are fewer, work is refused."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_has_no_password(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "redis://")
+        if parts.scheme not in ("redis", "rediss", "unix"):
+            raise ValueError("not the address of a Redis; use redis://, rediss:// or unix://")
+        if parts.password is not None or "password=" in parts.query:
+            raise ValueError("the URL contains a password; put it in a file, and set password_file")
+        return url
+
+
+class ClusterSettings(Section):
+    """This node among those that share the store."""
+
+    name: Name | None = None
+    """The name of this node; every node that shares the store needs its own. Left out, the host name."""
+    labels: Labels = []
+    """What this node has that environments may require, such as `gpu`: it runs only those whose `[sandbox] requires`
+    it has."""
+    address: str | None = Field(None, pattern="^https?://[^/]+$")
+    """The URL at which others reach this node's API, as `GET /v1/nodes` shows it. Left out, made of `host` and
+    `port`."""
+
+
+class RetentionSettings(Section):
+    """How long ended work is kept, in seconds. Left out, it is kept forever.
+
+    Nothing is deleted before its trainer has acknowledged it. See docs/reference/runs.md, Retention.
+    """
+
+    ended_run_seconds: float | None = Field(None, ge=0)
+    """Runs that are over, with everything that they produced."""
+    settled_group_seconds: float | None = Field(None, ge=0)
+    """Rollouts of groups that were acknowledged or dropped; the run's `retention` says when their tokens go."""
+    rollout_seconds: float | None = Field(None, ge=0)
+    """Rollouts that belong to no run, whether or not anyone has read them."""
