@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -149,3 +150,15 @@ class KeyedEvents:
         """Wake everyone who waits for any key."""
         for key in list(self._events):
             self.set(key)
+
+
+async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
+    """Call these at once and wait until the first returns; cancel the others."""
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(one: Callable[[], Awaitable[object]]) -> None:
+            await one()
+            tasks.cancel_scope.cancel()
+
+        for one in waits:
+            tasks.start_soon(wait, one)

@@ -16,7 +16,7 @@ from api_schemas.rollouts import RolloutRequest, Sampling
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, Message
 from rollout_service.inference.contract import GenerateRequest, Generation
-from rollout_service.pipeline.turn_writer import TurnWriter
+from rollout_service.pipeline.turns.writer import TurnWriter
 from rollout_service.policies.saved_turns import SavedTurn
 from rollout_service.policies.session import PolicySession
 from rollout_service.policies.shipped import policy_folder

@@ -16,13 +16,13 @@ import anyio
 import structlog
 
 from rollout_service.errors import StoreError
-from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.store.cluster_contract import (
     HEARTBEAT_SECONDS,
     LEADER_SECONDS,
     ClusterStore,
     RoleLease,
 )
+from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
 

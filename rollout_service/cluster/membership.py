@@ -19,7 +19,6 @@ import structlog
 from api_schemas.nodes import NodeState
 from rollout_service.cluster.identity import is_gone
 from rollout_service.errors import StoreError
-from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.store.cluster_contract import (
     DEAD_SECONDS,
     HEARTBEAT_SECONDS,
@@ -29,6 +28,7 @@ from rollout_service.store.cluster_contract import (
     NodeRecord,
     NodeReport,
 )
+from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
 

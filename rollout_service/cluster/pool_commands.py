@@ -30,7 +30,6 @@ from rollout_service.inference.errors import InferenceError
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.inference.pool.weights.outcomes import OUT_OF_SERVICE
 from rollout_service.inference.pool.weights.shared_state import PoolState
-from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.policies.commands import (
     REQUESTS,
     LocalCommands,
@@ -41,6 +40,7 @@ from rollout_service.policies.commands import (
 from rollout_service.signals import ChangeSignal
 from rollout_service.store.cluster_contract import DEAD_SECONDS, HEARTBEAT_SECONDS, ClusterStore
 from rollout_service.store.engines_contract import EnginesStore, PoolRecord
+from rollout_service.store.retrying import retry_until_stored
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)

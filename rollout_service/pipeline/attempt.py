@@ -24,9 +24,9 @@ from rollout_service.gateway.external import ExternallyDriven
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.groups.auxiliary import PERF, raw_parts
 from rollout_service.pipeline.context import AttemptContext
-from rollout_service.pipeline.resumption import open_turn_log
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner, limits_of
+from rollout_service.pipeline.turns.resumption import open_turn_log
 from rollout_service.policies.subagent_pools import subagent_pool
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Lease

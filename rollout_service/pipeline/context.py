@@ -18,7 +18,7 @@ from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.subagents.fair_slots import DEFAULT_SUBAGENT_SLOTS, FairSlots
-from rollout_service.pipeline.turn_writer import TurnWriter
+from rollout_service.pipeline.turns.writer import TurnWriter
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Store
 from rollout_service.telemetry.metrics import Metrics

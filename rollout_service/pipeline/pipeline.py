@@ -1,4 +1,4 @@
-"""The pipeline: leases rollouts from the store, sends them through the stages, and settles how each ended.
+"""The pipeline: leases rollouts from the store, sends them through the stages, and hands back what has not ended.
 
 Guarantees:
 - Every lease is settled exactly once, as completed, failed, cancelled, or queued again for another attempt.
@@ -16,42 +16,32 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutState, Stage
-from api_schemas.rollouts.steps import StepKind
-from rollout_service.activity import Activity, note_outcome, waits_for
-from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
-from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError
+from api_schemas.rollouts import Rollout, RolloutState
+from rollout_service.activity import Activity
+from rollout_service.errors import StoreError
+from rollout_service.pipeline.attempt import Attempt, LeaseLostError
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
-from rollout_service.pipeline.resumption import BEGUN_ANEW, report
-from rollout_service.pipeline.semaphore import SemaphoreLike
-from rollout_service.policies.turn_log import CannotResumeError
+from rollout_service.pipeline.semaphore import acquire_available
+from rollout_service.pipeline.settling import Settlement
 from rollout_service.settings import PipelineSettings
-from rollout_service.signals import ChangeSignal, ResettableEvent
+from rollout_service.signals import ChangeSignal, ResettableEvent, first_of
 from rollout_service.store.contract import Lease
+from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
 
-T = TypeVar("T")
-
-STORE_RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
 """The time that a shutdown gives sandboxes to close before it hands their rollouts back."""
-
-SIGNAL_SECONDS = 0.1
-"""Within what time a signal reaches the service and its sandboxes alike."""
-_RUNS_IN_SANDBOXES = frozenset({Boundary.SANDBOX, Boundary.ENVIRONMENT})
 
 
 @dataclass(slots=True)
@@ -85,6 +75,7 @@ class Pipeline:
         self.finished = 0
         """The rollouts that this pipeline has ended."""
         self._on_finished: tuple[Callable[[Rollout], None], ...] = ()
+        self._settlement = Settlement(context, settings, self._claims, self._count)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -132,6 +123,12 @@ class Pipeline:
         """Have a function told of each rollout that this pipeline ends; it must be quick and must not raise."""
         self._on_finished += (tell,)
 
+    def _count(self, result: Rollout) -> None:
+        self._finished_in_drain += self._draining
+        self.finished += 1
+        for tell in self._on_finished:
+            tell(result)
+
     def live(self) -> int:
         """Return how many rollouts are in the pipeline, working or waiting."""
         return len(self._active)
@@ -158,7 +155,7 @@ class Pipeline:
             await self._hand_all_back()
 
     async def _hand_all_back(self) -> None:
-        await self._flush_turns()
+        await self._settlement.flush_turns()
         try:
             handed_back = await self._context.store.release(self._context.owner)
         except StoreError as error:
@@ -285,7 +282,7 @@ class Pipeline:
                 log.warning("the lease was lost; the attempt is dropped")
             except Exception as error:
                 log.exception("an attempt could not be settled")
-                await self._give_up(active.lease, error)
+                await self._settlement.give_up(active.lease, error)
             finally:
                 if (
                     self._active.get(rollout_id) is active
@@ -297,217 +294,14 @@ class Pipeline:
         attempt = Attempt(self._context, active.lease)
         try:
             with active.scope:
-                await self._run(attempt)
+                await self._settlement.run(attempt)
             if active.scope.cancelled_caught and active.is_lost:
                 raise LeaseLostError(active.lease.rollout_id)
             if active.scope.cancelled_caught:
-                await self._finish(attempt, attempt.result(RolloutState.CANCELLED))
+                await self._settlement.finish(attempt, attempt.result(RolloutState.CANCELLED))
         finally:
             await attempt.release()
-
-    async def _give_up(self, lease: Lease, error: Exception) -> None:
-        """Fail a rollout whose result may be what cannot be written: record the defect alone.
-
-        A defect must not take other rollouts with it.
-        """
-        result = Rollout(
-            rollout_id=lease.rollout_id,
-            state=RolloutState.FAILED,
-            task=lease.request.task,
-            pool=lease.request.pool,
-            error=describe(error),
-            created_at=lease.created_at,
-        )
-
-        async def finish() -> bool:
-            return await self._context.store.finish(lease, self._context.owner, result)
-
-        try:
-            await retry_until_stored("write a result", finish)
-        except Exception:
-            log.exception("a rollout stays unsettled until the next start")
-
-    async def _run(self, attempt: Attempt) -> None:
-        """Run an attempt and settle how it ended; a cancellation passes through."""
-        try:
-            self._check_attempts(attempt.lease)
-            result = attempt.result(RolloutState.COMPLETED, score=await attempt.run())
-        except LeaseLostError:
-            raise
-        except NotServedError as error:
-            request = attempt.lease.request
-            if error.pool != request.pool:  # whose pool is out of service is not claimed anyway
-                self._claims.leave(request.task.environment, error.pool)
-            await self._hand_back(attempt)
-        except CannotResumeError as error:
-            await self._begin_anew(attempt, error)
-        except Exception as error:  # noqa: BLE001 - whatever an environment raises is settled, not hidden
-            await self._settle_failure(attempt, error)
-        else:
-            await self._finish(attempt, result)
-
-    def _check_attempts(self, lease: Lease) -> None:
-        if lease.attempt > self._settings.max_attempts:
-            raise AttemptsExhaustedError(
-                f"{lease.attempt - 1} attempts began, and the service died during each",
-                hint="Look at the service's log and at the host's memory, "
-                "then submit the rollout under another id.",
-            )
-
-    async def _settle_failure(self, attempt: Attempt, error: Exception) -> None:
-        number = (
-            attempt.lease.attempt if attempt.stage is not None else None
-        )  # no attempt has begun before the first stage
-        info = describe(error, stage=attempt.stage, attempt=number)
-        self._context.metrics.count_failure(info)
-        log.warning(
-            "attempt failed",
-            code=info.code,
-            stage=info.stage,
-            error=info.message,
-            hint=info.hint,
-            exc_info=error if info.code == "internal_error" else None,
-        )
-        await attempt.release()
-        if await self._may_have_been_ended_with_the_service(info):
-            log.info("the service ends, and may have taken the attempt with it; another one begins later")
-            await self._flush_turns()
-            await self._hand_back(attempt)
-        elif info.retryable and attempt.lease.attempt < self._settings.max_attempts:
-            await self._retry(attempt, info)
-        else:
-            await self._finish(attempt, attempt.result(RolloutState.FAILED, error=info))
-
-    async def _may_have_been_ended_with_the_service(self, info: ErrorInfo) -> bool:
-        """Return whether an attempt may have failed only because the service is about to end.
-
-        Whoever ends it may signal its sandboxes too, as Slurm does, and they may die before the service knows.
-        """
-        if info.boundary not in _RUNS_IN_SANDBOXES:
-            return False
-        await anyio.sleep(SIGNAL_SECONDS)
-        return self._context.is_stopping()
-
-    async def _retry(self, attempt: Attempt, info: ErrorInfo) -> None:
-        delay = self._settings.retry_seconds * 2 ** (attempt.lease.attempt - 1)
-        self._context.metrics.count_retry(info)
-        keep_turns = self._context.turn_writer is not None and keeps_turns(info)
-        if keep_turns:
-            await self._flush_turns()
-
-        async def retry() -> bool:
-            return await self._context.store.retry(
-                attempt.lease,
-                self._context.owner,
-                info,
-                spans=attempt.spans,
-                delay_seconds=delay,
-                keep_turns=keep_turns,
-            )
-
-        note_outcome(state=RolloutState.QUEUED.value, code=info.code)
-        await self._settle("queue a rollout again", attempt, retry)
-
-    async def _flush_turns(self) -> None:
-        """Save the turns that were made, while their leases are held; give up after a moment if the store fails."""
-        if self._context.turn_writer is not None:
-            with anyio.move_on_after(CLOSE_SECONDS):
-                await self._context.turn_writer.flush()
-
-    async def _begin_anew(self, attempt: Attempt, error: CannotResumeError) -> None:
-        """Queue an interrupted rollout again without its saved turns; nothing has failed, so no attempt is used."""
-        context, lease = self._context, attempt.lease
-        await attempt.release()
-
-        async def restart() -> bool:
-            return await context.store.restart(lease, context.owner, spans=attempt.spans)
-
-        note_outcome(state=RolloutState.QUEUED.value)
-        await self._settle("queue an interrupted rollout anew", attempt, restart)
-        await report(context, lease, attempt.turns, outcome=BEGUN_ANEW, reason=error.reason)
-
-    async def _hand_back(self, attempt: Attempt) -> None:
-        """Return an attempt that counts for nothing to the store, where it holds no place."""
-        context, rollout_id = self._context, attempt.lease.rollout_id
-        await attempt.release()
-        note_outcome(state=RolloutState.QUEUED.value)
-        with anyio.CancelScope(shield=True):
-            await retry_until_stored(
-                "hand a rollout back", partial(context.store.release, context.owner, [rollout_id])
-            )
-
-    async def _finish(self, attempt: Attempt, result: Rollout) -> None:
-        async def finish() -> bool:
-            return await self._context.store.finish(attempt.lease, self._context.owner, result)
-
-        await attempt.release()
-        note_outcome(
-            state=result.state.value,
-            reward=result.reward,
-            stop_reason=result.stop_reason,
-            code=result.error.code if result.error is not None else None,
-        )
-        await self._settle("write a result", attempt, finish)
-        self._context.metrics.count_finished(result)
-        self._finished_in_drain += self._draining
-        self.finished += 1
-        for tell in self._on_finished:
-            tell(result)
-
-    async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
-        """Write how an attempt ended; keep trying until the store accepts it."""
-        with anyio.CancelScope(shield=True), waits_for(StepKind.STORE, what):
-            held = await retry_until_stored(what, write)
-        if not held:
-            raise LeaseLostError(attempt.lease.rollout_id)
 
 
 def _trace_id(activity: Activity) -> dict[str, str]:
     return {} if activity.trace_id is None else {"trace_id": activity.trace_id}
-
-
-def keeps_turns(error: ErrorInfo) -> bool:
-    """Return whether the next attempt continues from the turns of one that failed.
-
-    It does if the failure says nothing about the agent's work: engines that were gone, or an attempt or its sandbox
-    that did not start. A sandbox that failed later may have failed because of what the agent did, which a replay would
-    repeat.
-    """
-    return error.boundary is Boundary.INFERENCE or error.stage in (None, Stage.INIT)
-
-
-async def retry_until_stored(what: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Repeat an idempotent call to the store until it succeeds, and log each failure.
-
-    Raises:
-        DefectError: The call itself is wrong.
-    """
-    while True:
-        try:
-            return await call()
-        except StoreError as error:
-            log.error("the store failed; trying again", doing=what, error=str(error), hint=error.hint)
-        await anyio.sleep(STORE_RETRY_SECONDS)
-
-
-async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
-    """Call these at once and wait until the first returns; cancel the others."""
-    async with anyio.create_task_group() as tasks:
-
-        async def wait(one: Callable[[], Awaitable[object]]) -> None:
-            await one()
-            tasks.cancel_scope.cancel()
-
-        for one in waits:
-            tasks.start_soon(wait, one)
-
-
-async def acquire_available(semaphore: SemaphoreLike) -> int:
-    """Acquire a semaphore as often as possible, at least once; return how often."""
-    await semaphore.acquire()
-    taken = 1
-    with suppress(anyio.WouldBlock):
-        while True:
-            semaphore.acquire_nowait()
-            taken += 1
-    return taken

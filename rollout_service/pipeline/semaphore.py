@@ -6,6 +6,7 @@ holder: permits above the new size disappear as they are released.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Protocol
 
 import anyio
@@ -71,3 +72,14 @@ class ResizableSemaphore:
         for _ in range(self.size, size):
             self.release()
         self.size = size
+
+
+async def acquire_available(semaphore: SemaphoreLike) -> int:
+    """Acquire a semaphore as often as possible, at least once; return how often."""
+    await semaphore.acquire()
+    taken = 1
+    with suppress(anyio.WouldBlock):
+        while True:
+            semaphore.acquire_nowait()
+            taken += 1
+    return taken

@@ -33,7 +33,6 @@ from rollout_service.groups import (
 )
 from rollout_service.groups.auxiliary import reward_weights
 from rollout_service.ids import SampleId
-from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.runs.closing import close_group
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.planning import (
@@ -48,6 +47,7 @@ from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
+from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.runs_contract import GroupMember, OpenGroup, RetentionPolicy, RunRecord, RunStore
 from rollout_service.telemetry.metrics import Metrics
 

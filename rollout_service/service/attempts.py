@@ -10,7 +10,7 @@ from rollout_service.activity import ActivityBoard
 from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.subagents.fair_slots import FairSlots
-from rollout_service.pipeline.turn_writer import TurnWriter
+from rollout_service.pipeline.turns.writer import TurnWriter
 from rollout_service.service.answering import Answering
 from rollout_service.service.foundation import Foundation
 from rollout_service.settings import PipelineSettings

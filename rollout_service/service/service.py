@@ -23,7 +23,7 @@ from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundErr
 from rollout_service.gateway.external import ExternalAgents
 from rollout_service.hangs import HangWatch
 from rollout_service.pipeline.claims import ClaimRules
-from rollout_service.pipeline.pipeline import Pipeline, first_of
+from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.policies.subagent_pools import check_own_pool, check_subagent_pool, subagent_pools
@@ -38,6 +38,7 @@ from rollout_service.service.overview import OverviewFeed
 from rollout_service.service.trajectories import TrajectoryViewer
 from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
+from rollout_service.signals import first_of
 from rollout_service.store.contract import Store
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.tracing.steps import StepArchive

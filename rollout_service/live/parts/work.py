@@ -20,9 +20,9 @@ from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
 from rollout_service.live.parts.orders import TrainedPool
-from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.store.contract import Store
+from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.tokens import ChatRenderer
 

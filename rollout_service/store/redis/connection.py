@@ -24,8 +24,7 @@ import anyio
 import redis
 
 from rollout_service.errors import DefectError, ServiceError, StoreError
-from rollout_service.store.commit_times import commit_times
-from rollout_service.store.job_result import JobResult
+from rollout_service.store.jobs import JobResult, commit_times
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.health import RedisHealth

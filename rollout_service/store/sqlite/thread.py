@@ -26,8 +26,7 @@ import anyio
 import structlog
 
 from rollout_service.errors import StoreError
-from rollout_service.store.commit_times import commit_times
-from rollout_service.store.job_result import JobResult
+from rollout_service.store.jobs import JobResult, commit_times
 from rollout_service.store.sqlite.connection import Database, explain_job
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema
 

@@ -23,8 +23,8 @@ from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
-from rollout_service.pipeline.pipeline import Pipeline, acquire_available
-from rollout_service.pipeline.semaphore import ResizableSemaphore
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.semaphore import ResizableSemaphore, acquire_available
 from rollout_service.pipeline.stage import Slot, StageLimiter
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.settings import PipelineSettings

@@ -21,8 +21,9 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec, 
 from rollout_service.episodes import Episode, Policy, Score, WorkClock
 from rollout_service.inference import contract as inference
 from rollout_service.inference.errors import BackendUnreachable
-from rollout_service.pipeline.pipeline import Pipeline, keeps_turns
-from rollout_service.pipeline.turn_writer import TurnWriter
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.settling import keeps_turns
+from rollout_service.pipeline.turns.writer import TurnWriter
 from rollout_service.policies import turn_log
 from rollout_service.policies.session import PolicySession
 from rollout_service.policies.turn_log import TurnLog
