@@ -47,6 +47,8 @@ PYTHON = {
     "Testing": ("rollout_service.testing.script", "rollout_service.testing.sglang_engine"),
 }
 """The modules of the reference, by page."""
+COMPOSED = ("rollout_client.client",)
+"""Those whose classes are shown with what they inherit: their methods are divided among modules."""
 ASSETS = ("swagger-ui-bundle.js", "swagger-ui.css")
 FRAME = """\
 <!doctype html>
@@ -125,7 +127,8 @@ def _write_python(root: Path, folder: Path) -> None:
         name = title.lower().replace(" ", "-")
         page = [f"# {title}", ""]
         for module in modules:
-            page += [f"::: {module}", "    options:", f"      members: {_public(root, module)}", ""]
+            page += [f"::: {module}", "    options:", f"      members: {_public(root, module)}"]
+            page += [f"      inherited_members: {str(module in COMPOSED).lower()}", ""]
         (folder / f"{name}.md").write_text("\n".join(page))
         index += [f"- [{title}]({name}.md): {', '.join(f'`{module}`' for module in modules)}"]
     (folder / "index.md").write_text("\n".join(index) + "\n")
