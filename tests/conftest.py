@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
-from tests.support import leftovers, sendable_reports, time_limits
-from tests.support.longest_first import longest_first
+from tests.support.plugins import leftovers, sendable_reports, time_limits
+from tests.support.plugins.longest_first import longest_first
 from tests.support.redis_server import RedisServer, redis_server
 
 # On a busy machine, drawing examples is slow for reasons that have nothing to do with the examples.

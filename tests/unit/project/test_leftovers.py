@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support import leftovers
+from tests.support.plugins import leftovers
 
 STUBBORN = (
     "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('ready', flush=True); time.sleep(99)"

@@ -49,7 +49,7 @@ def test_every_script_has_help(name):
 
 
 def test_the_markers_of_the_chosen_tests_decide_what_is_installed():
-    chosen = ["tests/conformance/test_engine_kv.py", "-k", "embedded or vllm"]
+    chosen = ["tests/conformance/engines/test_engine_kv.py", "-k", "embedded or vllm"]
     done = subprocess.run(
         [SCRIPTS / "test", "--dry-run", *chosen], capture_output=True, text=True, check=True
     )

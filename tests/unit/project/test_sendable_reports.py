@@ -6,7 +6,7 @@ import execnet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.sendable_reports import escape_surrogates
+from tests.support.plugins.sendable_reports import escape_surrogates
 
 TEXTS = st.text(alphabet="aé😀\ud800\udfff", max_size=8)
 DATA = st.recursive(

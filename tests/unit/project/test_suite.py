@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.longest_first import LONGEST
+from tests.support.plugins.longest_first import LONGEST
 
 TESTS = Path(__file__).parents[2]
 CONFTEST = """
 import pytest
-from tests.support.longest_first import longest_first
+from tests.support.plugins.longest_first import longest_first
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 CONFTEST = """
-from tests.support import time_limits
+from tests.support.plugins import time_limits
 
 time_limits.CLOSING_SECONDS = 2
 

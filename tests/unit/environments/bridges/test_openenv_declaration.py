@@ -12,7 +12,7 @@ from rollout_service.environments.bridges.openenv.environment import OpenEnv, lo
 from rollout_service.environments.kinds import load_declared
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "how-to" / "bridge-openenv.md").read_text()
 URL = 'url = "http://127.0.0.1:8000"\n'
 

@@ -32,7 +32,7 @@ from tests.support.gateway.jobs import CONTEXT, IMAGE, VOCABULARY, Job, JobsScri
 from tests.support.harbor.attacks import ATTACKS
 
 HARNESS = "codex"
-EXAMPLES = Path(__file__).parents[2] / "examples" / "harbor"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
 TASKS = ("counter-service", "ledger", "word-count")
 SOLVE, IDLE = "solves the task", "does nothing"
 BEHAVIORS = (SOLVE, IDLE, *ATTACKS)

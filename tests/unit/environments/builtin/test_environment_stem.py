@@ -251,7 +251,7 @@ def test_the_prompt_shows_the_choices_and_the_unit() -> None:
 
 
 def test_it_is_registered() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["rollout_service.environments"]["stem"].endswith(
         "stem.environment:environment"
     )

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-ROUTE = Path(__file__).parents[1] / "support" / "engines" / "route_experts.py"
+ROUTE = Path(__file__).parents[2] / "support" / "engines" / "route_experts.py"
 MIXTURE = Shape(layers=3, intermediate=64, experts=8, experts_per_token=2)
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 LONG = 300

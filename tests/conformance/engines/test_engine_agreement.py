@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.timeout(480),
 ]
 
-POLICIES = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints"
-RECOMPUTE = Path(__file__).parents[1] / "support" / "engines" / "recompute_logprobs.py"
+POLICIES = Path(__file__).parents[3] / "rollout_service" / "policies" / "checkpoints"
+RECOMPUTE = Path(__file__).parents[2] / "support" / "engines" / "recompute_logprobs.py"
 ENGINES_TOLERANCE = 1e-4
 TRANSFORMERS_TOLERANCE = 1e-4
 SAMPLINGS = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "parallel_kill.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "parallel_kill.py"
 
 
 @pytest.mark.timeout(400)

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.xdist_group("docker"),  # one daemon for all
     pytest.mark.timeout(300),
 ]
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 START_SECONDS = 60.0
 
 

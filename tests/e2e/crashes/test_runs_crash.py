@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "crash.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "crash.py"
 
 
 @pytest.mark.timeout(400)

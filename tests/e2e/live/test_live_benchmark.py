@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "live.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "live.py"
 PROMISED = {"lost", "duplicated", "overhead_ms_p50", "ttft_added_ms_p50", "leftovers"}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.redis
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "scaling.py"
 PROMISED = (
     "efficiency_2",
     "efficiency_4",

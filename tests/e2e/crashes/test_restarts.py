@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "restarts.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "restarts.py"
 DRAIN_AND_CLOSE_SECONDS = 1.0 + 3.0
 SLACK_SECONDS = 1.0
 """Slack for a busy machine between a process's end and its parent's notice of it."""

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(480),
 ]
 
-RECOMPUTE = Path(__file__).parents[1] / "support" / "engines" / "recompute_logprobs.py"
+RECOMPUTE = Path(__file__).parents[2] / "support" / "engines" / "recompute_logprobs.py"
 TOLERANCE = 1e-4
 SAMPLINGS = [SamplingOptions(max_new_tokens=24, temperature=each) for each in (1.0, 0.6, 1.3, 0.0)]
 

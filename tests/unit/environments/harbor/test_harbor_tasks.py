@@ -10,7 +10,7 @@ from rollout_service.environments.registry import EnvironmentRegistry, load_path
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.settings.harbor import HarborSettings
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 TOML = '[environment]\ndocker_image = "base"\n'
 MCP = TOML + '[[environment.mcp_servers]]\nname = "x"\n'
 

@@ -12,7 +12,7 @@ from rollout_service.cli import app
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.add import add_to_settings
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 
 
 @pytest.mark.parametrize(

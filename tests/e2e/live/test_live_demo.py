@@ -12,7 +12,7 @@ import pytest
 from rollout_service.inference.engines.embedded.weights import read_tensors
 from rollout_service.policies.shipped import policy_folder
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "live_demo.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "live_demo.py"
 PATIENCE_SECONDS = 280
 
 
