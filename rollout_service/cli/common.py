@@ -102,6 +102,21 @@ def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
     return anyio.run(main, backend_options={"use_uvloop": True})
 
 
+def name_value_pairs(texts: list[str], flag: str = "--arg") -> dict[str, str]:
+    """Return the values of a flag that may be repeated, each NAME=VALUE.
+
+    Raises:
+        CommandError: One is not of this form.
+    """
+    pairs = [text.partition("=") for text in texts]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise CommandError(
+                f"{flag} {name!r} is not of the form NAME=VALUE", hint=f"Write it as {flag} NAME=VALUE."
+            )
+    return {name: value for name, _, value in pairs}
+
+
 def run_blocking(command: Callable[[], int | None]) -> None:
     """Run a command; explain a known error on stderr, and exit with 1."""
     try:

@@ -119,8 +119,8 @@ def build(
     """Build the images of an environment's tasks from their Dockerfiles; unchanged ones are not built again."""
 
     def main() -> int:
+        from rollout_service.cli.common import name_value_pairs
         from rollout_service.cli.env.images import ImageBuild, build_images
-        from rollout_service.cli.image import name_value_pairs
 
         bases = name_value_pairs(base or [], "--base")
         return build_images(environment, ImageBuild(bases, jobs, force), as_json=as_json)
@@ -161,9 +161,9 @@ def prepare(
     """
 
     def main() -> int:
+        from rollout_service.cli.common import name_value_pairs
         from rollout_service.cli.env.dataset_part import FILES, part_of_environment, part_of_file, part_of_run
         from rollout_service.cli.env.prepare import prepare as make_images
-        from rollout_service.cli.image import name_value_pairs
 
         if url is not None:
             part = part_of_run(url, key, what)

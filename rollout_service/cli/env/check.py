@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
-from rollout_service.cli.image import unpacked_images
+from rollout_service.cli.image.stores import unpacked_images
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollout_service.cli import common
-from rollout_service.cli.dockerfiles import DockerfileFlags, build_dockerfiles, failure_as_dict
 from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.image.dockerfiles import DockerfileFlags, build_dockerfiles, failure_as_dict
 from rollout_service.settings import load_settings
 from sandboxes.images.build import ApptainerBuilder
 from sandboxes.images.dockerfiles import dockerfile_at

@@ -1,0 +1,291 @@
+"""`rollout-service image`: build, pull, inspect, and remove the images that sandboxes start from."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rollout_service.cli import common, completion
+from rollout_service.cli.common import AsJson
+from rollout_service.cli.image.dockerfiles import DockerfileFlags, is_dockerfile
+from rollout_service.cli.image.making import build_files, provide
+from rollout_service.cli.image.showing import show_facts, show_images, show_pruned
+from rollout_service.cli.image.stores import (
+    image_builder,
+    image_store,
+    read_settings,
+    unpacked_budget,
+    unpacked_images,
+    used_images,
+)
+
+if TYPE_CHECKING:
+    from sandboxes.images.sources import Source
+
+app = typer.Typer(
+    name="image", help="Build, pull, list, inspect, remove, and prune sandbox images.", no_args_is_help=True
+)
+
+Image = Annotated[
+    str,
+    typer.Argument(
+        help="An image's name, its path, or the reference that it was pulled from.",
+        autocompletion=completion.images,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Make the image again even if it exists.")]
+NoHttps = Annotated[bool, typer.Option("--no-https", help="Connect to the registry without TLS.")]
+
+
+class BuildNetwork(Enum):
+    """The networks of a Dockerfile's steps."""
+
+    HOST = "host"
+    NONE = "none"
+
+
+@app.command(
+    "build",
+    epilog="Example: rollout-service image build base   or: rollout-service image build codex   "
+    "or: rollout-service image build task/Dockerfile --base debian:12=debian.sif",
+)
+def build(
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME|DOCKERFILE...", help="The image's name, or Dockerfiles or their folders."
+        ),
+    ],
+    definition: Annotated[
+        Path | None,
+        typer.Option(help="Apptainer definition file; by default, the built-in one with this name."),
+    ] = None,
+    tree: Annotated[
+        Path | None, typer.Option(help="Folder with a root file system, such as debootstrap makes.")
+    ] = None,
+    arg: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for the definition's %arguments; may be repeated.")
+    ] = None,
+    harness: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A harness whose program the image has; may be repeated, for one image with several."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="With a Dockerfile: the image's name; by default, its folder's.")
+    ] = None,
+    context: Annotated[
+        Path | None, typer.Option(help="The folder that a Dockerfile copies from; by default, its own.")
+    ] = None,
+    build_arg: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for a Dockerfile's ARG; may be repeated.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="The stage of a Dockerfile to build.")] = None,
+    base: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=PATH for a base of a Dockerfile: an image file, a folder, or oci-archive:FILE; "
+            "may be repeated."
+        ),
+    ] = None,
+    network: Annotated[
+        BuildNetwork, typer.Option(help="The network of a Dockerfile's steps.")
+    ] = BuildNetwork.HOST,
+    max_gb: Annotated[
+        float | None, typer.Option(min=0, help="The most that the files of a Dockerfile's image may take.")
+    ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Run every step of a Dockerfile, and use no earlier layer.")
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Build every Dockerfile below the folders; names follow from paths.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Dockerfiles built at once; by default, half as many as CPUs.")
+    ] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Build an image from a definition, a Dockerfile, harnesses or a folder; an unchanged one is not built again."""
+
+    def main() -> int:
+        if every or any(is_dockerfile(one) for one in images):
+            arguments, bases = (
+                common.name_value_pairs(build_arg or [], "--build-arg"),
+                common.name_value_pairs(base or [], "--base"),
+            )
+            where: Literal["host", "none"] = "none" if network is BuildNetwork.NONE else "host"
+            flags = DockerfileFlags(
+                context, arguments, target, bases, where, max_gb, not no_cache, jobs, every
+            )
+            return build_files(images, name, flags, force=force, as_json=as_json)
+        if len(images) > 1 or any((name, context, build_arg, target, base, max_gb, no_cache)):
+            raise common.CommandError(
+                f"{images[0]!r} is a name, not the path of a Dockerfile",
+                hint=f"Write ./{images[0]}/Dockerfile.",
+            )
+        source = _named_source(images[0], definition, tree, harness or [], common.name_value_pairs(arg or []))
+        provide(source, images[0], force=force, as_json=as_json)
+        return 0
+
+    common.run_blocking(main)
+
+
+def _named_source(
+    name: str, definition: Path | None, tree: Path | None, harness: list[str], arguments: dict[str, str]
+) -> Source:
+    """Return what an image with this name is made from."""
+    from rollout_service.agents.harnesses.images import harness_image, joint_image
+    from sandboxes.images.sources import Definition, Tree
+    from sandboxes.images.store import packaged
+
+    if tree is not None and (definition is not None or arguments):
+        raise common.CommandError(
+            "--tree cannot be combined with --definition or --arg", hint="Leave one of them out."
+        )
+    if harness and (tree is not None or definition is not None):
+        raise common.CommandError(
+            "--harness cannot be combined with --definition or --tree", hint="Leave one of them out."
+        )
+    if tree is not None:
+        return Tree(tree.expanduser().absolute())
+    if definition is not None:
+        return Definition(definition.expanduser().absolute(), arguments)
+    if harness:
+        return joint_image(harness, arguments)
+    return harness_image(name, arguments) or packaged(name, arguments)
+
+
+@app.command("pull", epilog="Example: rollout-service image pull docker://python:3.12-slim --name python")
+def pull(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            help="A reference such as docker://python:3.12-slim, or oci-archive:python.tar for a file."
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="The image's name; by default, taken from the reference.")
+    ] = None,
+    no_https: NoHttps = False,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pull an image from a registry, or make one from an archive."""
+
+    def main() -> None:
+        from sandboxes.images.sources import source_of_reference
+
+        provide(source_of_reference(reference, https=not no_https), name, force=force, as_json=as_json)
+
+    common.run_blocking(main)
+
+
+@app.command(
+    "import", epilog="Example: rollout-service image import saved.tar --tag python:3.12 --name python"
+)
+def import_archive(
+    file: Annotated[Path, typer.Argument(help="An OCI archive, or what `docker save` wrote.")],
+    tag: Annotated[str | None, typer.Option(help="Which image, if the archive has many.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The image's name; by default, taken from the tag or the file.")
+    ] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make an image from an archive of images, of whichever kind."""
+
+    def main() -> None:
+        from sandboxes.images.sources import ArchiveSource
+
+        provide(ArchiveSource(file.expanduser().absolute(), tag), name, force=force, as_json=as_json)
+
+    common.run_blocking(main)
+
+
+@app.command("list", epilog="Example: rollout-service image list --json")
+def list_images(as_json: AsJson = False) -> None:
+    """Show the images on this machine."""
+    common.run_blocking(lambda: show_images(image_store(read_settings()).list(), as_json=as_json))
+
+
+@app.command("inspect", epilog="Example: rollout-service image inspect base")
+def inspect(image: Image, as_json: AsJson = False) -> None:
+    """Show what an image offers, and what it lacks for sandboxes, without running anything in it.
+
+    The exit code is 1 if it lacks something that sessions or files need.
+    """
+
+    def main() -> int:
+        settings = read_settings()
+        path = image_store(settings).resolve(image)
+        facts = unpacked_images(settings).facts(path)
+        show_facts(path, facts, as_json=as_json)
+        return 1 if facts.missing else 0
+
+    common.run_blocking(main)
+
+
+@app.command("remove", epilog="Example: rollout-service image remove python")
+def remove(
+    name: Annotated[
+        str, typer.Argument(help="The image's name, from `image list`.", autocompletion=completion.images)
+    ],
+) -> None:
+    """Remove an image; running sandboxes keep theirs."""
+
+    def main() -> None:
+        image_store(read_settings()).remove(name)
+        common.err().print(f"removed {name}")
+
+    common.run_blocking(main)
+
+
+@app.command("prune", epilog="Example: rollout-service image prune --budget-gb 20 --dry-run")
+def prune(
+    budget_gb: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Budget in GB for images, for unpacked images and for layers, instead of the settings'.",
+        ),
+    ] = None,
+    idle_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Keep what was used within this many hours; by default, 24, and 10 minutes for unpacked images "
+            "and layers.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the least recently used images, unpacked images and layers, until each kind fits its budget.
+
+    Images that an environment or a sandbox uses are kept. Leftovers of killed builds are removed.
+    """
+
+    def main() -> None:
+        settings = read_settings()
+        store, unpacked = image_store(settings), unpacked_images(settings)
+        budgets = settings.images_budget_bytes, unpacked_budget(settings), settings.layers_budget_bytes
+        if budget_gb is not None:
+            budgets = (int(budget_gb * 1e9),) * 3
+        how: dict[str, Any] = {"dry_run": dry_run}
+        if idle_hours is not None:
+            how["grace_seconds"] = idle_hours * 3600
+        decided = [
+            *unpacked.prune(budgets[1], **how),
+            *image_builder(settings).layers.prune(budgets[2], **how),
+            *store.prune(budgets[0], keep=used_images(settings), **how),
+        ]
+        show_pruned(decided, dry_run=dry_run, as_json=as_json)
+
+    common.run_blocking(main)
