@@ -8,57 +8,31 @@ one that this service cannot reach is not removed for the others.
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 import anyio
 import structlog
 from anyio.abc import TaskGroup
-from pydantic import JsonValue
 
-from api_schemas.events import EventKind
-from api_schemas.inference import (
-    BackendSpec,
-    BackendState,
-    BackendView,
-    PauseRequest,
-    PoolOutcome,
-    ResumeRequest,
-    WeightsGroupRequest,
-    WeightsRequest,
-    is_frozen,
-)
+from api_schemas.inference import BackendSpec, BackendState, BackendView, is_frozen
 from api_schemas.rollouts import RolloutRequest
-from rollout_service.errors import StoreError, describe
-from rollout_service.inference.errors import (
-    InferenceError,
-    NoBackendError,
-    UnknownBackend,
-    WeightsPartlyLoaded,
-)
+from rollout_service.errors import StoreError
+from rollout_service.inference.errors import NoBackendError, UnknownBackend
 from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.locality import is_loopback, loopback_scope
 from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.pools import Pools, backend_id_of
-from rollout_service.inference.pool.weights.outcomes import (
-    check_outcome,
-    check_weights_outcome,
-    failed_backends,
-)
-from rollout_service.policies.commands import LeaveGroupRequest, LocalCommands, PoolCommands
+from rollout_service.policies.awaited import RECONNECT_SECONDS, AwaitedBackends
+from rollout_service.policies.commands import LocalCommands, PoolCommands
+from rollout_service.policies.orders import Announce, PoolOrders
 from rollout_service.policies.session import PolicySession
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.engines_contract import BackendStore, SharedBackend
 from rollout_service.tokens import ChatRenderer, Conversation, ToolSpec
 
 log = structlog.get_logger(__name__)
-
-RECONNECT_SECONDS = 5.0
-
-Announce = Callable[[EventKind, str, dict[str, JsonValue]], None]
-"""Writes an event of a kind, about a subject, with its data; never waits and never fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +41,6 @@ class ServedModel:
 
     renderer: ChatRenderer
     context_length: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Reconnection:
-    """The task that registers a backend which may not answer yet."""
-
-    scope: anyio.CancelScope
-    ended: anyio.Event
 
 
 class PolicyServing:
@@ -92,17 +58,14 @@ class PolicyServing:
 
         `announce` is told what was done to pools.
         """
-        self._announce = announce
         self._pools = pools
         self._backends = backends
-        self._commands = commands or LocalCommands(pools)
         self._served: dict[str, ServedModel] = {}
         self._followed: dict[str, SharedBackend] = {}
         """The backends of the store that are served here, or will be."""
-        self._awaited: dict[str, BackendSpec] = {}
-        self._attempts: dict[str, _Reconnection] = {}
-        self.waiting: dict[str, str] = {}
-        """The ids of backends that could not be registered yet, with the reason."""
+        self._awaited = AwaitedBackends()
+        self.orders = PoolOrders(commands or LocalCommands(pools), announce)
+        """What trainers order of whole pools."""
 
     @asynccontextmanager
     async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
@@ -151,29 +114,21 @@ class PolicyServing:
 
     def _await(self, tasks: TaskGroup, backend_id: str, spec: BackendSpec, *, remember: bool = False) -> None:
         """Begin to register a backend in the background, unless that has begun."""
-        if backend_id in self._awaited:
-            return
-        self.waiting[backend_id] = "not tried yet"
-        self._awaited[backend_id] = spec
-        self._attempts[backend_id] = _Reconnection(anyio.CancelScope(), anyio.Event())
-        tasks.start_soon(self._reconnect, backend_id, spec, remember)
+
+        async def register() -> None:
+            listed = self._followed.get(backend_id) if self._backends.is_shared else None
+            exports = listed.exports if listed is not None else None
+            await self.register(spec, remember=remember, exports=exports)
+
+        self._awaited.begin(tasks, backend_id, spec, register)
 
     async def _give_up(self, backend_id: str) -> None:
         """Stop serving a backend here, or trying to."""
-        await self._end_attempt(backend_id)
-        self._stop_waiting(backend_id)
+        await self._awaited.end(backend_id)
+        self._awaited.forget(backend_id)
         with suppress(UnknownBackend):
             await self._pools.remove(backend_id)
             log.info("backend removed", backend_id=backend_id)
-
-    async def _end_attempt(self, backend_id: str) -> bool:
-        """End the attempts to register a backend; return whether there were any."""
-        if backend_id not in self._awaited:
-            return False
-        attempt = self._attempts[backend_id]
-        attempt.scope.cancel()
-        await attempt.ended.wait()
-        return True
 
     async def register(
         self, spec: BackendSpec, *, remember: bool = True, exports: Collection[str] | None = None
@@ -205,7 +160,7 @@ class PolicyServing:
             raise
         self._served[spec.pool] = ServedModel(renderer, view.context_length)
         self._pools.note_change()
-        self._stop_waiting(view.backend_id)
+        self._awaited.forget(view.backend_id)
         if remember:
             await self._share(view, spec, path)
         log.info("backend registered", backend_id=view.backend_id, model=view.model_path, pool=view.pool)
@@ -217,7 +172,7 @@ class PolicyServing:
         Raises:
             UnknownBackend: No backend with that id is registered.
         """
-        was_awaited = await self._end_attempt(backend_id)
+        was_awaited = await self._awaited.end(backend_id)
         self._followed.pop(backend_id, None)
         was_listed = await self._backends.remove(backend_id)
         if not was_listed and not was_awaited:
@@ -228,7 +183,7 @@ class PolicyServing:
 
     async def clear(self, pool: str) -> int:
         """Remove all engines of a pool for good, including those still waited for; return their number."""
-        awaited = {backend_id for backend_id, spec in self._awaited.items() if spec.pool == pool}
+        awaited = {backend_id for backend_id, spec in self._awaited.specs.items() if spec.pool == pool}
         listed = {each.backend_id for each in await self._backends.backends() if each.spec.pool == pool}
         served = {view.backend_id for view in self._pools.views() if view.pool == pool}
         for backend_id in awaited | listed | served:
@@ -248,6 +203,11 @@ class PolicyServing:
             await self._backends.put(self._followed[backend_id])
         log.info("backend is given nothing new", backend_id=backend_id)
         return view
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """The ids of backends that could not be registered yet, with the reason."""
+        return self._awaited.reasons
 
     def views(self) -> list[BackendView]:
         """Return all backends of all pools."""
@@ -275,95 +235,6 @@ class PolicyServing:
             for view in views
         ]
 
-    async def pause(self, request: PauseRequest) -> PoolOutcome:
-        """Pause a pool.
-
-        Raises:
-            NoBackendError: There is no such pool.
-            OrderFailed: An engine in service failed to pause.
-        """
-        outcome = await self._commands.run(request)
-        log.info("pool paused", pool=request.pool, mode=request.mode)
-        self._announce(EventKind.POOL_PAUSED, request.pool, {"mode": str(request.mode)})
-        return check_outcome(outcome, "pause")
-
-    async def resume(self, request: ResumeRequest) -> PoolOutcome:
-        """Resume a pool.
-
-        Raises:
-            NoBackendError: There is no such pool.
-            OrderFailed: An engine in service failed to resume.
-        """
-        outcome = await self._commands.run(request)
-        log.info("pool resumed", pool=request.pool)
-        self._announce(EventKind.POOL_RESUMED, request.pool, {})
-        return check_outcome(outcome, "resume")
-
-    async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
-        """Load weights into a pool.
-
-        Raises:
-            PoolFrozen: The pool is frozen.
-            NoBackendError: There is no such pool, or it has no backend.
-            WeightsConflict: The version is older than the pool's, or in use for other weights.
-            OrderFailed: Backends failed; the error has every answer.
-        """
-        order = log.bind(pool=request.pool, version=request.version, source=request.weights.type)
-        order.info("weight update begun", mode=request.mode, forced=request.force)
-        began = time.monotonic()
-        try:
-            outcome = await self._commands.run(request)
-            self._tell_of_weights(outcome, time.monotonic() - began)
-            check_weights_outcome(outcome, request.version)
-        except WeightsPartlyLoaded as error:
-            order.error("weight update done in part", error=str(error), hint=error.hint)
-            raise
-        except InferenceError as error:
-            order.error("weight update refused", error=str(error), code=error.code, hint=error.hint)
-            raise
-        order.info(
-            "weight update done",
-            changed=outcome.changed,
-            backends=sum(each.ok for each in outcome.outcomes),
-            held_seconds=round(outcome.held_seconds, 3),
-        )
-        return outcome
-
-    def _tell_of_weights(self, outcome: PoolOutcome, seconds: float) -> None:
-        if not outcome.changed:
-            return
-        data: dict[str, JsonValue] = {
-            "version": outcome.version,
-            "seconds": round(seconds, 3),
-            "held_seconds": round(outcome.held_seconds, 3),
-            "backends": sum(each.ok for each in outcome.outcomes),
-            "failed": len(failed_backends(outcome)),
-        }
-        self._announce(EventKind.WEIGHTS_UPDATED, outcome.pool, data)
-
-    async def join_group(self, request: WeightsGroupRequest) -> PoolOutcome:
-        """Let a pool's backends join a process group, all or none.
-
-        Raises:
-            PoolFrozen: The pool is frozen.
-            NoBackendError: There is no such pool, or it has no backend.
-            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
-            BackendRejected: A backend cannot take weights from a process group.
-            OrderFailed: A backend could not join.
-        """
-        return check_outcome(await self._commands.run(request), "join the process group")
-
-    async def leave_group(self, pool: str, name: str) -> PoolOutcome:
-        """Let a pool's backends leave a process group.
-
-        Raises:
-            NoBackendError: There is no such pool, or it has no backend.
-            OrderFailed: A backend could not leave.
-        """
-        return check_outcome(
-            await self._commands.run(LeaveGroupRequest(pool=pool, group_name=name)), "leave the process group"
-        )
-
     def check(self, pool: str) -> None:
         """Check that a pool is served, or about to be.
 
@@ -375,7 +246,7 @@ class PolicyServing:
 
     def expects(self, pool: str) -> bool:
         """Return whether a pool was served, or is about to be."""
-        return pool in self._served or any(spec.pool == pool for spec in self._awaited.values())
+        return pool in self._served or any(spec.pool == pool for spec in self._awaited.specs.values())
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
         """Return the pools with a backend in service, paused ones too, and the event of the next change."""
@@ -448,40 +319,6 @@ class PolicyServing:
         # A file is always written: the last attempt may have failed.
         if known != backend or not self._backends.is_shared:
             await self._backends.put(backend)
-
-    def _stop_waiting(self, backend_id: str) -> None:
-        self.waiting.pop(backend_id, None)
-        self._awaited.pop(backend_id, None)
-
-    async def _reconnect(self, backend_id: str, spec: BackendSpec, remember: bool) -> None:
-        attempt = self._attempts[backend_id]
-        try:
-            with attempt.scope:
-                await self._register_in_the_end(backend_id, spec, remember=remember)
-        finally:
-            attempt.ended.set()
-
-    async def _register_in_the_end(self, backend_id: str, spec: BackendSpec, *, remember: bool) -> None:
-        url = str(spec.url)
-        while backend_id in self._awaited:
-            try:
-                listed = self._followed.get(backend_id) if self._backends.is_shared else None
-                exports = listed.exports if listed is not None else None
-                await self.register(spec, remember=remember, exports=exports)
-            except InferenceError as error:
-                self.waiting[backend_id] = str(error)
-                log.warning(
-                    "backend does not answer yet; trying again", url=url, error=str(error), hint=error.hint
-                )
-                await anyio.sleep(RECONNECT_SECONDS)
-            except Exception as error:
-                info = describe(error)
-                self.waiting[backend_id] = info.message
-                defect = error if info.code == "internal_error" else None
-                log.error(
-                    "backend cannot be used", url=url, error=info.message, hint=info.hint, exc_info=defect
-                )
-                self._awaited.pop(backend_id, None)
 
 
 def backend_id_of_spec(spec: BackendSpec) -> str:

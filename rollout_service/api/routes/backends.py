@@ -90,7 +90,7 @@ async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOu
     sampled it. Once started, an update runs to its end, even if you hang up. A version older than the pool's is a 409,
     unless `force` is set. A frozen pool refuses all weights with a 409.
     """
-    return await service.serving.update_weights(request)
+    return await service.serving.orders.update_weights(request)
 
 
 @router.post(
@@ -99,7 +99,7 @@ async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOu
 )
 async def join_weights_group(service: ServiceDep, request: WeightsGroupRequest) -> PoolOutcome:
     """Have the engines of a pool join the trainer's process group, so that it can broadcast weights to them."""
-    return await service.serving.join_group(request)
+    return await service.serving.orders.join_group(request)
 
 
 @router.delete("/weights/group", responses=raises(NoBackendError, OrderFailed))
@@ -109,7 +109,7 @@ async def leave_weights_group(
     group_name: Annotated[Name, Query(description="The name that the group was joined under.")] = "weights",
 ) -> PoolOutcome:
     """Have the engines of a pool leave a process group that they joined."""
-    return await service.serving.leave_group(pool, group_name)
+    return await service.serving.orders.leave_group(pool, group_name)
 
 
 @router.post("/pause", responses=raises(NoBackendError, OrderFailed))
@@ -120,7 +120,7 @@ async def pause_pool(
 
     While a pool is paused, an agent's request waits for at most the setting `hold_seconds`.
     """
-    return await service.serving.pause(request)
+    return await service.serving.orders.pause(request)
 
 
 @router.post("/resume", responses=raises(NoBackendError, OrderFailed))
@@ -128,4 +128,4 @@ async def resume_pool(
     service: ServiceDep, request: Annotated[ResumeRequest, Body()] = ResumeRequest()
 ) -> PoolOutcome:
     """Resume generation in a paused pool."""
-    return await service.serving.resume(request)
+    return await service.serving.orders.resume(request)

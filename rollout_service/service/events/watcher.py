@@ -15,7 +15,7 @@ from api_schemas.events import EventKind
 from api_schemas.inference import BackendState, BackendView
 from api_schemas.nodes import NodeState
 from rollout_service.cluster.node import Node
-from rollout_service.policies.serving import Announce
+from rollout_service.policies.orders import Announce
 
 PERIOD_SECONDS = 1.0
 CALM_SECONDS = 5.0

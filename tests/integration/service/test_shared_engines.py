@@ -187,7 +187,7 @@ async def test_an_update_from_any_node_reaches_each_engine_once(
     members: list[Member], engines: list[CountingEngine]
 ) -> None:
     for version, each in enumerate(members, 1):
-        outcome = await each.serving.update_weights(weights(version))
+        outcome = await each.serving.orders.update_weights(weights(version))
         assert (outcome.version, outcome.changed, outcome.nodes_not_held) == (version, True, [])
         assert [one.ok for one in outcome.outcomes] == [True, True]
         assert [engine.updates for engine in engines] == [version, version]
@@ -195,19 +195,19 @@ async def test_an_update_from_any_node_reaches_each_engine_once(
             with anyio.fail_after(5):
                 while other.versions() != [version, version]:
                     await anyio.sleep(0.01)
-    again = await members[0].serving.update_weights(weights(3))
+    again = await members[0].serving.orders.update_weights(weights(3))
     assert not again.changed
     assert [engine.updates for engine in engines] == [3, 3]
     assert [engine.commands["/pause_generation"] for engine in engines] == [3, 3]
     with pytest.raises(WeightsConflict, match="older") as caught:
-        await members[1].serving.update_weights(weights(2))
+        await members[1].serving.orders.update_weights(weights(2))
     assert caught.value.context == {"version": 3}
 
 
 async def test_requests_of_every_node_are_held_by_a_pause_at_any_node(
     members: list[Member], engines: list[CountingEngine]
 ) -> None:
-    await members[1].serving.pause(PauseRequest(mode=PauseMode.ABORT))
+    await members[1].serving.orders.pause(PauseRequest(mode=PauseMode.ABORT))
     assert [engine.commands["/pause_generation"] for engine in engines] == [1, 1]
     sent = [engine.requests for engine in engines]
     ended = 0
@@ -225,7 +225,7 @@ async def test_requests_of_every_node_are_held_by_a_pause_at_any_node(
                 await anyio.sleep(0.01)
         await anyio.wait_all_tasks_blocked()
         assert (ended, [engine.requests for engine in engines]) == (0, sent)
-        await members[2].serving.resume(ResumeRequest())
+        await members[2].serving.orders.resume(ResumeRequest())
     assert ended == 3
     assert [engine.commands["/continue_generation"] for engine in engines] == [1, 1]
 
@@ -236,13 +236,13 @@ async def test_a_service_that_joins_during_a_pause_holds_its_requests_too(
     config = shared_redis.config()
     async with member(config, "n1") as first:
         await first.serving.register(BackendSpec(url=HttpUrl(engines[0].url)))
-        await first.serving.update_weights(weights(5))
-        await first.serving.pause(PauseRequest())
+        await first.serving.orders.update_weights(weights(5))
+        await first.serving.orders.pause(PauseRequest())
         async with member(config, "n2") as second:
             await second.serving.register(BackendSpec(url=HttpUrl(engines[1].url)))
             assert second.pools["policy"].paused
             assert engines[1].updates == 1  # it joined with the pool's weights
-            await second.serving.resume(ResumeRequest())
+            await second.serving.orders.resume(ResumeRequest())
             await second.serves(2, BackendState.READY)
             await first.serves(2, BackendState.READY)
             assert first.versions() == [5, 5]
@@ -254,7 +254,7 @@ async def test_a_failure_at_one_engine_is_reported_and_takes_it_out_everywhere(
 ) -> None:
     engines[1].refuses = True
     with pytest.raises(WeightsPartlyLoaded, match="not by") as caught:
-        await members[2].serving.update_weights(weights(1))
+        await members[2].serving.orders.update_weights(weights(1))
     assert caught.value.context["outcome"]["version"] == 1
     for each in members:
         await each.serves(1, BackendState.FAILED)
@@ -278,7 +278,7 @@ async def test_another_node_completes_a_command_whose_coordinator_died(
         outcomes = []
 
         async def update(each: Member) -> None:
-            outcomes.append(await each.serving.update_weights(weights(1)))
+            outcomes.append(await each.serving.orders.update_weights(weights(1)))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(update, survivors[0])
@@ -310,23 +310,23 @@ async def test_weights_for_a_frozen_pool_are_refused_before_any_node_holds_its_r
     order = WeightsRequest(path="/weights", version=1, pool="frozen-1")
     for each in members:
         with pytest.raises(PoolFrozen, match="'frozen-1'"):
-            await each.serving.update_weights(order)
+            await each.serving.orders.update_weights(order)
         with pytest.raises(PoolFrozen, match="'frozen-1'"):
-            await each.serving.update_weights(order.model_copy(update={"force": True}))
+            await each.serving.orders.update_weights(order.model_copy(update={"force": True}))
     assert [engine.commands for engine in engines] == commands
     records = await members[0].commands._store.pools()
     assert not any(record.number for record in records if record.pool == "frozen-1"), "nothing was asked"
-    await members[1].serving.pause(PauseRequest(pool="frozen-1"))
+    await members[1].serving.orders.pause(PauseRequest(pool="frozen-1"))
     with anyio.fail_after(5):
         while not all(each.pools["frozen-1"].paused for each in members):
             await anyio.sleep(0.01)
     assert not any(each.pools["policy"].paused for each in members)
-    await members[2].serving.resume(ResumeRequest(pool="frozen-1"))
+    await members[2].serving.orders.resume(ResumeRequest(pool="frozen-1"))
 
 
 async def test_a_command_to_a_pool_without_backends_is_refused(members: list[Member]) -> None:
     with pytest.raises(NoBackendError, match="judge"):
-        await members[0].serving.pause(PauseRequest(pool="judge"))
+        await members[0].serving.orders.pause(PauseRequest(pool="judge"))
 
 
 async def test_an_update_is_completed_when_the_service_that_carries_it_out_is_killed(
