@@ -91,7 +91,7 @@ async def open_live(
         foundation.metrics.registry.register(funnel)
         for work in (store.failed, judging.run, training.run, sessions.expire, sessions.prune):
             tasks.start_soon(work)
-        app = LiveApp(sessions, foundation.settings.gateway, gateway.metrics, live.hold_seconds)
+        app = LiveApp(sessions.served, foundation.settings.gateway, gateway.metrics, live.hold_seconds)
         with gateway.also_serving(app):
             yield Live(sessions, app, store, judging, training, canaries, funnel, metrics)
 

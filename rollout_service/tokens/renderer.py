@@ -1,6 +1,6 @@
 """Messages to token ids and back, in a model's own chat format.
 
-The only module that uses the `renderers` library. It guarantees that
+With `formats`, the only module that uses the `renderers` library. It guarantees that
 
 - `bridge` returns ids that start with exactly those of the previous prompt and output, or None;
 - `parse` never raises, whatever the ids, and tells well-formed tool calls from malformed ones;
@@ -21,33 +21,18 @@ from jinja2 import TemplateError
 
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.tokens import template_bridge
-from rollout_service.tokens.errors import RendererMismatchError, RenderError, UnknownRendererError
+from rollout_service.tokens.errors import RendererMismatchError, RenderError
 from rollout_service.tokens.escaping import SpecialTokenEscaper
+from rollout_service.tokens.formats import ends_of_turn, format_config, resolve_format
 from rollout_service.tokens.token_bytes import TokenBytes
 from rollout_service.tokens.tokenizer import (
     ChatTokenizer,
     TransformersTokenizer,
     load_tokenizer,
-    read_json,
 )
 
 ToolSpec = Mapping[str, Any]
 """A tool in the OpenAI function format: `{"type": "function", "function": {"name", "description", ...}}`."""
-
-_BY_MODEL_TYPE = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3",
-    "qwen3_vl": "qwen3-vl",
-    "qwen3_vl_moe": "qwen3-vl",
-    "qwen3_5": "qwen3.5",
-    "qwen3_5_moe": "qwen3.5",
-    "glm4_moe": "glm-4.5",
-    "gpt_oss": "gpt-oss",
-    "kimi_k2": "kimi-k2",
-    "minimax_m2": "minimax-m2",
-    "gemma4": "gemma4",
-}
-"""Model types that have one chat format. `llama`, `qwen2` or `deepseek_v3` have many, so they must be named."""
 
 _AFTER_A_STOP = {"laguna-xs.2": "\n", "laguna-m.1": "\n"}
 """Text after a sampled end of turn that the library's render writes and its bridge omits."""
@@ -137,8 +122,8 @@ class ChatRenderer:
         from renderers import create_renderer
 
         path = str(tokenizer_path)
-        name = _resolve(path, renderer_name)
-        config = _config(name, options or {})
+        name = resolve_format(path, renderer_name)
+        config = format_config(name, options or {})
         tokenizer = load_tokenizer(path, with_template=name == "default")
         try:
             backend = create_renderer(tokenizer, config)
@@ -147,7 +132,7 @@ class ChatRenderer:
                 f"the tokenizer at {path!r} does not fit the chat format {name!r}: {error}",
                 hint="Name the format that the model was trained with, as in renderer = 'qwen3'.",
             ) from error
-        return cls(backend, tokenizer, name, _ends_of_turn(path) if name == "default" else ())
+        return cls(backend, tokenizer, name, ends_of_turn(path) if name == "default" else ())
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text, without any chat format."""
@@ -330,51 +315,6 @@ class ChatRenderer:
             return function(*args, **options)
         except (*_LIBRARY_ERRORS, AssertionError, TemplateError) as error:
             raise ValueError(str(error)) from error
-
-
-def _resolve(path: str, name: str) -> str:
-    """Return the name of a chat format that the library knows."""
-    from renderers.base import MODEL_RENDERER_MAP
-    from renderers.configs import _CONFIG_BY_NAME
-
-    known = sorted(set(_CONFIG_BY_NAME) - {"auto"})
-    if name in known:
-        return name
-    if name != "auto":
-        raise UnknownRendererError(
-            f"there is no renderer {name!r}", hint=f"Known ones: auto, {', '.join(known)}."
-        )
-    model_type = read_json(Path(path).expanduser() / "config.json").get("model_type")
-    found = MODEL_RENDERER_MAP.get(path) or _BY_MODEL_TYPE.get(str(model_type))
-    if found is None:
-        seen = (
-            f"its model type is {model_type!r}" if model_type else "it has no config.json with a model_type"
-        )
-        raise UnknownRendererError(
-            f"the chat format of {path!r} cannot be told: {seen}",
-            hint=f"Name it, as in renderer = 'qwen3'. Known ones: {', '.join(known)}.",
-        )
-    return found
-
-
-def _config(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the library's settings of a chat format."""
-    from renderers.configs import _CONFIG_BY_NAME
-
-    defaults = {} if name == "default" else {"thinking_retention": "all"}
-    try:
-        return _CONFIG_BY_NAME[name](**{**defaults, **options})
-    except ValueError as error:
-        raise RendererMismatchError(
-            f"the chat format {name!r} does not take these options: {error}",
-            hint="Remove the options that it does not know.",
-        ) from error
-
-
-def _ends_of_turn(path: str) -> list[int]:
-    """Return the ids that end a turn, from the model's generation settings; a tokenizer names only one of them."""
-    ids = read_json(Path(path).expanduser() / "generation_config.json").get("eos_token_id", [])
-    return [ids] if isinstance(ids, int) else list(ids)
 
 
 def _to_wire(message: Message, escaper: SpecialTokenEscaper) -> dict[str, Any]:

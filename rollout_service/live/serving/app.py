@@ -48,7 +48,7 @@ CALLS = CallsRoute("/v1/sessions/{session_id}/{call}")
 
 
 class SessionFinder(Protocol):
-    """Finds sessions to serve; `live.sessions.LiveSessions` does."""
+    """Finds sessions to serve; `served.ServedSessions` does."""
 
     def knows(self, key: str) -> bool:
         """Return whether a key looks like one of a session."""

@@ -1,0 +1,114 @@
+"""The records of live sessions at one node, and how many of them are open.
+
+Guarantee: a session is refused while as many are open as the settings allow, those of before a restart included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+
+from api_schemas.rollouts.sessions import ClosedBecause
+from api_schemas.sessions import SessionRequest
+from rollout_service.errors import NotFoundError
+from rollout_service.live.contract import LiveStore, SessionRecord
+from rollout_service.live.errors import RateLimitedError
+from rollout_service.live.serving.users import UserHashes
+from rollout_service.settings.live import LiveSettings
+
+PAGE = 1_000
+"""How many records are read at once."""
+
+
+class SessionRegister:
+    """Makes, opens, finds and closes the records of sessions."""
+
+    def __init__(
+        self,
+        settings: LiveSettings,
+        store: LiveStore,
+        users: UserHashes,
+        choose_pool: Callable[[str, str], str],
+        clock: Callable[[], float],
+    ) -> None:
+        """Take `choose_pool`, which returns the pool of a new session from the one it asks for and its id."""
+        self._settings = settings
+        self._store = store
+        self._users = users
+        self._choose_pool = choose_pool
+        self._clock = clock
+        self.open_sessions = 0
+
+    async def count_open(self) -> None:
+        """Count the sessions that are open since before the start."""
+        before: tuple[float, str] | None = None
+        while page := await self._store.sessions(before=before, limit=PAGE, is_open=True):
+            self.open_sessions += len(page)
+            before = (page[-1].opened_at, page[-1].session_id)
+
+    def user_of(self, user: str | None, session_id: str) -> str:
+        """Return the hash of a user; without one, a session is a user of its own."""
+        users = self._users
+        return users.hash(user) if user is not None else users.of_session(session_id)
+
+    async def make(
+        self, request: SessionRequest, session_id: str, user: str, *, key_hash: bytes
+    ) -> SessionRecord:
+        """Return the record of a new session, which is not stored yet.
+
+        Raises:
+            RateLimitedError: Too many sessions are open.
+        """
+        settings, now = self._settings, self._clock()
+        if self.open_sessions >= settings.max_sessions:
+            raise RateLimitedError(
+                f"{settings.max_sessions} sessions are open",
+                hint="End sessions, or raise `max_sessions` in `[live]`.",
+                seconds=10.0,
+            )
+        quarantine = settings.quarantine_sessions
+        return SessionRecord(
+            session_id=session_id,
+            key_hash=key_hash,
+            pool=self._choose_pool(request.pool, session_id),
+            user=user,
+            tenant=request.tenant,
+            train=settings.train if request.train is None else request.train,
+            explicit=bool(key_hash),
+            quarantined=quarantine > 0 and await self._store.sessions_of(user) < quarantine,
+            retention_seconds=min(
+                request.retention_seconds or settings.retention_seconds, settings.retention_seconds
+            ),
+            continues=request.continues,
+            group=request.group,
+            metadata=request.metadata,
+            opened_at=now,
+            used_at=now,
+        )
+
+    async def add(self, record: SessionRecord) -> bool:
+        """Store the record of a new session; return False if there is one with this id."""
+        is_new = await self._store.open(record)
+        self.open_sessions += is_new
+        return is_new
+
+    async def close(self, session_id: str, because: ClosedBecause) -> None:
+        """Note that a session has ended; idempotent."""
+        if await self._store.close_session(session_id, because, self._clock()):
+            self.open_sessions -= 1
+
+    async def known(self, session_id: str) -> SessionRecord:
+        """Return the record of a session.
+
+        Raises:
+            NotFoundError: There is no such session.
+        """
+        record = await self._store.session(session_id)
+        if record is None:
+            raise NotFoundError("there is no such session", hint="GET /v1/sessions lists the sessions.")
+        return record
+
+
+def hash_of(key: str) -> bytes:
+    """Return what is stored of a session's key."""
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()

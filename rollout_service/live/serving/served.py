@@ -1,0 +1,167 @@
+"""The sessions that users' agents call, found by their keys, by their ids, or by a client's own ids.
+
+Guarantees: a session goes on with exact ids after a restart. A key, or a client's own id under its key, reaches its own
+session and no other; there is no default session. An ended session takes no requests.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from hashlib import sha256
+
+import anyio.to_thread
+
+from api_schemas.errors import FieldError
+from api_schemas.rollouts.sessions import ClosedBecause, TurnKind
+from api_schemas.sessions import SessionRequest
+from rollout_service.errors import InvalidFieldError
+from rollout_service.gateway.capture import TurnCapture
+from rollout_service.gateway.sessions.keys import unknown_key
+from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.live.contract import LiveStore, SessionRecord
+from rollout_service.live.errors import SessionEndedError
+from rollout_service.live.recorder import RecordingParts, SessionRecorder
+from rollout_service.live.register import SessionRegister, hash_of
+from rollout_service.live.replay import LIVE, rebuild
+from rollout_service.live.serving.active import ActiveSession, ActiveSessions
+from rollout_service.live.serving.connecting import SessionEngines, Unrecorded
+from rollout_service.live.serving.limits import RequestRate
+from rollout_service.settings.live import LiveKey, LiveSettings
+
+KEY_PREFIX = "sk-live-"
+_MAX_ID = 256
+
+
+class ServedSessions:
+    """Finds the sessions that agents call, and makes them ready to answer."""
+
+    def __init__(
+        self,
+        settings: LiveSettings,
+        store: LiveStore,
+        register: SessionRegister,
+        active: ActiveSessions,
+        engines: SessionEngines,
+        recording: RecordingParts,
+        clock: Callable[[], float],
+    ) -> None:
+        """Take `active`, where sessions with a recent call are kept."""
+        self._settings = settings
+        self._store = store
+        self._register = register
+        self._active = active
+        self._engines = engines
+        self._recording = recording
+        self._clock = clock
+        self._rate = RequestRate(settings.requests_per_minute)
+        self._keys = {hash_of(key.key.get_secret_value()): key for key in settings.keys}
+
+    def knows(self, key: str) -> bool:
+        """Return whether a key looks like one of a session, or is configured for clients with ids of their own."""
+        return key.startswith(KEY_PREFIX) or hash_of(key) in self._keys
+
+    async def serve_key(self, key: str, client_id: str) -> GatewaySession:
+        """Return the session of a key; `client_id` is the client's own id for it, which configured keys need.
+
+        Raises:
+            UnauthorizedError: No session has this key.
+            SessionEndedError: The session has ended.
+            RateLimitedError: Its user has sent too many requests, or too many sessions are open.
+        """
+        configured = self._keys.get(hash_of(key))
+        if configured is not None:
+            return await self._serve_client_id(configured, client_id)
+        record = await self._store.session_of_key(hash_of(key)) if key.startswith(KEY_PREFIX) else None
+        if record is None:
+            raise unknown_key()
+        return await self._serve(record)
+
+    async def serve_id(self, session_id: str, key: str | None) -> GatewaySession:
+        """Return a session by its id; `key` must be its own, unless it is None for a caller who may use all sessions.
+
+        Raises:
+            UnauthorizedError: The key is not the session's.
+            NotFoundError: There is no such session.
+            SessionEndedError: The session has ended.
+            RateLimitedError: Its user has sent too many requests.
+        """
+        if key is None:
+            return await self._serve(await self._register.known(session_id))
+        record = await self._store.session(session_id)
+        if record is None or not secrets.compare_digest(record.key_hash, hash_of(key)):
+            raise unknown_key()
+        return await self._serve(record)
+
+    async def _serve_client_id(self, key: LiveKey, client_id: str) -> GatewaySession:
+        if not client_id:
+            self._rate.take(self._register.user_of(key.user, f"{key.name}:"))
+            self._recording.metrics.unrecorded("no_session")
+            return self._engines.open_unrecorded(key.pool, key.tenant, Unrecorded("no-session"))
+        if len(client_id) > _MAX_ID:
+            message = f"must have at most {_MAX_ID} characters"
+            raise InvalidFieldError([FieldError(path="X-Session-Id", message=message)])
+        return await self._serve(await self._record_of_client(key, client_id))
+
+    async def _record_of_client(self, key: LiveKey, client_id: str) -> SessionRecord:
+        """Return the open session of a client's id; one that has expired goes on as a new one."""
+        continues: str | None = None
+        number = 1
+        while True:
+            session_id = _client_session_id(key.name, client_id, number)
+            record = await self._store.session(session_id)
+            if record is None:
+                record = await self._open_client(key, session_id, continues)
+            if record.closed_at is None or record.closed_because is ClosedBecause.EXPLICIT:
+                return record
+            continues, number = session_id, number + 1
+
+    async def _open_client(self, key: LiveKey, session_id: str, continues: str | None) -> SessionRecord:
+        self._engines.check(key.pool)
+        request = SessionRequest(
+            session_id=session_id, pool=key.pool, tenant=key.tenant, train=key.train, continues=continues
+        )
+        record = await self._register.make(
+            request, session_id, self._register.user_of(key.user, session_id), key_hash=b""
+        )
+        await self._register.add(record)
+        return await self._register.known(session_id)
+
+    async def _serve(self, record: SessionRecord) -> GatewaySession:
+        if record.closed_because is not None:
+            raise SessionEndedError(record.closed_because)
+        self._rate.take(record.user)
+        session = await self._active.get(record.session_id, lambda: self._load(record))
+        store, now = self._store, self._clock()
+        self._recording.later(lambda: store.use(record.session_id, now))
+        return session.gateway
+
+    async def _load(self, record: SessionRecord) -> ActiveSession:
+        """Return a session with what its stored turns say of its conversations."""
+        record = await self._register.known(record.session_id)  # it may have ended meanwhile
+        if record.closed_because is not None:
+            raise SessionEndedError(record.closed_because)
+        engines = self._engines
+        turns = await self._store.turns(record.session_id)
+        renderer = engines.renderer(record.pool)
+        capture = TurnCapture(renderer, LIVE)
+        if turns:
+            capture = await anyio.to_thread.run_sync(rebuild, renderer, turns)
+        default = TurnKind.MAIN if record.explicit else TurnKind(self._settings.turn_kind)
+        recorder = SessionRecorder(
+            record,
+            capture,
+            self._recording,
+            default,
+            has_opted_out=record.opted_out > 0,
+            sent={turn.turn for turn in turns if turn.delivered},
+        )
+        return ActiveSession(record, engines.open(record, capture, recorder), recorder)
+
+
+def _client_session_id(key_name: str, client_id: str, number: int) -> str:
+    """Return the id of the n-th session of a client's own id; the same for the same key, and no other key's."""
+    session_id = f"{key_name}:{client_id}" + (f"~{number}" if number > 1 else "")
+    if len(session_id) <= _MAX_ID:
+        return session_id
+    return f"{key_name}:{sha256(session_id.encode('utf-8', 'surrogatepass')).hexdigest()}"
