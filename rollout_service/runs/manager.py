@@ -9,46 +9,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.lowlevel
 import structlog
 
 from api_schemas.errors import Boundary
-from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.figures import RunParallel
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.errors import RecordLostError, StoreError, describe
+from rollout_service.errors import StoreError, describe
 from rollout_service.groups import (
-    CANCELLED,
-    SURPLUS,
     FairScheduler,
     FilterChain,
     FilterRegistry,
-    StragglerRule,
     parallel_figures,
     require_outcome_filters,
 )
-from rollout_service.groups.auxiliary import reward_weights
-from rollout_service.ids import SampleId
-from rollout_service.runs.closing import close_group
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.planning import (
     ActiveRun,
     claim_groups,
-    has_surplus,
     new_group,
-    rollout_request,
 )
 from rollout_service.runs.task_source import Reopen, RunTasks
+from rollout_service.runs.under_way import GroupsUnderWay
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
-from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
-from rollout_service.store.runs_contract import GroupMember, OpenGroup, RetentionPolicy, RunRecord, RunStore
+from rollout_service.store.runs_contract import RetentionPolicy, RunRecord
 from rollout_service.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -86,14 +78,12 @@ class RunManager:
         self._pool_version = pool_version
         self._metrics = metrics
         self._retention = retention or RetentionPolicy()
-        self._clock = clock
         self._scheduler = FairScheduler()
+        self._groups = GroupsUnderWay(store, metrics, clock)
         self._estimates: dict[str, RunEstimates] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
         self._stuck: dict[str, RunState] = {}
         """The state in which a run could not be settled; it is tried again only in another state."""
-        self._strict: set[str] = set()
-        """Runs whose last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -166,27 +156,12 @@ class RunManager:
         Raises:
             StoreError: The store failed.
         """
+        self._groups.refuse_stale(run_id, strict)
         if not strict:
-            self._strict.discard(run_id)
             return
-        self._strict.add(run_id)
         runs = self._store.runs  # unlike the work on runs, this is done by whichever node is asked
         run = await runs.get(run_id)
-        await self._mask_stale(runs, run, self.chain(run.request))
-
-    async def _mask_stale(self, runs: RunStore, run: RunRecord, chain: FilterChain) -> None:
-        bound = self._bound(run)
-        if bound is None:
-            return
-        for group in await runs.stale_groups(run.run_id, bound):
-            samples = await self._samples(group)
-            weights = group.reward_weights or reward_weights(run.request, run.version)
-            revised = close_group(run.request, chain, group.number, samples, weights=weights, bound=bound)
-            await runs.reclose_group(run.run_id, revised)
-
-    def _bound(self, run: RunRecord) -> int | None:
-        """Return the oldest version that a sample may have; None while stale samples are accepted."""
-        return rules.oldest_allowed(run) if run.run_id in self._strict else None
+        await self._groups.mask_stale(runs, run, self.chain(run.request))
 
     async def _work(self) -> None:
         seen, active = 0, True
@@ -234,7 +209,7 @@ class RunManager:
         for gone in self._estimates.keys() - kept:
             del self._estimates[gone]
             self._tasks.pop(gone, None)
-            self._strict.discard(gone)
+            self._groups.refuse_stale(gone, False)
             self._scheduler.forget(gone)
             self._metrics.clear_run(gone)
 
@@ -273,112 +248,12 @@ class RunManager:
         )
         return stopped
 
-    # -- groups under way ------------------------------------------------------
-
     async def _settle(self, run: RunRecord) -> ActiveRun:
         run = await self.sync_version(run)
         estimates = self._estimates.setdefault(run.run_id, RunEstimates.from_record(run))
         active = ActiveRun(run, self.chain(run.request), estimates, await self._runs.open_groups(run.run_id))
-        for group in active.groups:
-            cancel_reason = CANCELLED if run.state is RunState.ENDED else group.cancel_reason
-            if cancel_reason is not None:
-                await self._cancel(group.members)
-            await self._settle_group(active, group, cancel_reason)
-        await self._mask_stale(self._runs, run, active.chain)
-        active.run = await self._runs.get(run.run_id)
-        if has_surplus(active.run):
-            await self._runs.cancel_groups(run.run_id, SURPLUS)
-        active.groups = await self._runs.open_groups(run.run_id)
-        await self._cancel_stragglers(active)
+        await self._groups.settle(self._runs, active)
         return active
-
-    async def _settle_group(self, active: ActiveRun, group: OpenGroup, cancel_reason: str | None) -> None:
-        """Retry failed samples, and close the group once all its rollouts have ended."""
-        retried = False
-        if cancel_reason is None:
-            _check_complete(group)
-            for member in group.members:
-                if member.state is RolloutState.FAILED:
-                    retried |= await self._retry(active.run, group.number, member)
-        if retried or not all(member.state.terminal for member in group.members):
-            return
-        samples = await self._samples(group, whole=cancel_reason is None)
-        whole = len(samples) == active.run.request.group_size
-        cancelled = any(member.state is RolloutState.CANCELLED for member in group.members)
-        closure = close_group(
-            active.run.request,
-            active.chain,
-            group.number,
-            samples,
-            weights=reward_weights(active.run.request, active.run.version),
-            cancel_reason=cancel_reason if cancelled or not whole else None,
-            bound=self._bound(active.run),
-        )
-        await self._runs.close_group(active.run.run_id, closure)
-        rollouts = [rollout for _, rollout in samples]
-        active.estimates.record_closure(closure, rollouts, [member.is_straggler for member, _ in samples])
-        self._metrics.parallel.observe(active.run.run_id, rollouts)
-
-    async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
-        """Return the rollouts of a group that has ended; without `whole`, omit those that are lost.
-
-        Raises:
-            RecordLostError: With `whole`, the record of a rollout is missing or damaged.
-        """
-        if whole:
-            _check_complete(group)
-        samples: list[tuple[GroupMember, Rollout]] = []
-        for member in group.members:
-            with nullcontext() if whole else suppress(RecordLostError):
-                samples.append((member, await self._rollout(member)))
-        return samples
-
-    async def _rollout(self, member: GroupMember) -> Rollout:
-        rollout = await self._store.get(member.rollout_id, whole_tree=True)
-        if rollout is None:
-            raise RecordLostError(
-                f"the rollout {member.rollout_id} of a group is missing from the store", hint=RESTORE
-            )
-        return rollout
-
-    async def _retry(self, run: RunRecord, number: int, member: GroupMember) -> bool:
-        """Retry a failed sample if that may help and retries are left; return whether it is retried."""
-        retry = SampleId.parse(member.rollout_id).retry + 1
-        rollout = await self._rollout(member)
-        is_permanent = rollout.error is not None and rollout.error.boundary in _PERMANENT
-        if is_permanent or retry > run.request.infrastructure_retries:
-            return False
-        request = rollout_request(run, number, member.sample, rollout.task, retry)
-        await self._runs.retry_sample(run.run_id, number, member.sample, request)
-        return True
-
-    async def _cancel(self, members: Sequence[GroupMember]) -> None:
-        for member in members:
-            if not member.state.terminal:
-                await self._store.cancel(member.rollout_id)
-
-    async def _cancel_stragglers(self, active: ActiveRun) -> None:
-        asked = active.run.request.stragglers
-        if asked is None:
-            return
-        rule = StragglerRule(asked.quantile, asked.factor, asked.min_samples)
-        limit = rule.limit(active.estimates.times)
-        for group in active.groups:
-            usable = sum(member.reward is not None for member in group.members)
-            if limit is not None and usable >= rule.min_samples:
-                slow = [member for member in group.members if self._rollout_seconds(member) > limit]
-                stragglers = {member.sample for member in group.members if member.is_straggler}
-                if not {member.sample for member in slow} <= stragglers:
-                    stragglers |= {member.sample for member in slow}
-                    await self._runs.mark_stragglers(active.run.run_id, group.number, sorted(stragglers))
-                await self._cancel(slow)
-            await self._cancel([member for member in group.members if member.is_straggler])
-
-    def _rollout_seconds(self, member: GroupMember) -> float:
-        """Return how long a rollout's agent has been working; 0 if it is not."""
-        return 0.0 if member.rolling_since is None else self._clock() - member.rolling_since
-
-    # -- new groups -----------------------------------------------------------
 
     async def _share_places(self, active: Sequence[ActiveRun]) -> None:
         """Share the free places among the runs that claim groups."""
@@ -434,11 +309,3 @@ class RunManager:
         while True:
             await retry_until_stored("prune what was acknowledged", prune)
             await anyio.sleep(PRUNE_SECONDS)
-
-
-def _check_complete(group: OpenGroup) -> None:
-    if group.lost:
-        gone = ", ".join(group.lost)
-        raise RecordLostError(
-            f"rollouts of group {group.number} are missing from the store: {gone}", hint=RESTORE
-        )

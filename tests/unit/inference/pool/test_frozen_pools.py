@@ -95,7 +95,7 @@ async def test_a_frozen_pool_refuses_weights_and_its_engine_never_hears_of_them(
     async with serving(tmp_path, frozen_1=engine) as (served, pools):
         weights = WeightsRequest(path=str(POLICY), version=3, pool="frozen-1", force=force)
         with pytest.raises(PoolFrozen, match="'frozen-1' is frozen") as caught:
-            await served.update_weights(weights)
+            await served.orders.update_weights(weights)
         assert (caught.value.status, caught.value.code) == (409, "pool_frozen")
         assert "register" in caught.value.hint
         assert engine.loads == 0
@@ -109,21 +109,21 @@ async def test_a_frozen_pool_joins_no_process_group(tmp_path: Path) -> None:
             pool="frozen", master_address="127.0.0.1", master_port=9, world_size=2, timeout_seconds=1
         )
         with pytest.raises(PoolFrozen):
-            await served.join_group(group)
+            await served.orders.join_group(group)
 
 
 async def test_a_frozen_pool_that_has_no_engine_refuses_weights_too(tmp_path: Path) -> None:
     async with serving(tmp_path) as (served, _):
         with pytest.raises(PoolFrozen):
-            await served.update_weights(WeightsRequest(path="/weights", version=1, pool="frozen-9"))
+            await served.orders.update_weights(WeightsRequest(path="/weights", version=1, pool="frozen-9"))
 
 
 async def test_a_frozen_pool_is_paused_resumed_and_drained_like_any_other(tmp_path: Path) -> None:
     async with serving(tmp_path, frozen_1=Engine()) as (served, pools):
-        (outcome,) = (await served.pause(PauseRequest(pool="frozen-1"))).outcomes
+        (outcome,) = (await served.orders.pause(PauseRequest(pool="frozen-1"))).outcomes
         assert outcome.ok
         assert pools["frozen-1"].paused
-        await served.resume(ResumeRequest(pool="frozen-1"))
+        await served.orders.resume(ResumeRequest(pool="frozen-1"))
         assert await sample(pools, "frozen-1") == [0] * 4
         (view,) = served.views()
         assert (await served.drain(view.backend_id)).state is BackendState.DRAINING
@@ -132,7 +132,7 @@ async def test_a_frozen_pool_is_paused_resumed_and_drained_like_any_other(tmp_pa
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_a_pause_of_the_policy_does_not_hold_up_a_frozen_pool(tmp_path: Path, mode: PauseMode) -> None:
     async with serving(tmp_path, policy=Engine(), frozen_1=Engine()) as (served, pools):
-        await served.pause(PauseRequest(mode=mode, drain_seconds=0.1))
+        await served.orders.pause(PauseRequest(mode=mode, drain_seconds=0.1))
         assert pools["policy"].paused
         assert await sample(pools, "frozen-1") == [0] * 4
 
@@ -142,7 +142,7 @@ async def test_weights_of_the_policy_do_not_hold_up_a_frozen_pool(tmp_path: Path
     policy.may_load = anyio.Event()
     async with serving(tmp_path, policy=policy, frozen_1=frozen) as (served, pools):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(served.update_weights, WeightsRequest(path=str(POLICY), version=7))
+            tasks.start_soon(served.orders.update_weights, WeightsRequest(path=str(POLICY), version=7))
             with anyio.fail_after(10):
                 while not policy.loads:
                     await anyio.sleep(0.005)
@@ -162,7 +162,7 @@ async def test_weights_that_somebody_gives_to_a_frozen_engine_are_counted(tmp_pa
         for version in (4, 4, 5):
             await frozen._update({"model_path": str(POLICY), "weight_version": str(version)})
             assert await sample(pools, "frozen-1") == [version] * 4
-        await served.update_weights(WeightsRequest(path=str(POLICY), version=9))
+        await served.orders.update_weights(WeightsRequest(path=str(POLICY), version=9))
         assert await sample(pools, "policy") == [9] * 4
         assert served.frozen_version_changes() == {"frozen-1": 2}
 
