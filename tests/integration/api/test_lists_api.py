@@ -10,12 +10,12 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from rollout_client.lists import SummaryFilters
 from typer.testing import CliRunner
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunState
 from api_schemas.views.summaries import SummaryFilter
+from rollout_client.calls.lists import SummaryFilters
 from rollout_client.client import InvalidRequestError, NotFoundError, RolloutClient
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
