@@ -17,12 +17,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
+import httpx
 from playwright.async_api import Page, async_playwright
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import Advantages, DatasetTasks, RunRequest
+from api_schemas.sessions import SessionRequest
 from api_schemas.tasks import Task
 from docs_site.perfetto import perfetto_page
 from rollout_client.client import RolloutClient
@@ -60,6 +63,19 @@ sandbox = "same"
 """
 
 
+SESSIONS: dict[str, list[tuple[str, float | None]]] = {
+    "alice": [
+        ("What is 17 + 25?", 1.0),
+        ("And 17 * 25?", None),
+        ("No, I meant with 24.", -1.0),
+        ("Thanks. What is 3 + 4?", 1.0),
+    ],
+    "bob": [("What is 6 * 7?", 1.0), ("And 60 * 7?", None)],
+    "carol": [("What is 12 - 30?", -1.0)],
+}
+"""What users ask, and how they value the answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Picture:
     """One picture: its file, the page's address below the service's, what to click first, and what to scroll to."""
@@ -83,8 +99,9 @@ async def main() -> None:
             tasks.start_soon(_train, client, "calc-dapo", 8, True)
             tasks.start_soon(_train, client, "calc-small", 4, False)
             await _fail(client)
+            session_id = await _serve(client)
             await _wait_for_history(client)
-            for picture in await _pictures(client):
+            for picture in await _pictures(client, session_id):
                 await _take(client.base_url, picture, arguments.output)
             await _take_trace(client, Path(folder) / "trace.json", arguments.output)
             tasks.cancel_scope.cancel()
@@ -127,6 +144,27 @@ async def _fail(client: RolloutClient) -> None:
         await client.submit(RolloutRequest(task=task))
 
 
+async def _serve(client: RolloutClient) -> str:
+    """Serve users' agents as live sessions, whose users like some answers; return the id of the longest session."""
+    ids = []
+    for user, questions in SESSIONS.items():
+        opened = await client.open_session(SessionRequest(user=user, train=True))
+        headers = {"authorization": f"Bearer {opened.key}"}
+        messages: list[dict[str, Any]] = []
+        async with httpx.AsyncClient(headers=headers, timeout=120) as agent:
+            for number, (question, value) in enumerate(questions):
+                messages.append({"role": "user", "content": question})
+                answer = await agent.post(
+                    f"{opened.url}/v1/chat/completions",
+                    json={"model": "policy", "messages": messages, "max_tokens": 64},
+                )
+                messages.append(answer.raise_for_status().json()["choices"][0]["message"])
+                if value is not None:
+                    await client.feedback(opened.session.session_id, value, turn=number)
+        ids.append(opened.session.session_id)
+    return ids[0]
+
+
 async def _wait_for_history(client: RolloutClient) -> None:
     """Wait until the plots have something to show."""
     with anyio.move_on_after(LONGEST_SECONDS):
@@ -139,7 +177,7 @@ async def _wait_for_history(client: RolloutClient) -> None:
             await anyio.sleep(POLL_SECONDS)
 
 
-async def _pictures(client: RolloutClient) -> list[Picture]:
+async def _pictures(client: RolloutClient, session_id: str) -> list[Picture]:
     pages = await client.page(limit=200)
     solved = [one for one in pages.rollouts if one.reward and one.usage.tool_calls and one.usage.turns > 1]
     example = solved[0].rollout_id
@@ -153,6 +191,8 @@ async def _pictures(client: RolloutClient) -> list[Picture]:
         Picture("compare", f"#/compare?ids={first},{second}"),
         Picture("runs", "#/runs"),
         Picture("run", "#/runs/calc-dapo"),
+        Picture("sessions", "#/sessions"),
+        Picture("session", f"#/sessions/{session_id}"),
         Picture("engines", "#/engines"),
         Picture("nodes", "#/nodes"),
         Picture("hangs", "#/hangs"),

@@ -132,12 +132,14 @@ def _host(init: StageLoad, nodes: Sequence[NodeView]) -> Bottleneck | None:
     held = init.waits_for.get(StepKind.HOST, 0.0)
     if held < 1:
         return None
-    reasons = [hold.reason for node in nodes for hold in node.holds]
-    because = f": {reasons[0]}" if reasons else ""
+    hold = next((hold for node in nodes for hold in node.holds), None)
+    because = "" if hold is None else f": {hold.reason}"
     return Bottleneck(
         kind=BottleneckKind.HOST,
         message=f"{held:.0f} rollouts wait for room on the host{because}.",
-        hint="Add nodes, or let environments ask for less memory. A ceiling is raised by sandboxes.ceiling.",
+        hint="Raise sandboxes.ceiling if the host has room, or add nodes."
+        if hold is not None and hold.resource == "ceiling"
+        else "Add nodes, or give sandboxes less. sandboxes.pressure sets what a host may bear.",
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from playwright.async_api import Page, expect
 
 from api_schemas.views.summaries import SummaryPage
+from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import (
     CannedRollout,
@@ -80,3 +83,15 @@ async def test_the_next_sample_of_the_group_takes_its_place(page: Page, fake: Fa
 async def test_without_two_rollouts_it_says_how_to_choose_them(page: Page, fake: FakeService) -> None:
     await page.goto(f"{fake.url}#/compare?ids=a")
     await expect(page.get_by_text("Tick two rows")).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("tab", ["tokens", "conversation"])
+async def test_axe_finds_nothing_serious_side_by_side(
+    page: Page, fake: FakeService, tab: str, scheme: Literal["light", "dark"]
+) -> None:
+    await page.emulate_media(color_scheme=scheme)
+    second = coding_rollout(SECOND, answer="The slice ended one late; it is mended.\n")
+    await opened(page, fake, coding_rollout(FIRST), second, tab=tab)
+    await expect(page.get_by_text("ended one late").first).to_be_visible()
+    assert await violations(page) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -11,6 +12,7 @@ from starlette.requests import Request
 
 from api_schemas.rollouts import RolloutState
 from api_schemas.views.summaries import RolloutSummary, SummaryPage
+from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, summary
 
@@ -152,3 +154,14 @@ async def test_enter_opens_the_row(page: Page, fake: FakeService, notes) -> None
     await page.keyboard.press("j")
     await page.keyboard.press("Enter")
     await expect(page).to_have_url(fake.url + "#/rollouts/r-00003")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing_serious_in_the_list(
+    page: Page, fake: FakeService, scheme: Literal["light", "dark"]
+) -> None:
+    Listed(fake, 100)
+    await page.emulate_media(color_scheme=scheme)
+    await page.goto(f"{fake.url}#/rollouts?state=completed")
+    await expect(page.get_by_text("r-00099")).to_be_visible()
+    assert await violations(page) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Literal
 
 import pytest
 from playwright.async_api import Page, expect
@@ -11,6 +12,7 @@ from api_schemas.rollouts.sessions import MarkReason, MaskReason, RolloutKind, S
 from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import InvalidBecause, NodeParent, RolloutNodes
 from api_schemas.trajectories import FinishReason, Message
+from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, coding_rollout
 from tests.support.store.trees import WORK, bare, node
@@ -79,6 +81,10 @@ async def test_the_turns_of_a_session_have_their_votes_everywhere(page: Page, fa
     await expect(table).to_contain_text("majority")
     await expect(table).to_contain_text("no next state")
     await expect(page.get_by_role("region", name="Session")).to_contain_text("chat 7")
+    schemes: list[Literal["dark", "light"]] = ["dark", "light"]
+    for scheme in schemes:
+        await page.emulate_media(color_scheme=scheme)
+        assert await violations(page) == []
     await page.get_by_role("tab", name="Conversation").click()
     await expect(page.locator(".message .vote")).to_have_text(["+1", "masked: no next state"])
     await page.get_by_role("tab", name="Tokens").click()

@@ -96,6 +96,10 @@ def test_it_says_by_what_it_is_told_and_which_setting_changes_it() -> None:
     found = bottleneck(overview(stages, nodes=[HELD]), StageLoads().add(0.0, stages))
     assert found is not None
     assert found.message == "3 rollouts wait for room on the host: memory: 3.1 GiB available."
+    assert "sandboxes.pressure" in found.hint
+    ceiling = HELD.model_copy(update={"holds": [HoldView(resource="ceiling", reason="ceiling: 8 of 8")]})
+    found = bottleneck(overview(stages, nodes=[ceiling]), StageLoads().add(0.0, stages))
+    assert found is not None
     assert "sandboxes.ceiling" in found.hint
     stages[0] = stage(Stage.INIT, 0)
     found = bottleneck(overview(stages, runs=[RUN]), StageLoads().add(0.0, stages))

@@ -72,5 +72,5 @@ function Turn({turn}) {
     <td>${[...new Set([turn.source, turn.reason])].filter(Boolean).join(", ").replaceAll("_", " ") || html`<span class="dim">nothing yet</span>`}</td>
     <td class="nowrap">${votes ?? ""}</td><td>${next ?? ""}</td>
     <td>${turn.masked_because ? html`<${Badge} state="masked">${turn.masked_because.replaceAll("_", " ")}<//>`
-      : turn.usable ? html`<${Badge} state="ready">trained on<//>` : html`<span class="dim">undecided</span>`}</td></tr>`;
+      : turn.usable ? html`<${Badge} state="ready">usable<//>` : html`<span class="dim">undecided</span>`}</td></tr>`;
 }
