@@ -13,10 +13,6 @@ local CHUNK = 8192
 local KINDS = {'e', 'R', 'k', 'w'}
 local LOWEST, HIGHEST = -9, 10  -- the exponents of rewards between which there are four ranges for each
 
-local function number_of(call, id)
-    return tonumber(redis.call('HGET', call:key('r:' .. id), 'n'))
-end
-
 local function bits_key(call, kind, value, chunk)
     return call:key('bits:' .. kind .. ':' .. value .. ':' .. common.number(chunk))
 end
@@ -65,28 +61,36 @@ function index.enter(call, id, number, environment, run)
     redis.call('ZADD', call:key('ids'), 0, id)
 end
 
--- Write the code of the error of a rollout, nil for none.
-function index.set_code(call, id, code)
-    local key = call:key('r:' .. id)
-    local before = common.value(redis.call('HGET', key, 'k'))
-    if before == code then
-        return
-    end
-    local number = number_of(call, id)
-    if before then
+-- Enter the code of the error of a rollout, nil for none, instead of what the rollout has; return its number, and whether
+-- the code differs.
+local function enter_code(call, id, code)
+    local number, before = unpack(redis.call('HMGET', call:key('r:' .. id), 'n', 'k'))
+    number, before = tonumber(number), common.value(before)
+    if before and before ~= code then
         remove(call, 'k', before, number)
     end
-    if code then
+    if code and before ~= code then
         add(call, 'k', code, number)
-        redis.call('HSET', key, 'k', code)
-    else
-        redis.call('HDEL', key, 'k')
+    end
+    return number, before ~= code
+end
+
+-- Write and enter the code of the error of a rollout, nil for none.
+function index.set_code(call, id, code)
+    local _, differs = enter_code(call, id, code)
+    if differs and code then
+        redis.call('HSET', call:key('r:' .. id), 'k', code)
+    elseif differs then
+        redis.call('HDEL', call:key('r:' .. id), 'k')
     end
 end
 
--- Enter the reward of a rollout.
-function index.add_reward(call, id, reward)
-    add(call, 'w', range_of(reward), number_of(call, id))
+-- Enter the code and the reward of a rollout that ends, before they are written; nil for none.
+function index.enter_outcome(call, id, code, reward)
+    local number = enter_code(call, id, code)
+    if reward then
+        add(call, 'w', range_of(reward), number)
+    end
 end
 
 -- Remove a rollout that is still there.

@@ -554,11 +554,8 @@ common.register('rollouts_finish', function(call, id, owner, token, again, state
         redis.call('SET', at(call, 't', id), trajectory)
         redis.call('HSET', key, 'B', segments.size(trajectory))
     end
-    redis.call('HDEL', key, 'S')
-    index.set_code(call, id, outcome.k)
-    if outcome.w then
-        index.add_reward(call, id, outcome.w)
-    end
+    index.enter_outcome(call, id, outcome.k, outcome.w)
+    redis.call('HDEL', key, 'S', 'k')
     drop_lease(call, id)
     close(call, id, state, fields)
     return 1
