@@ -205,14 +205,14 @@ async def test_an_idle_service_has_words_instead_of_empty_tables(page: Page, fak
     for text in ("None of late.", "Nothing ended.", "No engine is registered", "No run is in progress."):
         await expect(page.get_by_text(text)).to_be_visible()
     await expect(page.get_by_text("Takes no work:")).to_be_visible()
-    await expect(page.get_by_text("Limited by")).to_have_count(0)
+    await expect(page.get_by_text("Bottleneck:")).to_have_count(0)
 
 
 async def test_what_limits_the_throughput_is_said_with_what_would_change_it(
     page: Page, fake: FakeService
 ) -> None:
     await page.goto(fake.url)
-    limit = page.get_by_text("Limited by engines.").locator("..")
+    limit = page.get_by_text("Bottleneck: engines.").locator("..")
     await expect(limit).to_contain_text("73% of them wait for engines")
     await expect(limit).to_contain_text("Add engines.")
 

@@ -91,7 +91,7 @@ def limit(found: Bottleneck | None) -> RenderableType | None:
     """Return what limits the throughput, and what would change it."""
     if found is None:
         return None
-    return Text(f"limited by {found.kind}: {found.message} ", "cyan").append(found.hint, "dim")
+    return Text(f"bottleneck: {found.kind}. {found.message} ", "cyan").append(found.hint, "dim")
 
 
 def failures(overview: Overview) -> RenderableType | None:

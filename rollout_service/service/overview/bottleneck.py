@@ -88,7 +88,7 @@ def _graders(evaluate: StageLoad) -> Bottleneck | None:
         return None
     return Bottleneck(
         kind=BottleneckKind.GRADERS,
-        message=f"All {_workers(evaluate)} are busy, and {evaluate.waiting:.0f} rollouts wait to be scored.",
+        message=f"All {_workers(evaluate)} are busy, and {_rollouts(evaluate.waiting)} to be scored.",
         hint="Raise pipeline.evaluate_workers if the host has room, or make the environment's grader faster.",
     )
 
@@ -136,7 +136,7 @@ def _host(init: StageLoad, nodes: Sequence[NodeView]) -> Bottleneck | None:
     because = "" if hold is None else f": {hold.reason}"
     return Bottleneck(
         kind=BottleneckKind.HOST,
-        message=f"{held:.0f} rollouts wait for room on the host{because}.",
+        message=f"{_rollouts(held)} for room on the host{because}.",
         hint="Raise sandboxes.ceiling if the host has room, or add nodes."
         if hold is not None and hold.resource == "ceiling"
         else "Add nodes, or give sandboxes less. sandboxes.pressure sets what a host may bear.",
@@ -172,6 +172,10 @@ _UNDER_WAY = (RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
 
 def _workers(load: StageLoad) -> str:
     return f"{load.workers} {load.stage} workers"
+
+
+def _rollouts(number: float) -> str:
+    return "1 rollout waits" if round(number) == 1 else f"{number:.0f} rollouts wait"
 
 
 def _average(looks: Sequence[StageOverview]) -> StageLoad:

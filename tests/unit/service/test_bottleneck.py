@@ -101,6 +101,10 @@ def test_it_says_by_what_it_is_told_and_which_setting_changes_it() -> None:
     found = bottleneck(overview(stages, nodes=[ceiling]), StageLoads().add(0.0, stages))
     assert found is not None
     assert "sandboxes.ceiling" in found.hint
+    stages[0] = stage(Stage.INIT, 1, host=1)
+    found = bottleneck(overview(stages), StageLoads().add(0.0, stages))
+    assert found is not None
+    assert found.message == "1 rollout waits for room on the host."
     stages[0] = stage(Stage.INIT, 0)
     found = bottleneck(overview(stages, runs=[RUN]), StageLoads().add(0.0, stages))
     assert found is not None

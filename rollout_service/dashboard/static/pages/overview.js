@@ -35,7 +35,7 @@ function Notices({now}) {
 }
 
 // What limits the throughput; it has its place even when nothing does, so that the page does not jump.
-const Limit = ({limit}) => html`<p class="limit">${limit ? html`<strong>Limited by ${limit.kind}.</strong> <${Visible} text=${limit.message} />
+const Limit = ({limit}) => html`<p class="limit">${limit ? html`<strong>Bottleneck: ${limit.kind}.</strong> <${Visible} text=${limit.message} />
   ${" "}<span class="dim"><${Visible} text=${limit.hint} /></span>` : "\u00a0"}</p>`;
 
 function Figures({now}) {
