@@ -85,7 +85,7 @@ class Bottleneck(WireModel):
 
     kind: BottleneckKind
     message: str
-    """What it is told by, in a sentence."""
+    """What shows it, in a sentence."""
     hint: str
     """What would change it, with the setting."""
 

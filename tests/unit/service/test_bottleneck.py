@@ -91,7 +91,7 @@ def test_the_fullest_stage_nearest_to_the_end_is_named(
     assert kind_of(overview([init, rollout, evaluate], **fields)) == kind
 
 
-def test_it_says_by_what_it_is_told_and_which_setting_changes_it() -> None:
+def test_it_says_what_shows_it_and_which_setting_would_change_it() -> None:
     stages = [stage(Stage.INIT, 3, host=3), stage(Stage.ROLLOUT, 20), stage(Stage.EVALUATE, 0)]
     found = bottleneck(overview(stages, nodes=[HELD]), StageLoads().add(0.0, stages))
     assert found is not None
