@@ -135,6 +135,11 @@ async def test_each_answer_that_a_user_got_is_trained_on_once(tmp_path: Path) ->
                     process.kill()
                     await process.wait()
             async with service.running():
+                with anyio.fail_after(60):
+                    while (
+                        sum(len(user.answers) for user in users) <= USERS * KILLS
+                    ):  # a busy machine gave fewer
+                        await anyio.sleep(0.05)
                 over.set()
                 await settle(client, users, batches)
             tasks.cancel_scope.cancel()
@@ -186,4 +191,3 @@ def check(users: list[User], batches: dict[str, LeasedBatch]) -> None:
     got = Counter((user.session_id, answer) for user in users for answer in user.answers)
     assert max(got.values()) == 1, "each question is another, so each answer is"
     assert Counter(delivered(batches)) == got
-    assert sum(got.values()) > USERS * KILLS
