@@ -57,8 +57,10 @@ async def test_keys_lead_to_every_page(page: Page, fake: FakeService) -> None:
 async def test_a_dialog_is_answered_with_keys(page: Page, fake: FakeService) -> None:
     fake.answer("POST /v1/pause", {})
     await page.goto(fake.url + "#/engines")
-    await page.get_by_role("button", name="Pause").focus()
-    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("status")).to_have_text("Live")
+    await expect(page.get_by_role("button", name="Pause")).to_be_enabled()
+    await page.get_by_role("button", name="Pause").press("Enter")
+    await expect(page.get_by_label("Requests end first")).to_be_visible()  # a press waits for no dialog
     await page.get_by_label("Requests end first").press("Space")
     await expect(page.get_by_label("Requests end first")).to_be_checked()
     async with page.expect_response("**/v1/pause"):
