@@ -98,8 +98,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--fast"):
-        config.hook.pytest_deselected(items=[item for item in items if not _is_fast(item)])
-        items[:] = [item for item in items if _is_fast(item)]
+        fast, left_out = [], []
+        for item in items:
+            (fast if _is_fast(item) else left_out).append(item)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = fast
     if hasattr(config, "workerinput"):  # only in workers of xdist
         longest_first(items)
 

@@ -19,6 +19,8 @@ from rich.text import Text
 from rollout_service.terminal_text import escape_controls
 
 PIPE_WIDTH = 1_000_000
+HANG_STYLES = {"stuck": "bold red", "idle": "yellow", "slow": "yellow", "held": "cyan"}
+"""The style of each verdict on a wait."""
 
 
 class SafeConsole(Console):

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 4.0
 STALE_SECONDS = 15.0
 """A report in the state folder that is older was left by a service that was killed."""
-STYLES = {"stuck": "bold red", "idle": "yellow", "slow": "yellow", "held": "cyan"}
 
 
 def check_live(
@@ -90,7 +89,7 @@ def _nothing_to_read(url: str, state_dir: Path | None, config: Path | None) -> C
 def _show(report: HangReport, console: Console, *, stacks: bool) -> None:
     from rich.text import Text
 
-    from rollout_service.cli.console import table
+    from rollout_service.cli.console import HANG_STYLES, table
 
     if report.source == "state_folder":
         console.print(
@@ -104,7 +103,7 @@ def _show(report: HangReport, console: Console, *, stacks: bool) -> None:
     rows = table("verdict", "waits for", "subject", "rollouts", "seconds", "answers")
     for finding in report.findings:
         answers = {True: "yes", False: "no", None: "-"}[finding.responds]
-        verdict = Text(finding.verdict, style=STYLES[finding.verdict])
+        verdict = Text(finding.verdict, style=HANG_STYLES[finding.verdict])
         rows.add_row(
             verdict,
             finding.kind,
@@ -121,9 +120,11 @@ def _show(report: HangReport, console: Console, *, stacks: bool) -> None:
 def _explain(finding: HangFinding, console: Console, *, stacks: bool) -> None:
     from rich.text import Text
 
+    from rollout_service.cli.console import HANG_STYLES
+
     console.print()
     console.print(
-        Text(f"{finding.verdict}: {finding.message}", style=STYLES[finding.verdict]), soft_wrap=True
+        Text(f"{finding.verdict}: {finding.message}", style=HANG_STYLES[finding.verdict]), soft_wrap=True
     )
     console.print(Text(f"  {finding.hint}"), soft_wrap=True)
     if finding.rollouts:

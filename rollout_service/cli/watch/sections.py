@@ -11,19 +11,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from api_schemas.rollouts import RolloutState
-from api_schemas.views.hangs import HangFinding, HangVerdict
+from api_schemas.views.hangs import HangFinding
 from api_schemas.views.overview import BackendOverview, Bottleneck, Overview, RunOverview, StageOverview
 from rollout_service.cli.common import count
-from rollout_service.cli.console import id_column, table
+from rollout_service.cli.console import HANG_STYLES, id_column, table
 
 SHOWN_FINDINGS, SHOWN_ERRORS, SHOWN_ROWS = 5, 4, 8
 BAR_WIDTH = 20
-_STYLES = {
-    HangVerdict.STUCK: "bold red",
-    HangVerdict.IDLE: "yellow",
-    HangVerdict.SLOW: "yellow",
-    HangVerdict.HELD: "cyan",
-}
 
 
 def all_of(overview: Overview) -> Iterator[RenderableType | None]:
@@ -63,7 +57,7 @@ def findings(found: Iterable[HangFinding]) -> RenderableType | None:
     for one in all_found[:SHOWN_FINDINGS]:
         who = f" ({count(one.count, 'rollout')})" if one.count else ""
         text = Text(
-            f"{one.verdict.upper()} for {duration(one.seconds)}{who}: {one.message}", _STYLES[one.verdict]
+            f"{one.verdict.upper()} for {duration(one.seconds)}{who}: {one.message}", HANG_STYLES[one.verdict]
         )
         lines.append(text.append(f" {one.hint}", "not bold dim"))
     if len(all_found) > SHOWN_FINDINGS:

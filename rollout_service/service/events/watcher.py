@@ -1,7 +1,7 @@
 """Tells of what changes without a command of its own: engines, the node, and what holds sandboxes back.
 
-Guarantee: it looks once a second, so there is no storm of events, and a state that passes in between is missed. The
-parts that it watches do not know of it.
+Guarantee: something that changes all the time causes at most one event a second, since the watcher looks that often; a
+state that comes and goes in between is missed. The parts that it watches do not know of it.
 """
 
 from __future__ import annotations

@@ -97,15 +97,22 @@ async def prepared(url: str, kind: str, checkpoints: Checkpoints) -> AsyncIterat
     await backend.close()
 
 
+@asynccontextmanager
+async def chosen(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> AsyncIterator[EngineUnderTest]:
+    """Yield the engine that is the parameter of a fixture."""
+    if request.param == "vllm":
+        checkpoints = request.getfixturevalue("untied_checkpoints")
+    url = request.getfixturevalue(f"{request.param}_url")
+    async with prepared(url, request.param, checkpoints) as engine:
+        yield engine
+
+
 @pytest.fixture(params=REAL)
 async def model_engine(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, anyio_backend: str
 ) -> AsyncIterator[EngineUnderTest]:
     """Yield each engine that runs a model, at version 0 of the first checkpoint, with an empty cache."""
-    if request.param == "vllm":
-        checkpoints = request.getfixturevalue("untied_checkpoints")
-    url = request.getfixturevalue(f"{request.param}_url")
-    async with prepared(url, request.param, checkpoints) as engine:
+    async with chosen(request, checkpoints) as engine:
         yield engine
 
 
@@ -114,8 +121,5 @@ async def engine(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, anyio_backend: str
 ) -> AsyncIterator[EngineUnderTest]:
     """Yield each engine, real or scripted."""
-    if request.param == "vllm":
-        checkpoints = request.getfixturevalue("untied_checkpoints")
-    url = request.getfixturevalue(f"{request.param}_url")
-    async with prepared(url, request.param, checkpoints) as engine:
+    async with chosen(request, checkpoints) as engine:
         yield engine

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict, UsualTimes
+from rollout_service.cli.console import HANG_STYLES
 from rollout_service.hangs.rules import (
     FACTOR,
     FLOORS,
@@ -112,3 +113,7 @@ def test_the_verdict_after_half_a_minute(kind, fields, verdict):
 def test_every_kind_of_step_has_a_floor():
     assert set(FLOORS) == set(StepKind)
     assert all(floor <= 60 for floor in FLOORS.values())
+
+
+def test_every_verdict_is_printed_in_a_style():
+    assert set(HANG_STYLES) == set(HangVerdict)
