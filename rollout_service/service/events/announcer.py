@@ -1,11 +1,13 @@
 """Writes the events that the service itself causes, beside what they tell of.
 
-Guarantees: announcing takes microseconds, never waits and never fails; a store that fails loses events of this kind and
-nothing else. No storm: of the same kind and subject, one event a second at most is written, with what was said last.
+Guarantees: announcing takes microseconds, never waits and never fails; events are written in the order of their
+announcement, and none replaces another. A store that fails loses the events that it should have written then, and
+nothing else; one that hangs, those that come when `MAX_WAITING` wait.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -20,7 +22,6 @@ from rollout_service.store.contract import Store
 
 log = structlog.get_logger(__name__)
 
-PERIOD_SECONDS = 1.0
 MAX_WAITING = 1_024
 CLOSE_SECONDS = 1.0
 
@@ -30,19 +31,17 @@ class Announcer:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: dict[tuple[EventKind, str], dict[str, JsonValue]] = {}
-        self._written: dict[tuple[EventKind, str], float] = {}
+        self._waiting: deque[tuple[EventKind, str, dict[str, JsonValue]]] = deque()
         self._said = ResettableEvent()
         self.dropped = 0
         """Events that were not written, since the store failed or too many waited."""
 
     def announce(self, kind: EventKind, subject: str, data: dict[str, JsonValue]) -> None:
-        """Have an event written; one of the same kind and subject that was not written yet is replaced."""
-        key = (kind, subject)
-        if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
+        """Have an event written after those announced before."""
+        if len(self._waiting) >= MAX_WAITING:
             self.dropped += 1
             return
-        self._waiting[key] = data
+        self._waiting.append((kind, subject, data))
         self._said.set()
 
     @asynccontextmanager
@@ -55,25 +54,17 @@ class Announcer:
             finally:
                 tasks.cancel_scope.cancel()
         with anyio.move_on_after(CLOSE_SECONDS, shield=True):
-            self._written.clear()
-            await self._write_due()
+            await self._write_waiting()
 
     async def _work(self) -> None:
         while True:
             await self._said.wait()
             self._said.clear()
-            await self._write_due()
-            if self._waiting:  # each was written less than a second ago
-                await anyio.sleep(PERIOD_SECONDS / 4)
-                self._said.set()
+            await self._write_waiting()
 
-    async def _write_due(self) -> None:
-        now = anyio.current_time()
-        self._written = {key: at for key, at in self._written.items() if now - at < PERIOD_SECONDS}
-        for key in [key for key in self._waiting if key not in self._written]:
-            kind, subject = key
-            data = self._waiting.pop(key)
-            self._written[key] = now
+    async def _write_waiting(self) -> None:
+        while self._waiting:
+            kind, subject, data = self._waiting.popleft()
             try:
                 await self._store.record(kind, subject, data)
             except StoreError as error:

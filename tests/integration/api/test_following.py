@@ -150,16 +150,17 @@ def test_the_overview_comes_once_a_second_to_each_of_ten_readers(api: httpx.Clie
 
 
 def test_events_are_chosen_by_kind(api: httpx.Client) -> None:
+    before = api_last_event(api)
     order(api, "chosen-1")
     api.post("/v1/pause").raise_for_status()
     api.post("/v1/resume").raise_for_status()
     order(api, "chosen-2")
-    every = events_until(api, "chosen-2", after=0)
+    every = events_until(api, "chosen-2", after=before)
     pools = [event for event in every if event.kind.startswith("pool.")]
     assert [event.kind for event in pools] == ["pool.paused", "pool.resumed"]
-    rollouts = events_until(api, "chosen-2", after=0, kind="rollout.")
+    rollouts = events_until(api, "chosen-2", after=before, kind="rollout.")
     assert rollouts == [event for event in every if event.kind.startswith("rollout.")]
-    both = events_until(api, "chosen-2", after=0, kind=["rollout.state", "pool.paused"])
+    both = events_until(api, "chosen-2", after=before, kind=["rollout.state", "pool.paused"])
     assert both == [event for event in every if event.kind in ("rollout.state", "pool.paused")]
 
 

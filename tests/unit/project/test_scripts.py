@@ -1,6 +1,8 @@
 """The scripts explain themselves, say how to install whatever is missing, and pass pip's settings to uv."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
     )
     variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder)} | environ
     return subprocess.run(
-        ["bash", "-c", prelude + code], capture_output=True, text=True, env=variables, check=False
+        ["bash", "-c", prelude + code], capture_output=True, text=True, env=variables, cwd=folder, check=False
     )
 
 
@@ -133,3 +135,38 @@ def test_two_setups_at_once_wait_for_each_other(tmp_path):
     running = [subprocess.Popen(["bash", "-c", prelude + code], stderr=subprocess.DEVNULL) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert (tmp_path / "log").read_text().split() == ["begin", "end"] * 3
+
+
+FAILING = """
+import pytest
+
+@pytest.mark.xdist_group("a group")
+@pytest.mark.parametrize("address", ["a@b", "c"])
+def test_grouped(address):
+    assert address == "c"
+
+@pytest.mark.parametrize("address", ["a@b"])
+def test_alone(address):
+    assert not address
+"""
+
+
+def test_tests_that_failed_can_be_run_again_with_or_without_a_group(tmp_path):
+    (tmp_path / "test_failing.py").write_text(FAILING)
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    first = subprocess.run(
+        [*pytest_here, "-n", "1", "--dist", "loadgroup"], cwd=tmp_path, env=environ, check=False
+    )
+    assert first.returncode == 1
+    failed = bash("last_failed", tmp_path).stdout.splitlines()
+    assert sorted(failed) == ["test_failing.py::test_alone[a@b]", "test_failing.py::test_grouped[a@b]"]
+    again = subprocess.run(
+        [*pytest_here, "-n", "0", *failed],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "2 failed" in again.stdout

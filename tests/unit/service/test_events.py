@@ -16,6 +16,7 @@ from api_schemas.events import Event, EventKind
 from api_schemas.inference import BackendState, BackendView
 from rollout_service.errors import InvalidFieldError, StoreError
 from rollout_service.service.events import Announcer, EventSelection, EventTail, StateWatcher
+from rollout_service.service.events.announcer import MAX_WAITING
 from rollout_service.service.events.tail import PAGE_EVENTS, TAIL_EVENTS
 from rollout_service.store.sqlite import SqliteStore
 from sandboxes.scheduling.pressure import HoldReason
@@ -157,19 +158,28 @@ async def test_what_is_announced_is_written(store: SqliteStore) -> None:
     assert (event.kind, event.subject, event.data) == ("pool.paused", "policy", {"mode": "abort"})
 
 
-async def test_a_storm_is_a_few_events_and_the_last_is_what_was_said_last(store: SqliteStore) -> None:
+async def test_events_are_written_in_the_order_of_their_announcement(store: SqliteStore) -> None:
     announcer = Announcer(store)
+    said: list[tuple[EventKind, dict[str, Any]]] = []
     async with announcer.running():
-        for number in range(1_000):
-            announcer.announce(EventKind.BACKEND_STATE, "policy@a", {"number": number})
-            if number % 100 == 0:
+        for number in range(100):
+            said += [(EventKind.POOL_PAUSED, {"number": number}), (EventKind.POOL_RESUMED, {})]
+            for kind, data in said[-2:]:
+                announcer.announce(kind, "policy", data)
+            if number % 10 == 0:
                 await anyio.sleep(0.001)
-        announcer.announce(EventKind.POOL_RESUMED, "policy", {})
-    events = await store.events(after=0)
-    backend = [event for event in events if event.kind == "backend.state"]
-    assert 1 <= len(backend) <= 3
-    assert backend[-1].data == {"number": 999}
-    assert [event.kind for event in events].count("pool.resumed") == 1
+    assert [(event.kind, event.data) for event in await store.events(after=0)] == said
+
+
+async def test_no_more_events_wait_than_are_kept(store: SqliteStore) -> None:
+    announcer = Announcer(store)
+    for number in range(MAX_WAITING + 5):
+        announcer.announce(EventKind.BACKEND_STATE, "policy@a", {"number": number})
+    async with announcer.running():
+        pass
+    assert announcer.dropped == 5
+    written = await store.events(after=0, limit=2 * MAX_WAITING)
+    assert [event.data["number"] for event in written] == list(range(MAX_WAITING))
 
 
 async def test_a_store_that_fails_is_nobodys_problem(store: SqliteStore) -> None:

@@ -84,15 +84,16 @@ export function Confirm({title, action = "OK", danger = false, onConfirm, onClos
   <//>`;
 }
 
-// A button that asks first. It is disabled, and says why, if the key in use does not allow what it does.
+// A button that asks first. It is disabled, and says why, if the key in use does not allow what it does. The question
+// stays as it was asked: the page may draw another action in this place meanwhile, and a click must not confirm that one.
 export function Action({label, needs = "admin", title, danger, confirm, run, disabled, children}) {
-  const [open, setOpen] = useState(false);
+  const [asked, setAsked] = useState(null);
   const may = useMay(needs);
   const reason = may ? undefined : `Your key may not do this: it needs the role ${needs}`;
+  const ask = () => setAsked({title: confirm ?? `${label}?`, action: label, danger, onConfirm: run, children});
   return html`<button type="button" class=${danger ? "danger" : ""} disabled=${!may || disabled}
-      title=${reason ?? title} onClick=${() => setOpen(true)}>${label}</button>
-    ${open ? html`<${Confirm} title=${confirm ?? `${label}?`} action=${label} danger=${danger} onConfirm=${run}
-      onClose=${() => setOpen(false)}>${children}<//>` : null}`;
+      title=${reason ?? title} onClick=${ask}>${label}</button>
+    ${asked ? html`<${Confirm} ...${asked} onClose=${() => setAsked(null)} />` : null}`;
 }
 
 // Return a function for `Action.run` that sends a request.
