@@ -11,7 +11,8 @@ to the first frame in which lines of tokens are in the document, by the browser'
 requests. `loaded_ms` goes on until the last token has come. `scroll_fps` scrolls through the whole trajectory
 by the same distance in each frame, and is one over the median time between frames, as `requestAnimationFrame`
 gives it; a headless browser has no more than 60. `scroll_fps_worst` is that of the slowest twentieth of the
-frames.
+frames. `longest_task_ms` is the longest time for which the page's scripts held up everything else, in any visit or
+while scrolling; the browser reports those over 50 ms, and 0 stands for none.
 
 `saved_mb` is the size of the trajectory's file, in megabytes, and `saved_made_ms` the time in which the service answers
 with it; `saved_paint_ms` and `saved_loaded_ms` are what `first_paint_ms` and `loaded_ms` are, with the file opened from
@@ -59,7 +60,10 @@ VIEW = ViewportSize(width=1280, height=800)
 ROLLOUT_ID = "long"
 
 WATCH = """
-window.measured = {shown: null, loaded: null};
+window.measured = {shown: null, loaded: null, longest: 0};
+new PerformanceObserver((list) => {
+  for (const task of list.getEntries()) measured.longest = Math.max(measured.longest, task.duration);
+}).observe({type: "longtask", buffered: true});
 const look = () => {
   if (measured.shown === null && document.querySelector(".token-line .t")) measured.shown = performance.now();
   const status = document.querySelector(".tokens [role=status]")?.textContent ?? "";
@@ -193,12 +197,13 @@ async def visit(browser: Browser, address: str) -> dict[str, float]:
         return dict(await page.evaluate("measured"))
 
 
-async def scroll(browser: Browser, address: str) -> list[float]:
-    """Scroll through all tokens; return the seconds between frames."""
+async def scroll(browser: Browser, address: str) -> tuple[list[float], float]:
+    """Scroll through all tokens; return the seconds between frames, and the longest task in milliseconds."""
     async with opened(browser, address) as page:
         await page.locator(".token-lines").evaluate("box => box.scrollIntoView({block: 'end'})")
         times = await page.evaluate(SCROLL, FRAMES)
-    return [(after - before) / 1000 for before, after in pairwise(times)]
+        longest: float = await page.evaluate("measured.longest")
+    return [(after - before) / 1000 for before, after in pairwise(times)], longest
 
 
 async def measure(tokens: int = TOKENS) -> dict[str, float]:
@@ -210,7 +215,7 @@ async def measure(tokens: int = TOKENS) -> dict[str, float]:
         async with served(state_dir) as address, chromium() as browser:
             await visit(browser, f"{address}/")  # the first page starts the browser's processes
             visits = [await visit(browser, f"{address}/") for _ in range(VISITS)]
-            gaps = await scroll(browser, f"{address}/")
+            gaps, longest = await scroll(browser, f"{address}/")
             made = [await save(address, file) for _ in range(VISITS)]
             saved = [await visit(browser, file.as_uri()) for _ in range(VISITS)]
             size = file.stat().st_size
@@ -220,6 +225,7 @@ async def measure(tokens: int = TOKENS) -> dict[str, float]:
         "loaded_ms": round(statistics.median(one["loaded"] for one in visits), 1),
         "scroll_fps": round(1 / statistics.median(gaps), 1),
         "scroll_fps_worst": round(1 / statistics.mean(slowest), 1),
+        "longest_task_ms": round(max(longest, *(one["longest"] for one in visits)), 1),
         "saved_mb": round(size / 1e6, 2),
         "saved_made_ms": round(statistics.median(made), 1),
         "saved_paint_ms": round(statistics.median(one["shown"] for one in saved), 1),

@@ -2,11 +2,14 @@
 
     python -m benchmarks.support.dashboard.viewers
 
-A service in a process of its own runs rollouts of several turns, as many at once as it has workers, against an engine
-that answers after a fixed time. Spells without viewers and with ten of them take turns, so the machine's noise reaches
-both alike. A viewer follows the overview, and asks for the newest rollouts and for what hangs every two seconds, as
-the page does. The CPU time of the service's process is compared at equal work: what its turns cost without viewers is
-taken off. A turn lasts from one request to the engine to the next, without the tool in between.
+A service in a process of its own runs rollouts of many turns, one at a time, against an engine that answers after a
+fixed time: rollouts beside each other wait for each other, which hides what viewers cost. Spells without viewers and
+with ten of them take turns, so the machine's noise reaches both alike. A viewer looks at the list of rollouts: it
+follows the overview, and asks for the newest 200 every two seconds, with the header that the page sends. Each figure
+is the mean difference between neighboring spells; `_error` is its standard error. Of the CPU time, what the turns of a
+spell cost without viewers is taken off. A turn lasts from one request to the engine to the next, without the tool in
+between. `viewers_idle_cpu_percent` is what the same viewers take of the processor while no rollout runs, which is free
+of the noise of the work.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from api_schemas.rollouts.steps import RolloutSteps, StepKind
 from tests.support.processes.service import Running, scripted_engine, service
 
 VIEWERS = 10
-SPELLS = 8
-SPELL_SECONDS = 6.0
+PAIRS, IDLE_PAIRS = 16, 3
+SPELL_SECONDS = 5.0
 WARM_SECONDS = 8.0
 ASK_SECONDS = 2.0
-ENGINE_SECONDS = 0.1
-WORKERS = 8
-TURNS = 20
+ENGINE_SECONDS = 0.02
+WORKERS = 1
+TURNS = 60
 CONFIG = f"""
 [sandboxes.pressure]
 enabled = false
@@ -41,7 +44,8 @@ enabled = false
 rollout_workers = {WORKERS}
 init_workers = {WORKERS}
 """
-ASKED = ("/v1/summaries?limit=100", "/v1/hangs")
+ASKED = "/v1/summaries?limit=200"
+SHARED = {"Cache-Control": "max-age=2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +68,43 @@ async def measure() -> dict[str, float]:
             service(folder, engine.url, CONFIG, turns=TURNS) as server,
         ):
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-                return _figures(await _spells(server, client))
+                busy = await _busy_spells(server, client)
+                await _until_idle(client)
+                idle = await _pairs(server, client, [], IDLE_PAIRS)
+    taken = [100 * (_beyond(viewed, 0) - _beyond(plain, 0)) for plain, viewed in _paired(idle)]
+    return _figures(busy) | {"viewers_idle_cpu_percent": round(statistics.mean(taken), 2)}
 
 
-async def _spells(server: Running, client: httpx.AsyncClient) -> list[Spell]:
+async def _busy_spells(server: Running, client: httpx.AsyncClient) -> list[Spell]:
     async with anyio.create_task_group() as tasks:
         ended: list[str] = []
         for worker in range(WORKERS):
             tasks.start_soon(_keep_busy, client, f"w{worker}", ended)
         await anyio.sleep(WARM_SECONDS)
-        spells = []
-        for number in range(SPELLS * 2):
-            viewed = number % 2 == 1
-            async with _viewers(server.url, VIEWERS if viewed else 0):
-                await anyio.sleep(0.5)  # connections are made
-                spells.append(await _spell(server, client, ended, viewed=viewed))
+        spells = await _pairs(server, client, ended, PAIRS)
         tasks.cancel_scope.cancel()
+    return spells
+
+
+async def _until_idle(client: httpx.AsyncClient) -> None:
+    while await _working(client):  # noqa: ASYNC110 - another process works
+        await anyio.sleep(0.2)
+
+
+async def _working(client: httpx.AsyncClient) -> int:
+    """Return how many rollouts have not ended."""
+    counts = (await client.get("/v1/overview")).json()["counts"]
+    return sum(counts.get(state, 0) for state in ("queued", "init", "rollout", "evaluate"))
+
+
+async def _pairs(server: Running, client: httpx.AsyncClient, ended: list[str], count: int) -> list[Spell]:
+    """Return spells without and with viewers, in turn."""
+    spells = []
+    for number in range(count * 2):
+        viewed = number % 2 == 1
+        async with _viewers(server.url, VIEWERS if viewed else 0):
+            await anyio.sleep(0.5)  # connections are made
+            spells.append(await _spell(server, client, ended, viewed=viewed))
     return spells
 
 
@@ -155,28 +180,42 @@ async def _view(url: str, number: int) -> None:
 async def _ask(client: httpx.AsyncClient, number: int) -> None:
     await anyio.sleep(ASK_SECONDS * number / VIEWERS)  # they did not open their pages at the same moment
     while True:
-        for path in ASKED:
-            (await client.get(path)).raise_for_status()
+        (await client.get(ASKED, headers=SHARED)).raise_for_status()
         await anyio.sleep(ASK_SECONDS)
 
 
+def _paired(spells: list[Spell]) -> list[tuple[Spell, Spell]]:
+    return list(zip(spells[0::2], spells[1::2], strict=True))
+
+
 def _figures(spells: list[Spell]) -> dict[str, float]:
-    plain = [spell for spell in spells if not spell.viewed]
-    viewed = [spell for spell in spells if spell.viewed]
+    pairs = _paired(spells)
+    plain = [spell for spell, _ in pairs]
     cost = sum(spell.cpu_seconds for spell in plain) / sum(spell.turns for spell in plain)
-    added = [(spell.cpu_seconds - cost * spell.turns) / spell.seconds * 100 for spell in viewed]
-    medians = [
-        statistics.median(value for spell in some for value in spell.turn_ms) for some in (plain, viewed)
-    ]
+    cpu = [100 * (_beyond(viewed, cost) - _beyond(spell, cost)) for spell, viewed in pairs]
+    turns = [statistics.median(viewed.turn_ms) - statistics.median(spell.turn_ms) for spell, viewed in pairs]
     return {
-        "viewers_cpu_percent": round(statistics.median(added), 2),
-        "viewers_turn_ms_p50": round(medians[1] - medians[0], 3),
+        "viewers_cpu_percent": round(statistics.mean(cpu), 2),
+        "viewers_cpu_percent_error": round(_error(cpu), 2),
+        "viewers_turn_ms_p50": round(statistics.mean(turns), 3),
+        "viewers_turn_ms_p50_error": round(_error(turns), 3),
         "viewers_plain_cpu_percent": round(
             statistics.median(spell.cpu_seconds / spell.seconds * 100 for spell in plain), 2
         ),
-        "viewers_plain_turn_ms_p50": round(medians[0], 3),
+        "viewers_plain_turn_ms_p50": round(
+            statistics.median(value for spell in plain for value in spell.turn_ms), 3
+        ),
         "viewers_turns": float(sum(spell.turns for spell in spells)),
     }
+
+
+def _beyond(spell: Spell, cost: float) -> float:
+    """Return the CPU seconds a second that a spell took beyond those of its turns, each of which takes `cost`."""
+    return (spell.cpu_seconds - cost * spell.turns) / spell.seconds
+
+
+def _error(differences: list[float]) -> float:
+    return float(statistics.stdev(differences) / len(differences) ** 0.5)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""Routes for lists that stay fast however much there is to list."""
+"""Routes for lists that stay fast however much there is to list.
+
+Guarantee: readers who send `Cache-Control: max-age=SECONDS` share an answer of at most that age, so many of them cost
+little more than one.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from api_schemas.errors import FieldError
 from api_schemas.runs import RunId
 from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.views.summaries import SummaryOrder, SummaryPage, SummaryQuery
 from rollout_service.api.openapi.responses import raises
-from rollout_service.api.routes.support.dependencies import ServiceDep
-from rollout_service.api.routes.support.strict import StrictRoute
+from rollout_service.api.routes.support.dependencies import ServiceDep, as_json
+from rollout_service.api.routes.support.shared_answers import SharedRoute
 from rollout_service.errors import InvalidFieldError, NotFoundError
 from rollout_service.store.lists_contract import GroupSelection
 
-router = APIRouter(prefix="/v1", route_class=StrictRoute)
+router = APIRouter(prefix="/v1", route_class=SharedRoute)
 
 Order = Annotated[SummaryOrder, Query(description="Which end of the list comes first.")]
 Cursor = Annotated[
@@ -24,17 +28,18 @@ Cursor = Annotated[
 ]
 
 
-@router.get("/summaries", tags=["rollouts"])
-async def list_summaries(service: ServiceDep, query: Annotated[SummaryQuery, Query()]) -> SummaryPage:
+@router.get("/summaries", tags=["rollouts"], response_model=SummaryPage)
+async def list_summaries(service: ServiceDep, query: Annotated[SummaryQuery, Query()]) -> Response:
     """List rollouts as short rows, the newest first, with all that these filters select.
 
     A page costs the same however many rollouts there are. If few match, it can be short, or even empty, although there
     are more: go on while `next_cursor` is not null. `matching` is there for lists of everything and by state alone.
     """
-    return await service.store.summaries(query, order=query.order, cursor=query.cursor, limit=query.limit)
+    page = await service.store.summaries(query, order=query.order, cursor=query.cursor, limit=query.limit)
+    return as_json(page)
 
 
-@router.get("/runs/{run_id}/groups", tags=["runs"], responses=raises(NotFoundError))
+@router.get("/runs/{run_id}/groups", tags=["runs"], response_model=GroupPage, responses=raises(NotFoundError))
 async def list_groups(
     service: ServiceDep,
     run_id: RunId,
@@ -48,7 +53,7 @@ async def list_groups(
     order: Order = "newest",
     cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=200, description="Groups per page.")] = 50,
-) -> GroupPage:
+) -> Response:
     """List the groups of a run with their samples, those that started last first.
 
     What is known of a group outlives its rollouts, which retention deletes: then it has no samples. If few match, a
@@ -57,20 +62,23 @@ async def list_groups(
     if reason is not None and state not in (None, "dropped"):
         raise _invalid("reason", "only dropped groups have a reason", hint="Leave `state` or `reason` out.")
     which = GroupSelection(state="dropped" if reason is not None else state, reason=reason)
-    return await service.store.runs.group_page(run_id, which, order=order, cursor=cursor, limit=limit)
+    page = await service.store.runs.group_page(run_id, which, order=order, cursor=cursor, limit=limit)
+    return as_json(page)
 
 
-@router.get("/runs/{run_id}/history", tags=["runs"], responses=raises(NotFoundError))
+@router.get(
+    "/runs/{run_id}/history", tags=["runs"], response_model=RunHistory, responses=raises(NotFoundError)
+)
 async def get_history(
     service: ServiceDep,
     run_id: RunId,
     points: Annotated[int, Query(ge=1, le=1_000, description="The most intervals to return.")] = 100,
-) -> RunHistory:
+) -> Response:
     """Read how a run went, as columns with one entry for each interval of closed groups, the oldest first.
 
     Each interval has about as many groups. A group is there from when it closes, for as long as the run is kept.
     """
-    return await service.store.runs.history(run_id, points=points)
+    return as_json(await service.store.runs.history(run_id, points=points))
 
 
 def _invalid(name: str, message: str, *, hint: str) -> InvalidFieldError:

@@ -105,6 +105,27 @@ async def test_ten_thousand_rollouts_are_scrolled_with_few_rows_in_the_document(
     assert await page.locator(".row").count() < 100
 
 
+async def test_the_list_is_current_although_the_service_shares_older_answers(
+    page: Page, fake: FakeService
+) -> None:
+    listed = Listed(fake, 3)
+    ages: list[str | None] = []
+
+    def shared(request: Request) -> SummaryPage:
+        ages.append(request.headers.get("cache-control"))
+        current = listed.page(request)
+        if len(ages) == 2:  # made for another reader, before the rollout began
+            return current.model_copy(update={"rows": current.rows[1:]})
+        return current
+
+    fake.handlers["GET /v1/summaries"] = shared
+    await page.goto(fake.url + "#/rollouts")
+    await expect(page.locator(".summary-row")).to_have_count(3)
+    listed.add(3)
+    await expect(page.locator(".summary-row")).to_have_count(4)
+    assert ages == ["no-cache", "max-age=2", "max-age=2"]
+
+
 async def test_new_rows_appear_above_without_moving_what_is_read(page: Page, fake: FakeService) -> None:
     listed = Listed(fake, 300)
     await page.goto(fake.url + "#/rollouts")

@@ -153,6 +153,7 @@ async def test_groups_are_found_behind_pages_without_any(page: Page, runs: FakeS
             await anyio.sleep(0.01)
     await expect(page.get_by_text("Loading")).to_be_visible()
     runs.answer(f"GET {RUN}/groups", canned_runs.groups(count=1, cursor=None))
+    runs.emit("group.closed", subject="math-grpo-7.0")
     rows = page.get_by_role("list", name="Groups, the newest first").get_by_role("listitem")
     await expect(rows).to_have_count(1)
 

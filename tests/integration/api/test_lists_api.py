@@ -66,6 +66,19 @@ async def test_both_clients_list_what_the_filters_select(url: str) -> None:
         assert [row.rollout_id for row in blocking.summary_page(since=LATER).rows] == []
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/summaries?limit=2", "/v1/runs/a/groups?limit=9", "/v1/runs/a/history?points=7"]
+)
+def test_readers_who_allow_an_older_answer_share_it(url: str, path: str) -> None:
+    with httpx.Client(base_url=url, timeout=30) as http:
+        exact = http.get(path).raise_for_status()
+        shared = [http.get(path, headers={"Cache-Control": "max-age=10"}) for _ in range(2)]
+        wrong = http.get(path + "&no=1", headers={"Cache-Control": "max-age=10"})
+    assert [answer.json() for answer in shared] == [exact.json()] * 2
+    assert {answer.headers["content-type"] for answer in shared} == {"application/json"}
+    assert wrong.status_code == 422
+
+
 def test_the_clients_take_every_filter_of_the_model() -> None:
     assert SummaryFilters.__annotations__.keys() == SummaryFilter.model_fields.keys()
 

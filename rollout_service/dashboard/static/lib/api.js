@@ -32,7 +32,9 @@ export function useKey(value) {
 
 export const url = (path) => new URL(path.replace(/^\//, ""), document.baseURI).href;
 
-export const get = async (path, {signal: aborted} = {}) => read(await request("GET", path, {aborted}));
+// `age` is how many seconds old the answer may be: one that the service made for others then costs it nothing.
+export const get = async (path, {signal: aborted, age = 0} = {}) =>
+  read(await request("GET", path, {aborted, headers: age ? {"Cache-Control": `max-age=${age}`} : {}}));
 
 export async function send(method, path, body, {signal: aborted} = {}) {
   return read(await request(method, path, {body, aborted}));

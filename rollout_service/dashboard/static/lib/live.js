@@ -103,7 +103,26 @@ function listen(path, callback) {
   };
 }
 
-const REFRESH_EVERY = 2000;
+export const REFRESH_EVERY = 2000;
+// How old an answer may be that is asked for again.
+export const AGE = REFRESH_EVERY / 1000;
+
+// Say when there is something new to ask for. An answer may be as old as the question before, so what had happened by then
+// is all that it is sure to have: after the last event, one asks twice.
+export class News {
+  #had = lastEvent.peek();
+  #known = lastEvent.peek();
+
+  get due() {
+    return lastEvent.peek() !== this.#had;
+  }
+
+  // Note that one asks now.
+  asked() {
+    this.#had = this.#known;
+    this.#known = lastEvent.peek();
+  }
+}
 
 // Return {data, error, loading, reload} of a path, asked again when something happened in the service: at most every two
 // seconds, and only while the tab is visible. `path` may be null, for nothing. What no event tells of is asked `every` so
@@ -117,13 +136,13 @@ export function useLive(path, {once = false, every = Infinity} = {}) {
     const end = new AbortController();
     if (shown.current !== path) setState({data: null, error: null, loading: true});
     shown.current = path;
-    let timer = 0, seen = lastEvent.peek(), busy = false, asked = 0;
-    const ask = async () => {
+    const news = new News();
+    let timer = 0, busy = false, asked = 0;
+    const ask = async (age) => {
       busy = true;
-      seen = lastEvent.peek();
       asked = Date.now();
       try {
-        const data = await get(path, {signal: end.signal});
+        const data = await get(path, {signal: end.signal, age});
         if (!end.signal.aborted) setState({data, error: null, loading: false});
       } catch (error) {
         if (!end.signal.aborted) setState((old) => ({...old, error, loading: false}));
@@ -133,11 +152,13 @@ export function useLive(path, {once = false, every = Infinity} = {}) {
     };
     const again = () => {
       if (busy || end.signal.aborted) return;
-      const due = lastEvent.peek() !== seen || Date.now() - asked >= every * 1000;
-      if (due && !document.hidden) ask();
-      else timer = setTimeout(again, 500);
+      const due = news.due || Date.now() - asked >= every * 1000;
+      if (due && !document.hidden) {
+        news.asked();
+        ask(AGE);
+      } else timer = setTimeout(again, 500);
     };
-    ask();
+    ask(0);
     return () => (end.abort(), clearTimeout(timer));
   }, [path, round, once, every]);
   return {...state, reload: () => setRound((count) => count + 1)};

@@ -1,14 +1,13 @@
 // The groups of a run, the newest first: fetched as one scrolls, and looked at again when something happens.
 import {get} from "./api.js";
 import {ago, count, number} from "./format.js";
-import {useOverview} from "./live.js";
+import {AGE, News, REFRESH_EVERY} from "./live.js";
 import {go, href, segment} from "./router.js";
 import {VirtualRows} from "./rows.js";
 import {html, useEffect, useMemo, useRef, useState} from "./ui.js";
 import {Badge, Card, Empty, Problem, Visible} from "./widgets.js";
 
 const PAGE = 100;
-const REFRESH_EVERY = 2000;
 const STATES = ["open", "ready", "batched", "acknowledged", "dropped"];
 
 export function Groups({run, state, reason}) {
@@ -79,20 +78,18 @@ function useGroups(runId, state, reason) {
   const key = `${runId} ${state} ${reason}`;
   const [held, setHeld] = useState({key, ...NOTHING});
   const busy = useRef(false);
-  const seen = useRef(-1);
-  const now = useOverview();
   const current = held.key === key ? held : {key, ...NOTHING};
   const latest = useRef(current);
   latest.current = current;
 
-  const fetchPage = async (cursor, aborted) => {
+  const fetchPage = async (cursor, aborted, age = 0) => {
     const query = new URLSearchParams({limit: PAGE, order: "newest"});
     if (state) query.set("state", state);
     if (reason) query.set("reason", reason);
     if (cursor) query.set("cursor", cursor);
     busy.current = true;
     try {
-      const page = await get(`v1/runs/${segment(runId)}/groups?${query}`, {signal: aborted});
+      const page = await get(`v1/runs/${segment(runId)}/groups?${query}`, {signal: aborted, age});
       if (aborted?.aborted) return;
       const old = latest.current;
       // The first page again: what it has is newer, and what is no longer in it, though it would be, has changed its state.
@@ -118,20 +115,15 @@ function useGroups(runId, state, reason) {
 
   useEffect(() => {
     const end = new AbortController();
-    let timer = 0;
+    const news = new News();
     fetchPage(null, end.signal);
-    const look = () => {
-      if (!document.hidden && !busy.current && seen.current !== happened.current) {
-        seen.current = happened.current;
-        fetchPage(null, end.signal);
-      }
-      timer = setTimeout(look, REFRESH_EVERY);
-    };
-    timer = setTimeout(look, REFRESH_EVERY);
-    return () => (end.abort(), clearTimeout(timer));
+    const timer = setInterval(() => {
+      if (document.hidden || busy.current || !news.due) return;
+      news.asked();
+      fetchPage(null, end.signal, AGE);
+    }, REFRESH_EVERY);
+    return () => (end.abort(), clearInterval(timer));
   }, [key]);
-  const happened = useRef(0);
-  happened.current = now?.last_event ?? 0;
   // A page may be short, or even empty, although more groups match.
   useEffect(() => {
     if (current.cursor && current.groups.size < PAGE / 2) more();

@@ -84,16 +84,18 @@ export function Confirm({title, action = "OK", danger = false, onConfirm, onClos
   <//>`;
 }
 
-// A button that asks first. It is disabled, and says why, if the key in use does not allow what it does. The question
-// stays as it was asked: the page may draw another action in this place meanwhile, and a click must not confirm that one.
+// A button that asks first. It is disabled, and says why, if the key in use does not allow what it does. The page may draw
+// another action in this place while the question is open: it stays as it was, so that a click confirms what was asked.
 export function Action({label, needs = "admin", title, danger, confirm, run, disabled, children}) {
-  const [asked, setAsked] = useState(null);
+  const [open, setOpen] = useState(false);
+  const asked = useRef(null);
   const may = useMay(needs);
   const reason = may ? undefined : `Your key may not do this: it needs the role ${needs}`;
-  const ask = () => setAsked({title: confirm ?? `${label}?`, action: label, danger, onConfirm: run, children});
+  const question = {title: confirm ?? `${label}?`, action: label, danger, onConfirm: run, children};
+  if (!open || asked.current.action === label) asked.current = question;
   return html`<button type="button" class=${danger ? "danger" : ""} disabled=${!may || disabled}
-      title=${reason ?? title} onClick=${ask}>${label}</button>
-    ${asked ? html`<${Confirm} ...${asked} onClose=${() => setAsked(null)} />` : null}`;
+      title=${reason ?? title} onClick=${() => setOpen(true)}>${label}</button>
+    ${open ? html`<${Confirm} ...${asked.current} onClose=${() => setOpen(false)} />` : null}`;
 }
 
 // Return a function for `Action.run` that sends a request.

@@ -1,11 +1,10 @@
 // Rollouts as a list that grows as it is scrolled, newest first, and stays current: the newest page and the page in sight
 // are asked for again when something happened. What is loaded stays in its order; rows that no longer match go.
 import {get} from "../api.js";
-import {overview} from "../live.js";
+import {AGE, News, REFRESH_EVERY} from "../live.js";
 import {useEffect, useMemo, useRef, useState} from "../ui.js";
 
 const PAGE = 200;
-const REFRESH_EVERY = 2000;
 
 const at = (row) => Date.parse(row.created_at);
 
@@ -43,10 +42,10 @@ export class SummaryList {
     return this.pages.length > 0 && this.pages[this.pages.length - 1].next === null;
   }
 
-  async #ask(cursor) {
+  async #ask(cursor, age = 0) {
     const query = new URLSearchParams({...this.query, limit: String(PAGE)});
     if (cursor) query.set("cursor", cursor);
-    return get(`v1/summaries?${query}`, {signal: this.end.signal});
+    return get(`v1/summaries?${query}`, {signal: this.end.signal, age});
   }
 
   async #guarded(work) {
@@ -93,7 +92,7 @@ export class SummaryList {
 
   async #again(index) {
     const page = this.pages[index];
-    const fresh = await this.#ask(page.cursor);
+    const fresh = await this.#ask(page.cursor, AGE);
     if (index === 0) this.matching = fresh.matching;
     const known = new Set(page.rows.map((row) => row.rollout_id));
     const gap = index === 0 && fresh.next_cursor !== null && !fresh.rows.some((row) => known.has(row.rollout_id));
@@ -119,12 +118,11 @@ export function useSummaries(query, shown) {
   }, [key]);
   useEffect(() => {
     list.more();
-    let seen = overview.peek()?.last_event;
+    const news = new News();
     let busy = false;
     const timer = setInterval(async () => {
-      const now = overview.peek()?.last_event;
-      if (document.hidden || busy || now === seen) return;
-      seen = now;
+      if (document.hidden || busy || !news.due) return;
+      news.asked();
       busy = true;
       await list.refresh(shown.current);
       busy = false;

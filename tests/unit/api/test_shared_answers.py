@@ -1,0 +1,166 @@
+"""Readers who allow it share an answer: made once, never older than each allows; errors are not shared."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from fastapi import APIRouter, FastAPI, Response
+from httpx import ASGITransport, AsyncClient
+
+from rollout_service.api.routes.support import shared_answers
+from rollout_service.api.routes.support.shared_answers import (
+    MAX_AGE_SECONDS,
+    MAX_ANSWERS,
+    SharedAnswers,
+    SharedRoute,
+    accepted_age,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+class Counted:
+    """Makes answers, and counts them."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.gate = anyio.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    async def __call__(self) -> Response:
+        self.made += 1
+        number = self.made
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return Response(str(number), media_type="text/plain")
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("", 0),
+        ("no-cache", 0),
+        ("max-age=0", 0),
+        ("max-age=2", 2),
+        ("no-transform, Max-Age=3", 3),
+        ("max-age=-1", 0),
+        ("max-age=1e9", 1),
+        ("max-age=86400", MAX_AGE_SECONDS),
+        ("max-age=" + "9" * 5_000, MAX_AGE_SECONDS),
+    ],
+)
+def test_a_request_says_how_old_an_answer_may_be(header: str, seconds: float) -> None:
+    assert accepted_age(header) == seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(shared_answers.anyio, "current_time", lambda: now[0])
+    return now
+
+
+async def test_an_answer_is_as_old_as_the_reader_allows_at_most(clock: list[float]) -> None:
+    answers, make = SharedAnswers(), Counted()
+    bodies = []
+    for seconds, max_age in [(0.0, 2), (1.9, 2), (0.0, 1), (0.5, 1), (2.1, 2)]:
+        clock[0] += seconds
+        bodies.append((await answers.get("a", max_age, make)).body)
+    assert bodies == [b"1", b"1", b"2", b"2", b"3"]
+
+
+async def test_the_age_is_counted_from_when_the_making_began(clock: list[float]) -> None:
+    answers, make = SharedAnswers(), Counted()
+
+    async def slow() -> Response:
+        clock[0] += 5
+        return await make()
+
+    assert (await answers.get("a", 2, slow)).body == b"1"
+    assert (await answers.get("a", 2, make)).body == b"2"
+    aged = await answers.get("a", 2, make)
+    assert "age" not in aged.headers
+    clock[0] += 1.5
+    assert (await answers.get("a", 2, make)).headers["age"] == "1"
+
+
+async def test_readers_who_come_at_once_wait_for_one_answer() -> None:
+    answers, make = SharedAnswers(), Counted()
+    make.gate = anyio.Event()
+    bodies: list[bytes] = []
+
+    async def read() -> None:
+        bodies.append(bytes((await answers.get("a", 2, make)).body))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(10):
+            tasks.start_soon(read)
+        await anyio.wait_all_tasks_blocked()
+        make.gate.set()
+    assert bodies == [b"1"] * 10
+
+
+async def test_a_reader_who_leaves_leaves_the_making_to_the_next() -> None:
+    answers, make = SharedAnswers(), Counted()
+    make.gate = anyio.Event()
+    bodies: list[bytes] = []
+
+    async def read() -> None:
+        bodies.append(bytes((await answers.get("a", 2, make)).body))
+
+    async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as first:
+            first.start_soon(read)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(read)
+            await anyio.wait_all_tasks_blocked()
+            first.cancel_scope.cancel()
+        make.gate.set()
+    assert bodies == [b"2"]
+
+
+async def test_an_error_is_its_readers_alone() -> None:
+    answers, make = SharedAnswers(), Counted()
+    make.error = RuntimeError("the store is locked")
+    with pytest.raises(RuntimeError):
+        await answers.get("a", 2, make)
+    make.error = None
+    assert (await answers.get("a", 2, make)).body == b"2"
+
+
+async def test_few_answers_are_kept() -> None:
+    answers, make = SharedAnswers(), Counted()
+    for number in range(MAX_ANSWERS + 1):
+        await answers.get(str(number), 2, make)
+    assert (await answers.get(str(MAX_ANSWERS), 2, make)).body == b"%d" % (MAX_ANSWERS + 1)
+    assert (await answers.get("0", 2, make)).body == b"%d" % (MAX_ANSWERS + 2)
+
+
+async def test_only_readers_who_allow_it_get_the_answer_of_others() -> None:
+    router = APIRouter(route_class=SharedRoute)
+    count = 0
+
+    @router.get("/lists/{name}")
+    async def read(name: str, limit: int = 1) -> dict[str, object]:
+        nonlocal count
+        count += 1
+        return {"name": name, "limit": limit, "count": count}
+
+    app = FastAPI()
+    app.include_router(router)
+    shared = {"Cache-Control": "max-age=5"}
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://test") as http:
+
+        async def ask(path: str, headers: dict[str, str]) -> object:
+            return (await http.get(path, headers=headers)).raise_for_status().json()["count"]
+
+        assert [await ask("/lists/a", shared) for _ in range(3)] == [1, 1, 1]
+        assert await ask("/lists/a", {}) == 2
+        assert await ask("/lists/a", {"Cache-Control": "no-cache"}) == 3
+        assert await ask("/lists/a", shared) == 1
+        assert await ask("/lists/b", shared) == 4
+        assert await ask("/lists/a?limit=2", shared) == 5
+        answer = await http.get("/lists/a", headers=shared)
+        assert answer.headers["content-type"] == "application/json"
