@@ -7,7 +7,6 @@ nothing else; one that hangs, those that come when `MAX_WAITING` wait.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,7 +16,6 @@ from pydantic import JsonValue
 
 from api_schemas.events import EventKind
 from rollout_service.errors import StoreError
-from rollout_service.signals import ResettableEvent
 from rollout_service.store.contract import Store
 
 log = structlog.get_logger(__name__)
@@ -25,48 +23,43 @@ log = structlog.get_logger(__name__)
 MAX_WAITING = 1_024
 CLOSE_SECONDS = 1.0
 
+_Said = tuple[EventKind, str, dict[str, JsonValue]]
+
 
 class Announcer:
     """Writes events in the background."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: deque[tuple[EventKind, str, dict[str, JsonValue]]] = deque()
-        self._said = ResettableEvent()
+        self._said, self._waiting = anyio.create_memory_object_stream[_Said](MAX_WAITING)
         self.dropped = 0
-        """Events that were not written, since the store failed or too many waited."""
+        """Events that were not written, since the store failed, too many waited, or the service had ended."""
 
     def announce(self, kind: EventKind, subject: str, data: dict[str, JsonValue]) -> None:
         """Have an event written after those announced before."""
-        if len(self._waiting) >= MAX_WAITING:
+        try:
+            self._said.send_nowait((kind, subject, data))
+        except (anyio.WouldBlock, anyio.ClosedResourceError, anyio.BrokenResourceError):
             self.dropped += 1
-            return
-        self._waiting.append((kind, subject, data))
-        self._said.set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Write events within the block, and what is left at its end."""
+        """Write events within the block, and what waits at its end, for `CLOSE_SECONDS` at most."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._work)
+            tasks.start_soon(self._write)
             try:
                 yield
             finally:
-                tasks.cancel_scope.cancel()
-        with anyio.move_on_after(CLOSE_SECONDS, shield=True):
-            await self._write_waiting()
+                self._said.close()
+                tasks.cancel_scope.deadline = anyio.current_time() + CLOSE_SECONDS
 
-    async def _work(self) -> None:
-        while True:
-            await self._said.wait()
-            self._said.clear()
-            await self._write_waiting()
-
-    async def _write_waiting(self) -> None:
-        while self._waiting:
-            kind, subject, data = self._waiting.popleft()
-            try:
-                await self._store.record(kind, subject, data)
-            except StoreError as error:
-                self.dropped += 1
-                log.warning("an event could not be recorded", kind=kind, error=str(error), hint=error.hint)
+    async def _write(self) -> None:
+        async with self._waiting:
+            async for kind, subject, data in self._waiting:
+                try:
+                    await self._store.record(kind, subject, data)
+                except StoreError as error:
+                    self.dropped += 1
+                    log.warning(
+                        "an event could not be recorded", kind=kind, error=str(error), hint=error.hint
+                    )

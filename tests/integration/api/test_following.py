@@ -113,10 +113,12 @@ def test_what_limits_the_throughput_is_named(server: Running, api: httpx.Client)
         return None if found is None else found.kind
 
     api.post("/v1/pause", json={"pool": "policy"}).raise_for_status()
-    for number in range(3):
-        order(api, f"held-{number}", wait=0)
-    eventually(lambda: limit() == "pause", server.log_file)
-    api.post("/v1/resume", json={"pool": "policy"}).raise_for_status()
+    try:
+        for number in range(3):
+            order(api, f"held-{number}", wait=0)
+        eventually(lambda: limit() == "pause", server.log_file)
+    finally:
+        api.post("/v1/resume", json={"pool": "policy"}).raise_for_status()
     for number in range(3):
         order(api, f"held-{number}")
     eventually(lambda: limit() is None, server.log_file)

@@ -182,6 +182,21 @@ async def test_no_more_events_wait_than_are_kept(store: SqliteStore) -> None:
     assert [event.data["number"] for event in written] == list(range(MAX_WAITING))
 
 
+async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging:
+        async def record(self, kind: str, subject: str, data: dict[str, Any]) -> Event:
+            await anyio.sleep_forever()
+            raise AssertionError("nothing wakes it")
+
+    monkeypatch.setattr("rollout_service.service.events.announcer.CLOSE_SECONDS", 0.05)
+    announcer = Announcer(Hanging())  # type: ignore[arg-type]
+    with anyio.fail_after(5):
+        async with announcer.running():
+            announcer.announce(EventKind.POOL_PAUSED, "policy", {})
+    announcer.announce(EventKind.POOL_RESUMED, "policy", {})
+    assert announcer.dropped == 1
+
+
 async def test_a_store_that_fails_is_nobodys_problem(store: SqliteStore) -> None:
     class Failing:
         async def record(self, kind: str, subject: str, data: dict[str, Any]) -> Event:
