@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import anyio
 import pytest
 from fastapi import APIRouter, FastAPI, Response
@@ -19,19 +21,20 @@ from rollout_service.api.routes.support.shared_answers import (
 pytestmark = pytest.mark.anyio
 
 
+@dataclass
 class Counted:
     """Makes answers, and counts them."""
 
-    def __init__(self) -> None:
-        self.made = 0
-        self.gate = anyio.Event()
-        self.gate.set()
-        self.error: Exception | None = None
+    gate: anyio.Event | None = None
+    """What the making waits for."""
+    made: int = 0
+    error: Exception | None = None
 
     async def __call__(self) -> Response:
         self.made += 1
         number = self.made
-        await self.gate.wait()
+        if self.gate is not None:
+            await self.gate.wait()
         if self.error is not None:
             raise self.error
         return Response(str(number), media_type="text/plain")
@@ -86,39 +89,39 @@ async def test_the_age_is_counted_from_when_the_making_began(clock: list[float])
     assert (await answers.get("a", 2, make)).headers["age"] == "1"
 
 
+@dataclass
+class Readers:
+    """Ask for the same, and wait until its making is let go."""
+
+    answers: SharedAnswers = field(default_factory=SharedAnswers)
+    make: Counted = field(default_factory=lambda: Counted(anyio.Event()))
+    bodies: list[bytes] = field(default_factory=list)
+
+    async def read(self) -> None:
+        self.bodies.append(bytes((await self.answers.get("a", 2, self.make)).body))
+
+
 async def test_readers_who_come_at_once_wait_for_one_answer() -> None:
-    answers, make = SharedAnswers(), Counted()
-    make.gate = anyio.Event()
-    bodies: list[bytes] = []
-
-    async def read() -> None:
-        bodies.append(bytes((await answers.get("a", 2, make)).body))
-
+    readers = Readers()
     async with anyio.create_task_group() as tasks:
         for _ in range(10):
-            tasks.start_soon(read)
+            tasks.start_soon(readers.read)
         await anyio.wait_all_tasks_blocked()
-        make.gate.set()
-    assert bodies == [b"1"] * 10
+        readers.make.gate.set()
+    assert readers.bodies == [b"1"] * 10
 
 
 async def test_a_reader_who_leaves_leaves_the_making_to_the_next() -> None:
-    answers, make = SharedAnswers(), Counted()
-    make.gate = anyio.Event()
-    bodies: list[bytes] = []
-
-    async def read() -> None:
-        bodies.append(bytes((await answers.get("a", 2, make)).body))
-
+    readers = Readers()
     async with anyio.create_task_group() as tasks:
         async with anyio.create_task_group() as first:
-            first.start_soon(read)
+            first.start_soon(readers.read)
             await anyio.wait_all_tasks_blocked()
-            tasks.start_soon(read)
+            tasks.start_soon(readers.read)
             await anyio.wait_all_tasks_blocked()
             first.cancel_scope.cancel()
-        make.gate.set()
-    assert bodies == [b"2"]
+        readers.make.gate.set()
+    assert readers.bodies == [b"2"]
 
 
 async def test_an_error_is_its_readers_alone() -> None:
