@@ -75,7 +75,7 @@ SLOW_MODULES = frozenset(
         "weights_machine",
     )
 )
-"""Modules that take more than three seconds of CPU each; together, three quarters of the unit tests' time."""
+"""Modules that take more than three seconds each; together, three quarters of the unit tests' time."""
 FAST_FOLDER = Path(__file__).parent / "unit"
 
 
