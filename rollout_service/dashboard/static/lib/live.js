@@ -103,13 +103,13 @@ function listen(path, callback) {
   };
 }
 
-export const REFRESH_EVERY = 2000;
+const REFRESH_EVERY = 2000;
 // How old an answer may be that is asked for again.
 export const AGE = REFRESH_EVERY / 1000;
 
-// Say when there is something new to ask for. An answer may be as old as the question before, so what had happened by then
+// Says when there is something new to ask for. An answer may be as old as the question before, so what had happened by then
 // is all that it is sure to have: after the last event, one asks twice.
-export class News {
+class News {
   #had = lastEvent.peek();
   #known = lastEvent.peek();
 
@@ -122,6 +122,21 @@ export class News {
     this.#had = this.#known;
     this.#known = lastEvent.peek();
   }
+}
+
+// Call `ask` when something happened in the service: at most every two seconds, one call after the other, and only while the
+// tab is visible and `isFree` says so. Return a function that ends this.
+export function whenNew(ask, isFree = () => true) {
+  const news = new News();
+  let busy = false;
+  const timer = setInterval(async () => {
+    if (document.hidden || busy || !isFree() || !news.due) return;
+    news.asked();
+    busy = true;
+    await ask();
+    busy = false;
+  }, REFRESH_EVERY);
+  return () => clearInterval(timer);
 }
 
 // Return {data, error, loading, reload} of a path, asked again when something happened in the service: at most every two

@@ -1,7 +1,7 @@
 // The groups of a run, the newest first: fetched as one scrolls, and looked at again when something happens.
 import {get} from "./api.js";
 import {ago, count, number} from "./format.js";
-import {AGE, News, REFRESH_EVERY} from "./live.js";
+import {AGE, whenNew} from "./live.js";
 import {go, href, segment} from "./router.js";
 import {VirtualRows} from "./rows.js";
 import {html, useEffect, useMemo, useRef, useState} from "./ui.js";
@@ -115,14 +115,9 @@ function useGroups(runId, state, reason) {
 
   useEffect(() => {
     const end = new AbortController();
-    const news = new News();
     fetchPage(null, end.signal);
-    const timer = setInterval(() => {
-      if (document.hidden || busy.current || !news.due) return;
-      news.asked();
-      fetchPage(null, end.signal, AGE);
-    }, REFRESH_EVERY);
-    return () => (end.abort(), clearInterval(timer));
+    const stop = whenNew(() => fetchPage(null, end.signal, AGE), () => !busy.current);
+    return () => (end.abort(), stop());
   }, [key]);
   // A page may be short, or even empty, although more groups match.
   useEffect(() => {

@@ -1,7 +1,7 @@
 // Rollouts as a list that grows as it is scrolled, newest first, and stays current: the newest page and the page in sight
 // are asked for again when something happened. What is loaded stays in its order; rows that no longer match go.
 import {get} from "../api.js";
-import {AGE, News, REFRESH_EVERY} from "../live.js";
+import {AGE, whenNew} from "../live.js";
 import {useEffect, useMemo, useRef, useState} from "../ui.js";
 
 const PAGE = 200;
@@ -118,19 +118,8 @@ export function useSummaries(query, shown) {
   }, [key]);
   useEffect(() => {
     list.more();
-    const news = new News();
-    let busy = false;
-    const timer = setInterval(async () => {
-      if (document.hidden || busy || !news.due) return;
-      news.asked();
-      busy = true;
-      await list.refresh(shown.current);
-      busy = false;
-    }, REFRESH_EVERY);
-    return () => {
-      clearInterval(timer);
-      list.close();
-    };
+    const stop = whenNew(() => list.refresh(shown.current));
+    return () => (stop(), list.close());
   }, [list]);
   return {list, rows: flat(list.pages)};
 }
