@@ -411,7 +411,7 @@ install_perfetto() {
 # last_failed: print the tests that failed in this folder's last run of pytest, as arguments for the next one. To the name
 # of a test in a group, pytest-xdist adds `@` and the group.
 last_failed() {
-    python3 -c 'import json, re
+    "$venv/bin/python" -c 'import json, re
 for name in json.load(open(".pytest_cache/v/cache/lastfailed")):
     print(re.sub(r"@[^]@]*$", "", name))'
 }

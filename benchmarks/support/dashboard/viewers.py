@@ -52,7 +52,6 @@ SHARED = {"Cache-Control": "max-age=2"}
 class Spell:
     """A few seconds with or without viewers."""
 
-    viewed: bool
     seconds: float
     cpu_seconds: float
     turns: int
@@ -101,21 +100,20 @@ async def _pairs(server: Running, client: httpx.AsyncClient, ended: list[str], c
     """Return spells without and with viewers, in turn."""
     spells = []
     for number in range(count * 2):
-        viewed = number % 2 == 1
-        async with _viewers(server.url, VIEWERS if viewed else 0):
+        async with _viewers(server.url, VIEWERS if number % 2 else 0):
             await anyio.sleep(0.5)  # connections are made
-            spells.append(await _spell(server, client, ended, viewed=viewed))
+            spells.append(await _spell(server, client, ended))
     return spells
 
 
-async def _spell(server: Running, client: httpx.AsyncClient, ended: list[str], *, viewed: bool) -> Spell:
+async def _spell(server: Running, client: httpx.AsyncClient, ended: list[str]) -> Spell:
     ended.clear()
     turns, cpu, begun = await _served(client), _cpu(server), time.perf_counter()
     await anyio.sleep(SPELL_SECONDS)
     seconds, cpu = time.perf_counter() - begun, _cpu(server) - cpu
     turns = await _served(client) - turns
     times = [value for rollout_id in list(ended) for value in await _turn_times(client, rollout_id, seconds)]
-    return Spell(viewed, seconds, cpu, turns, times)
+    return Spell(seconds, cpu, turns, times)
 
 
 def _cpu(server: Running) -> float:
