@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
-from tests.support.plugins import leftovers, sendable_reports, time_limits
-from tests.support.plugins.longest_first import longest_first
+from tests.support.plugins.parts import PARTS
 from tests.support.redis_server import RedisServer, redis_server
 
 # On a busy machine, drawing examples is slow for reasons that have nothing to do with the examples.
@@ -21,24 +20,10 @@ settings.load_profile("patient")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
-REAL_PARTS = frozenset(
-    {
-        "apptainer",
-        "bridges",
-        "browser",
-        "docker",
-        "harbor",
-        "harnesses",
-        "perfetto",
-        "prometheus",
-        "redis",
-        "sglang",
-        "slurm",
-        "swe",
-        "vllm",
-        "trl",
-    }
-)
+pytest_plugins = [
+    f"tests.support.plugins.{name}" for name in ("leftovers", "sendable_reports", "tiers", "time_limits")
+]
+PART_NAMES = frozenset(part.name for part in PARTS)
 TORCH_MODULES = frozenset(f"test_trainer_{name}.py" for name in ("learner", "live", "live_demo", "loss"))
 """Modules that cannot even be imported without PyTorch."""
 SLOW_MODULES = frozenset(
@@ -86,9 +71,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(leftovers)
-    config.pluginmanager.register(sendable_reports)
-    config.pluginmanager.register(time_limits)
     if config.getoption("--fast"):
         settings.load_profile("fast")
 
@@ -106,8 +88,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (fast if _is_fast(item) else left_out).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = fast
-    if hasattr(config, "workerinput"):  # only in workers of xdist
-        longest_first(items)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
@@ -115,13 +95,13 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     if not config.option.collectonly:
         return []
     marked = {mark.name for item in items for mark in item.iter_markers()}
-    return [f"real parts: {' '.join(sorted(marked & REAL_PARTS))}"]
+    return [f"real parts: {' '.join(sorted(marked & PART_NAMES))}"]
 
 
 def _is_fast(item: pytest.Item) -> bool:
     marked = {mark.name for mark in item.iter_markers()}
     quick = item.path.name not in SLOW_MODULES | TORCH_MODULES
-    return FAST_FOLDER in item.path.parents and quick and not marked & (REAL_PARTS | {"torch"})
+    return FAST_FOLDER in item.path.parents and quick and not marked & (PART_NAMES | {"torch"})
 
 
 @pytest.fixture

@@ -1,0 +1,85 @@
+"""The real programs that tests use, and the tier in which each is tested.
+
+    python tests/support/plugins/parts.py 1 2     # print the parts of these tiers, in the order of their installation
+
+`scripts/test` runs the first tier; `--all` adds the second.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A marker of the tests that use the part; `ensure_NAME` of `scripts/lib.sh` installs it."""
+
+    name: str
+    tier: int
+    purpose: str
+    paths: tuple[str, ...] = ()
+    """Beginnings of paths. A commit that touches one of them puts the part's tests first in the second tier."""
+
+
+PARTS = (
+    Part("apptainer", 1, "starts real Apptainer sandboxes"),
+    Part("redis", 1, "starts a real Redis server"),
+    Part("browser", 1, "drives the pages in a real headless Chromium"),
+    Part("sglang", 1, "starts the real SGLang on the CPU"),
+    Part("slurm", 1, "starts a real Slurm in network namespaces"),
+    Part(
+        "harnesses",
+        2,
+        "runs the real programs of harnesses in their sandboxes",
+        ("rollout_service/agents/harnesses/", "rollout_service/gateway/", "sandboxes/definitions/"),
+    ),
+    Part(
+        "swe",
+        2,
+        "grades tasks of software repair with the real swebench",
+        ("rollout_service/environments/swe/", "benchmarks/swe_instances.py"),
+    ),
+    Part(
+        "vllm",
+        2,
+        "starts the real vLLM on the CPU",
+        ("rollout_service/inference/engines/", "deploy/vllm-cpu/"),
+    ),
+    Part(
+        "trl",
+        2,
+        "trains with the real TRL on the CPU",
+        ("rollout_client/adapters/", "packaging/client/", "deploy/trl-cpu/"),
+    ),
+    Part(
+        "bridges",
+        2,
+        "uses the real libraries of bridges",
+        ("rollout_service/environments/bridges/", "rollout_service/openenv_server/"),
+    ),
+    Part(
+        "harbor",
+        2,
+        "runs trials with the real Harbor",
+        ("rollout_service/environments/harbor/", "sandboxes/adapters/", "deploy/harbor/"),
+    ),
+    Part(
+        "docker",
+        2,
+        "starts a real Docker daemon and containers",
+        ("sandboxes/providers/", "sandboxes/contract/"),
+    ),
+    Part("perfetto", 2, "opens traces in Perfetto's own page", ("rollout_service/tracing/",)),
+    Part(
+        "prometheus",
+        2,
+        "uses the real Prometheus and promtool",
+        ("rollout_service/telemetry/", "deploy/monitoring/"),
+    ),
+)
+
+
+if __name__ == "__main__":
+    tiers = {int(tier) for tier in sys.argv[1:]}
+    sys.stdout.write("".join(f"{part.name}\n" for part in PARTS if part.tier in tiers))

@@ -1,0 +1,85 @@
+"""A run has the tests of its tier, and names those for which it had no time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MODULE = """
+import pytest
+
+@pytest.mark.{mark}
+def test_second(): pass
+
+@pytest.mark.{mark}
+def test_other(): pass
+
+@pytest.mark.apptainer
+def test_first(): pass
+"""
+PAST = "1"
+FUTURE = "1e12"
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """Write two modules with tests of both tiers, of which the last commit touched the second's part."""
+    for name, mark in (("a", "extended"), ("b", "trl")):
+        (tmp_path / f"test_{name}.py").write_text(MODULE.format(mark=mark))
+    touched = tmp_path / "rollout_client" / "adapters" / "trl.py"
+    touched.parent.mkdir(parents=True)
+    touched.touch()
+    git = ["git", "-c", "user.name=one", "-c", "user.email=one@example.org"]
+    for arguments in (["init", "-q"], ["add", "rollout_client"], ["commit", "-qm", "Touch an adapter"]):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
+    """Run the tests in a folder; return those that ran, in their order, and the whole output."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "xdist", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.support.plugins.tiers", *arguments]
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 5), done.stdout + done.stderr
+    outcomes = re.findall(r"PASSED (test_\S+)|(test_\S+) PASSED", done.stdout)
+    return ["".join(names).replace(".py::test", "") for names in outcomes], done.stdout
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")])
+def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(
+    suite: Path, workers: tuple[str, ...]
+) -> None:
+    ran, said = run(suite, *workers, "--begin-until", PAST)
+    assert ran == ["test_a_first", "test_b_first"]
+    assert re.search(r"=+ 2 passed in ", said)
+    left = [
+        "test_a.py::test_other",
+        "test_a.py::test_second",
+        "test_b.py::test_other",
+        "test_b.py::test_second",
+    ]
+    assert (suite / ".cache" / "tests-not-run.txt").read_text().split() == left
+    assert "4 tests were not run" in said
+    assert all(name in said for name in left)
+
+
+def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite: Path) -> None:
+    one_worker = ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")
+    ran, said = run(suite, *one_worker, "--begin-until", FUTURE)
+    assert [name[5:] for name in ran] == ["a_first", "b_first", "b_second", "b_other", "a_second", "a_other"]
+    assert (suite / ".cache" / "tests-not-run.txt").read_text() == ""
+    assert "not run" not in said
+
+
+@pytest.mark.parametrize(("tier", "names"), [("1", {"first"}), ("2", {"second", "other"})])
+def test_a_tier_leaves_the_other_out(suite: Path, tier: str, names: set[str]) -> None:
+    ran, _ = run(suite, "--tier", tier)
+    assert {name.rpartition("_")[2] for name in ran} == names
+    assert len(ran) == 2 * len(names)
