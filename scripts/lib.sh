@@ -4,7 +4,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cache=$root/.cache
 venv=$root/.venv
-setup_log=$cache/setup.log
+setup_log=$cache/setup-$(basename "$0").log
 
 fail() {
     echo "$(basename "$0"): $*" >&2
@@ -20,17 +20,22 @@ require_linux() {
 require_linux
 
 # step TEXT COMMAND...: run a command with its output in the log; print one line with its seconds and, if it fails, the
-# end of the log.
+# end of the log. The line of a part that is installed beside others is printed at its end.
 step() {
-    local text=$1 start=$EPOCHREALTIME
+    local text=$1 start=$EPOCHREALTIME line="==> $1 ... "
     shift
-    printf '==> %s ... ' "$text" >&2
+    if [[ -n ${part:-} ]]; then
+        echo "$text" >"$installs/$part"
+    else
+        printf '%s' "$line" >&2
+        line=
+    fi
     if ! "$@" >"$setup_log" 2>&1 9>&-; then
-        printf 'failed\n' >&2
+        printf '%sfailed\n' "$line" >&2
         tail -n 25 "$setup_log" >&2
         fail "\"$text\" failed; the whole output is in $setup_log"
     fi
-    awk -v a="$start" -v b="$EPOCHREALTIME" 'BEGIN { printf "%.1f s\n", b - a }' >&2
+    LC_ALL=C printf '%s%.1f s\n' "$line" "$(awk "BEGIN { print $EPOCHREALTIME - $start }")" >&2
 }
 
 # The lock belongs to a descriptor of this shell; `unlock`, or the end of the shell, releases it.
@@ -53,7 +58,17 @@ needs_admin() {
 
 apt_install() {
     apt-get update --quiet || true # the existing lists may suffice
-    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --no-install-recommends "$@"
+    # Packages do not start their services in this run level.
+    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install --yes --quiet \
+        --no-install-recommends "$@"
+}
+
+# with_apt COMMAND...: run a command that uses apt, which neither installs twice at once nor reads lists while it gets them.
+with_apt() {
+    (
+        flock 8
+        "$@" 8>&-
+    ) 8>"$cache/apt.lock"
 }
 
 # --- Python -------------------------------------------------------------------------------------------------
@@ -70,30 +85,32 @@ find_python() {
         "(or name one in ROLLOUT_PYTHON)"
 }
 
-# pip_setting PYTHON NAME: print a setting of pip (indexes and folders of packages), which uv does not read.
+# pip_setting SETTINGS NAME: print a setting of pip (indexes and folders of packages), which uv does not read.
 pip_setting() {
     local variable=PIP_${2^^}
     variable=${variable//-/_}
     if [[ -n ${!variable:-} ]]; then
         echo "${!variable}"
     else
-        "$1" -m pip config get "global.$2" 2>/dev/null || "$1" -m pip config get "install.$2" 2>/dev/null || true
+        # `pip config list` writes values as Python does: 'a\nb'
+        sed -n "s/^\(global\|install\)\.$2='\(.*\)'\$/\2/p" <<<"$1" | sed '1!d; s/\\n/ /g; s/^ *//'
     fi
 }
 
 # configure_uv PYTHON: give uv the settings of this Python's pip.
 configure_uv() {
-    local value
-    export UV_SYSTEM_CERTS=1 UV_NO_PROGRESS=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
+    local settings value
+    export UV_SYSTEM_CERTS=1 UV_NO_PROGRESS=1 UV_PYTHON_DOWNLOADS=never
     # pip searches all of its indexes. Every package is pinned by hash, so the best match is also a safe one.
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
-    if [[ -z ${UV_DEFAULT_INDEX:-} ]] && value=$(pip_setting "$1" index-url) && [[ -n $value ]]; then
+    settings=$("$1" -m pip config list 2>/dev/null) || true
+    if [[ -z ${UV_DEFAULT_INDEX:-} ]] && value=$(pip_setting "$settings" index-url) && [[ -n $value ]]; then
         export UV_DEFAULT_INDEX=$value
     fi
-    if [[ -z ${UV_INDEX:-} ]] && value=$(pip_setting "$1" extra-index-url) && [[ -n $value ]]; then
+    if [[ -z ${UV_INDEX:-} ]] && value=$(pip_setting "$settings" extra-index-url) && [[ -n $value ]]; then
         export UV_INDEX=$value
     fi
-    if [[ -z ${UV_FIND_LINKS:-} ]] && value=$(pip_setting "$1" find-links) && [[ -n $value ]]; then
+    if [[ -z ${UV_FIND_LINKS:-} ]] && value=$(pip_setting "$settings" find-links) && [[ -n $value ]]; then
         export UV_FIND_LINKS=${value// /,}
     fi
 }
@@ -114,7 +131,7 @@ install_venv_module() {
     command -v apt-get >/dev/null ||
         fail "$python cannot make environments (venv, ensurepip); install them from where this Python came"
     needs_admin "Python's venv module" apt-get install python3-venv
-    step "install Python's venv module" apt_install python3-venv
+    step "install Python's venv module" with_apt apt_install python3-venv
 }
 
 bootstrap_is_ready() {
@@ -224,7 +241,7 @@ has_apptainer() {
 ensure_apptainer() {
     has_apptainer && { [[ $(id -u) != 0 ]] || command -v mmdebstrap >/dev/null; } && return
     needs_admin Apptainer "$root/scripts/install-apptainer"
-    step "install Apptainer" "$root/scripts/install-apptainer"
+    step "install Apptainer" with_apt "$root/scripts/install-apptainer"
 }
 
 # An ordinary user needs subordinate ids (`newuidmap`) to install Debian packages into the image.
@@ -337,29 +354,49 @@ ensure_harnesses() {
     echo "$fingerprint" >"$stamp"
 }
 
-# systemd-analyze checks the unit in deploy/systemd; systemd itself need not run.
+# Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), and a
+# small build of Chromium without windows drives the dashboard.
+declare -A program_of=([systemd]=systemd-analyze [docker]=dockerd [browser]=chromium-headless-shell)
+declare -A debian_of=([systemd]=systemd [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core")
+
+has_program() {
+    PATH=$PATH:/usr/sbin:/sbin command -v "${program_of[$1]}" >/dev/null
+}
+
+# Where several of the parts lack their program, apt installs all at once, which takes little longer than one.
+ensure_programs() {
+    local one missing=()
+    [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null || return 0
+    for one in "${installing[@]}"; do
+        [[ -z ${program_of[$one]:-} ]] || has_program "$one" || missing+=("$one")
+    done
+    # shellcheck disable=SC2046,SC2086 # lists of words
+    ((${#missing[@]} == 0)) ||
+        step "install ${missing[*]}" with_apt apt_install $(for one in "${missing[@]}"; do echo ${debian_of[$one]}; done)
+}
+
 ensure_systemd() {
-    command -v systemd-analyze >/dev/null && return
-    needs_admin systemd-analyze apt-get install systemd
-    step "install systemd-analyze" apt_install systemd
+    has_program systemd && return
+    needs_admin systemd-analyze apt-get install "${debian_of[systemd]}"
+    step "install systemd-analyze" with_apt apt_install "${debian_of[systemd]}"
 }
 
 ensure_docker() {
-    "$root/scripts/install-docker" >/dev/null 2>&1 && return
+    has_program docker && "$root/scripts/install-docker" >/dev/null && return
     needs_admin Docker "$root/scripts/install-docker"
-    step "install Docker" "$root/scripts/install-docker"
+    step "install Docker" with_apt "$root/scripts/install-docker"
+}
+
+ensure_browser() {
+    has_program browser && return
+    needs_admin "a browser for tests" "apt-get install ${debian_of[browser]}"
+    # shellcheck disable=SC2086 # a list of words
+    step "install a browser" with_apt apt_install ${debian_of[browser]}
 }
 
 ensure_redis() {
-    "$root/scripts/install-redis" >/dev/null 2>&1 && return
-    step "install Redis" "$root/scripts/install-redis"
-}
-
-# A small build of Chromium without windows; tests of the dashboard drive it.
-ensure_browser() {
-    command -v chromium-headless-shell >/dev/null && return
-    needs_admin "a browser for tests" apt-get install chromium-headless-shell fonts-dejavu-core
-    step "install a browser" apt_install chromium-headless-shell fonts-dejavu-core
+    [[ -x $cache/redis/bin/redis-server ]] && return
+    step "find or unpack Redis" with_apt "$root/scripts/install-redis"
 }
 
 ensure_sglang() {
@@ -385,12 +422,12 @@ ensure_trl() {
 
 ensure_slurm() {
     [[ -f $cache/slurm/.installed ]] && "$root/scripts/install-slurm" >/dev/null && return
-    step "unpack Slurm" "$root/scripts/install-slurm"
+    step "unpack Slurm" with_apt "$root/scripts/install-slurm"
 }
 
 ensure_prometheus() {
-    "$root/scripts/install-prometheus" >/dev/null 2>&1 && return
-    step "unpack Prometheus" "$root/scripts/install-prometheus"
+    [[ -x $cache/prometheus/bin/promtool ]] && return
+    step "find or unpack Prometheus" with_apt "$root/scripts/install-prometheus"
 }
 
 # Perfetto's page, which opens traces, out of a package that carries it; nothing of that package runs. Tests open traces in
@@ -415,3 +452,6 @@ last_failed() {
 for name in json.load(open(".pytest_cache/v/cache/lastfailed")):
     print(re.sub(r"@[^]@]*$", "", name))'
 }
+
+# shellcheck source=scripts/parts.sh
+source "$root/scripts/parts.sh"

@@ -59,19 +59,19 @@ ALWAYS = ["trainer", "systemd"]
 REAL = [
     "apptainer",
     "base_image",
-    "bridges",
-    "swe",
     "harnesses",
+    "vllm",
+    "swe",
+    "sglang",
+    "bridges",
+    "trl",
     "harbor",
+    "browser",
     "docker",
     "redis",
-    "browser",
     "perfetto",
     "prometheus",
-    "sglang",
     "slurm",
-    "vllm",
-    "trl",
 ]
 
 

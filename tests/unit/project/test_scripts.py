@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,16 +118,19 @@ def test_pips_settings_reach_uv(tmp_path):
     pip = tmp_path / "python"
     pip.write_text(
         "#!/bin/sh\n"
-        'case "$*" in\n'
-        '"-m pip config get global.index-url") echo https://one.test/simple ;;\n'
-        '"-m pip config get install.extra-index-url") echo https://two.test/simple ;;\n'
-        "*) exit 1 ;;\n"
-        "esac\n"
+        '[ "$*" = "-m pip config list" ] || exit 1\n'
+        "cat <<END\n"
+        ":env:.disable-pip-version-check='1'\n"
+        "global.index-url='https://one.test/simple'\n"
+        "install.extra-index-url='\\\\nhttps://two.test/simple\\\\nhttps://three.test/simple'\n"
+        "END\n"
     )
     pip.chmod(0o755)
     code = f'configure_uv {pip}; echo "$UV_DEFAULT_INDEX|$UV_INDEX|$UV_FIND_LINKS|$UV_SYSTEM_CERTS"'
     result = bash(code, tmp_path, PIP_FIND_LINKS="/a /b")
-    assert result.stdout.strip() == "https://one.test/simple|https://two.test/simple|/a,/b|1", result.stderr
+    assert result.stdout.strip() == (
+        "https://one.test/simple|https://two.test/simple https://three.test/simple|/a,/b|1"
+    ), result.stderr
 
 
 def test_two_setups_at_once_wait_for_each_other(tmp_path):
@@ -135,6 +139,41 @@ def test_two_setups_at_once_wait_for_each_other(tmp_path):
     running = [subprocess.Popen(["bash", "-c", prelude + code], stderr=subprocess.DEVNULL) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert (tmp_path / "log").read_text().split() == ["begin", "end"] * 3
+
+
+SIDE_BY_SIDE = """
+lock
+after=([last]="first second")
+ensure_first() { step 'make the first' sleep 0.4; }
+ensure_second() { step 'make the second' ${SECOND:-sleep 0.4}; }
+ensure_last() { echo "the last" >>order; step 'make the last' true; }
+start_installs last
+unlock
+await_parts first; echo "the first is there" >>order
+await_parts last
+"""
+
+
+def test_parts_are_installed_side_by_side_and_after_those_that_they_need(tmp_path):
+    result = bash(SIDE_BY_SIDE, tmp_path)
+    assert result.returncode == 0, result.stderr
+    said = [line.rpartition(" ... ")[0] for line in result.stderr.splitlines()]
+    assert sorted(said[:2]) == ["==> make the first", "==> make the second"]
+    assert said[2:] == ["==> make the last"]
+    assert sorted((tmp_path / "order").read_text().splitlines()) == ["the first is there", "the last"]
+
+
+def test_a_part_that_fails_shows_the_end_of_its_output_and_ends_the_others(tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho the reason\nexit 3\n")
+    broken.chmod(0o755)
+    code = SIDE_BY_SIDE.replace("sleep 0.4", f"sh -c 'echo $$ >{tmp_path}/first; exec sleep 60'", 1)
+    result = bash(code, tmp_path, SECOND=f"sh -c {broken}")
+    assert result.returncode == 1
+    assert "==> make the second ... failed\nthe reason\n" in result.stderr
+    while Path("/proc", (tmp_path / "first").read_text().strip()).exists():
+        time.sleep(0.01)  # the signal has been sent, not yet received
+    assert not (tmp_path / "order").exists()
 
 
 FAILING = """
