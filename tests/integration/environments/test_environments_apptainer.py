@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from api_schemas.rollouts import StopReason
+from rollout_service.cli import app
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.code.problems import problems
@@ -37,6 +39,16 @@ async def sandboxes(tmp_path):
 
 def bash(command):
     return turn("", call("bash", command=command))
+
+
+def test_the_check_of_a_good_environment_has_no_findings(tmp_path):
+    (tmp_path / "environment.toml").write_text(
+        'name = "mine"\nimage = "base"\n[evaluate]\ncommand = "true"\n[dataset]\npath = "tasks.jsonl"\n'
+    )
+    (tmp_path / "tasks.jsonl").write_text('{"question": "a"}\n')
+    result = CliRunner().invoke(app, ["env", "check", str(tmp_path)])
+    assert result.stdout.endswith("1 instance\nnothing is wrong\n"), result.stdout
+    assert result.exit_code == 0
 
 
 async def test_calc(sandboxes):

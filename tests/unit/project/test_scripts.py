@@ -51,6 +51,17 @@ def test_every_script_has_help(name):
     assert f"scripts/{name}" in result.stdout
 
 
+def test_the_second_tier_adds_what_takes_long_to_install():
+    first, both = (
+        subprocess.run([SCRIPTS / "test", "--dry-run", *flags], capture_output=True, text=True, check=True)
+        for flags in ([], ["--all"])
+    )
+    assert "base_image" in first.stdout.split()
+    assert "vllm" not in first.stdout.split()
+    assert both.stdout.startswith(first.stdout)
+    assert "vllm" in both.stdout.split()
+
+
 def test_the_markers_of_the_chosen_tests_decide_what_is_installed():
     chosen = ["tests/conformance/engines/test_engine_kv.py", "-k", "embedded or vllm"]
     done = subprocess.run(
@@ -73,13 +84,6 @@ def test_an_ordinary_user_sees_how_to_install_a_browser(tmp_path):
     assert result.returncode == 1
     assert "sudo apt-get install chromium-headless-shell fonts-dejavu-core" in result.stderr
     assert "not reached" not in result.stdout
-
-
-def test_browser_and_perfetto_are_installed_for_tests_of_pages():
-    result = subprocess.run(
-        [SCRIPTS / "test", "--dry-run", "tests/browser"], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.split() == ["trainer", "systemd", "browser", "perfetto"]
 
 
 def test_the_error_for_an_old_python_says_what_to_install(tmp_path):
