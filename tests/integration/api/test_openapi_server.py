@@ -21,7 +21,7 @@ from tests.support.api.server import wait_until_ready
 pytestmark = pytest.mark.xdist_group("openapi")
 
 KEY = "a-key-of-enough-characters-for-anyone"
-FUZZ_EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "12")
+FEW_EXAMPLES, EXAMPLES = "3", os.environ.get("FUZZ_EXAMPLES", "12")
 SEED = os.environ.get("FUZZ_SEED", "1")
 CHECKS = [
     "not_a_server_error",
@@ -205,19 +205,26 @@ def test_the_other_routes_answer_as_documented(documented: Documented, server: S
 
 
 @pytest.mark.timeout(600)
-def test_generated_requests_find_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phases", "examples"),
+    [
+        ("examples,fuzzing,stateful", FEW_EXAMPLES),
+        pytest.param("examples,coverage,fuzzing,stateful", EXAMPLES, marks=pytest.mark.extended),
+    ],
+)
+def test_generated_requests_find_nothing(tmp_path: Path, phases: str, examples: str) -> None:
     """Search further with FUZZ_EXAMPLES and FUZZ_SEED; a seed draws the same requests on every machine."""
     with serving(tmp_path) as server:  # a separate server: the requests remove engines and stop the work
-        generate(server, tmp_path)
+        generate(server, tmp_path, phases, examples)
 
 
-def generate(server: Server, tmp_path: Path) -> None:
+def generate(server: Server, tmp_path: Path, phases: str, examples: str) -> None:
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
     command += [f"{server.url}/openapi.json", "--header", f"Authorization: Bearer {KEY}"]
-    command += ["--phases", "examples,coverage,fuzzing,stateful", "--checks", ",".join(CHECKS)]
-    command += ["--max-examples", FUZZ_EXAMPLES, "--seed", SEED, "--request-timeout", "20", "--no-color"]
+    command += ["--phases", phases, "--checks", ",".join(CHECKS)]
+    command += ["--max-examples", examples, "--seed", SEED, "--request-timeout", "20", "--no-color"]
     command += [flag for path in WITHOUT_END for flag in ("--exclude-path", path)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-2_000:]
