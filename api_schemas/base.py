@@ -7,7 +7,19 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    Strict,
+    StringConstraints,
+)
+from pydantic.json_schema import JsonSchemaValue
+
+from api_schemas.docstrings import field_docstrings
 
 if sys.version_info >= (3, 11):
     from enum import StrEnum as StrEnum
@@ -87,4 +99,16 @@ def tagged(by: str) -> Callable[[dict[str, Any]], None]:
 class WireModel(BaseModel):
     """A frozen model that refuses unknown fields and non-finite numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe each property by its field's docstring."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        texts = field_docstrings(cls)
+        for name, field in cls.model_fields.items():
+            key = field.alias or name
+            if key in properties and name in texts and field.description is None:
+                properties[key]["description"] = texts[name]
+        return schema

@@ -12,7 +12,7 @@ FIRST_FREE_USER, LAST_USER, LEAST_USERS = 65_536, 2**32 - 1, 4096
 
 
 class _Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class LimitDefaults(_Config):

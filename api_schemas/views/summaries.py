@@ -26,28 +26,31 @@ def _of_a_run(group: int | None, info: ValidationInfo) -> int | None:
 class SummaryFilter(WireModel):
     """Which rollouts to list: those that all these filters select; what is left out selects all."""
 
+    # These have a `description` for FastAPI, which takes those of parameters from the fields and not from a schema.
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
-    states: Annotated[list[RolloutState], AfterValidator(_distinct)] = Field([], alias="state")
-    """Only rollouts in this state; may be repeated."""
-    run: RunId | None = None
-    """Only rollouts of this run."""
-    group: Annotated[int | None, Field(ge=0, le=MAX_INT), AfterValidator(_of_a_run)] = None
-    """Only those of this group of the run."""
-    environment: Name | None = None
-    """Only rollouts in this environment."""
-    error: str | None = Field(None, pattern=r"^[a-z][a-z0-9_]{0,63}$")
-    """Only those that this error ended, or the last attempt of which."""
-    reward_min: float | None = None
-    """Only those with at least this reward."""
-    reward_max: float | None = None
-    """Only those with at most this reward."""
-    since: Timestamp | None = None
-    """Only those submitted then or later."""
-    until: Timestamp | None = None
-    """Only those submitted before."""
-    text: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")
-    """Only those whose id begins with this."""
+    states: Annotated[list[RolloutState], AfterValidator(_distinct)] = Field(
+        [], alias="state", description="Only rollouts in this state; may be repeated."
+    )
+    run: RunId | None = Field(None, description="Only rollouts of this run.")
+    group: Annotated[int | None, Field(ge=0, le=MAX_INT), AfterValidator(_of_a_run)] = Field(
+        None, description="Only those of this group of the run."
+    )
+    environment: Name | None = Field(None, description="Only rollouts in this environment.")
+    error: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9_]{0,63}$",
+        description="Only those that this error ended, or the last attempt of which.",
+    )
+    reward_min: float | None = Field(None, description="Only those with at least this reward.")
+    reward_max: float | None = Field(None, description="Only those with at most this reward.")
+    since: Timestamp | None = Field(None, description="Only those submitted then or later.")
+    until: Timestamp | None = Field(None, description="Only those submitted before.")
+    text: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$",
+        description="Only those whose id begins with this.",
+    )
 
     @property
     def only_states(self) -> bool:
@@ -59,12 +62,11 @@ class SummaryFilter(WireModel):
 class SummaryQuery(SummaryFilter):
     """Which rollouts to list, and which page of them."""
 
-    order: SummaryOrder = "newest"
-    """Which end of the list comes first."""
-    cursor: str | None = Field(None, max_length=32)
-    """The previous page's `next_cursor`, for the same order."""
-    limit: int = Field(100, ge=1, le=1_000)
-    """Rollouts per page."""
+    order: SummaryOrder = Field("newest", description="Which end of the list comes first.")
+    cursor: str | None = Field(
+        None, max_length=32, description="The previous page's `next_cursor`, for the same order."
+    )
+    limit: int = Field(100, ge=1, le=1_000, description="Rollouts per page.")
 
 
 class RolloutSummary(WireModel):

@@ -162,9 +162,9 @@ def _why(app: FastAPI) -> str:
 
 def _settle_garbage_collector() -> None:
     """Exclude the imports' objects, hundreds of thousands that are never freed, from every collection."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(GC_YOUNG_OBJECTS)
+    gc.enable()
 
 
 def _bind(settings: Settings) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,6 +96,7 @@ def command(
 
 
 def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -> int:
+    gc.disable()  # the imports make no garbage; `serve` enables it
     from rollout_service.api.serve import serve
     from rollout_service.settings import load_settings
 

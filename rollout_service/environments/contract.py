@@ -52,7 +52,7 @@ __all__ = [
 class EnvironmentSettings(BaseModel):
     """A part of an environment's settings; unknown keys are rejected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMGT]?$")]

@@ -35,7 +35,7 @@ KEEP = Verdict(keep=True)
 class GroupFilter(BaseModel, ABC):
     """A filter; its fields are its options."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @abstractmethod
     def judge(self, group: GroupOutcome) -> Verdict:

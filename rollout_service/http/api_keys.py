@@ -59,7 +59,7 @@ def needed_role(method: str, path: str) -> Role:
 class ApiKey(BaseModel):
     """A key of the API."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1, max_length=128)
     """A name for people: error messages show it, and never the key itself."""

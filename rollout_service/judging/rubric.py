@@ -37,7 +37,7 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9+-][A-Za-z0-9 +_-]{0,39}$")]
 class RubricSettings(BaseModel):
     """A rubric's description; unknown keys are rejected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Name
     template: str = Field(min_length=1)

@@ -15,6 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_settings import NoDecode
 
+from api_schemas.docstrings import field_docstrings
+
 _CONTAINERS = (list, tuple, set, dict)
 ANY_NAME = "NAME"
 """The placeholder in paths for a name that the user chooses, such as a pool's."""
@@ -26,6 +28,8 @@ class Key:
 
     path: tuple[str, ...]
     field: FieldInfo
+    about: str
+    """The field's docstring."""
 
     @property
     def dotted(self) -> str:
@@ -48,10 +52,9 @@ class Table:
 
 def iter_tables(model: type[BaseModel], path: tuple[str, ...] = (), tag: str = "") -> Iterator[Table]:
     """Yield the table of a model, and the tables of the models in its fields."""
-    fields = model.model_fields.items()
-    keys = [Key((*path, name), field) for name, field in fields if not is_table(field.annotation)]
+    keys = [key for key in _keys(model, path) if not is_table(key.field.annotation)]
     yield Table(path, _about(model), keys, tag)
-    for name, field in fields:
+    for name, field in model.model_fields.items():
         yield from _below((*path, name), field)
 
 
@@ -101,8 +104,12 @@ def _below(path: tuple[str, ...], field: FieldInfo) -> Iterator[Table]:
         yield from iter_tables(model, (*path, ANY_NAME))
     if get_origin(field.annotation) is list:
         for model in models_in(get_args(field.annotation)[0]):
-            keys = [Key((*path, name), inner) for name, inner in model.model_fields.items()]
-            yield Table(path, _about(model), keys, repeated=True)
+            yield Table(path, _about(model), _keys(model, path), repeated=True)
+
+
+def _keys(model: type[BaseModel], path: tuple[str, ...]) -> list[Key]:
+    about = field_docstrings(model)
+    return [Key((*path, name), field, about.get(name, "")) for name, field in model.model_fields.items()]
 
 
 def _step(annotation: Any, part: str) -> Iterator[FieldInfo]:

@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A table of the settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -26,7 +26,7 @@ from sandboxes import (
 class HarborSandboxSettings(BaseModel):
     """The settings of all trials of a job; each is an argument `--ek NAME=VALUE`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     sandbox: ApptainerConfig = ApptainerConfig()
     """The provider's settings, such as `{"fakeroot": true}`."""

@@ -21,7 +21,7 @@ Text = Annotated[str, Field(max_length=256 * 1024)]
 class HarnessModel(BaseModel):
     """A part of a harness; unknown keys are rejected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class InstallTable(HarnessModel):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 class McpSettings(BaseModel):
     """One server: a program inside the agent's sandbox, or an address that the sandbox may reach."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")
     """The prefix of its tools' names: the tool `add` of the server `notes` is `notes__add`."""

@@ -16,7 +16,7 @@ from api_schemas.inference import FROZEN_NAMES, is_frozen
 class SubagentSettings(BaseModel):
     """`[parallel.subagent]`: what serves a sub-agent, and its limits."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pool: Name = "frozen-1"
     """The pool whose engines serve it: a frozen one, whose name is `frozen` or begins with `frozen-`."""
@@ -51,7 +51,7 @@ class SubagentSettings(BaseModel):
 class ParallelSettings(BaseModel):
     """`[parallel]`: how widely and how deeply an agent may hand on work."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_agents: int = Field(8, ge=1)
     """Different sub-agents that one agent may create."""

@@ -43,7 +43,7 @@ class SearchFailedError(ServiceError):
 class SearchSettings(BaseModel):
     """`[search]`: the service that answers the tool `search`, and where its answers have what."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(pattern=r"^https?://[^/@?\s]+([/?]\S*)?$")
     """The address of its search, which answers GET with JSON."""

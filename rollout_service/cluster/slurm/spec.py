@@ -22,7 +22,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 class Resources(BaseModel):
     """What a component of a job asks of Slurm."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     nodes: int = Field(1, ge=1)
     """The number of nodes."""
@@ -49,7 +49,7 @@ class Resources(BaseModel):
 class Engines(BaseModel):
     """The inference engines that a job starts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: str
     """The command that serves one engine in the foreground; `{host}` and `{port}` stand for where it listens."""
@@ -73,7 +73,7 @@ class Engines(BaseModel):
 class JobSpec(BaseModel):
     """A job: a service on one node or more, with its engines, and perhaps a trainer."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Name
     """The job's name, which its folder has too."""

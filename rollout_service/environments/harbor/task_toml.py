@@ -28,7 +28,6 @@ class TaskSection(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         validate_by_name=True,
         validate_by_alias=True,
     )

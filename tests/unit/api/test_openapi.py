@@ -55,6 +55,12 @@ def test_every_error_is_a_problem(document: dict[str, Any]) -> None:
     assert set(schemas["Problem"]["properties"]) == set(Problem.model_fields)
 
 
+def test_every_filter_of_the_list_is_described(document: dict[str, Any]) -> None:
+    parameters = document["paths"]["/v1/summaries"]["get"]["parameters"]
+    assert len(parameters) > 10
+    assert [one["name"] for one in parameters if not one.get("description")] == []
+
+
 def test_every_route_declares_what_any_can_answer(document: dict[str, Any]) -> None:
     for path, operation in operations(document):
         if path in {"/health", "/ready"}:

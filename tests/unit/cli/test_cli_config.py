@@ -37,9 +37,7 @@ def test_the_page_is_what_is_generated():
 
 
 def test_every_setting_says_what_it_means():
-    silent = [
-        key.dotted for table in iter_tables(Settings) for key in table.keys if not key.field.description
-    ]
+    silent = [key.dotted for table in iter_tables(Settings) for key in table.keys if not key.about]
     assert silent == []
 
 

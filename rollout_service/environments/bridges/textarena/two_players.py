@@ -37,7 +37,7 @@ MAX_MOVES = 64
 class OpponentSettings(BaseModel):
     """How the opponent is sampled."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pool: Name = "opponent"
     """The pool whose engines play the other side; it should not be the one that is trained."""
