@@ -37,7 +37,13 @@ import anyio
 from common import HERE, Options, report, run
 
 from api_schemas.inference import PauseMode, PoolOutcome
-from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.inference.contract import (
+    GenerateRequest,
+    Generation,
+    SamplingOptions,
+    TokenSink,
+    new_request_id,
+)
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
 from rollout_service.inference.pool.options import PoolOptions
@@ -93,16 +99,16 @@ class RecordedBackend(SGLangBackend):
         super().__init__(url, backend_id=backend_id)
         self._record = record
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        answer = await super().generate(request)
+    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
+        answer = await super().generate(request, on_tokens)
         part = Part(list(request.input_ids), list(answer.output_ids))
         self._record.parts[request.request_id[:BASE_ID_LENGTH]].append(part)
         return answer
 
-    async def _call(self, method: str, path: str, **settings: Any) -> Any:
+    async def _exchange_bytes(self, method: str, path: str, *body: Any, **settings: Any) -> bytes:
         started = time.perf_counter()
         try:
-            return await super()._call(method, path, **settings)
+            return await super()._exchange_bytes(method, path, *body, **settings)
         finally:
             span = Span(started, time.perf_counter(), path == "/generate")
             self._record.spans.append(span)
