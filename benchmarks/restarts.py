@@ -37,7 +37,7 @@ from rollout_service.store.sqlite import SqliteStore
 from sandboxes.host.children import start_process
 from sandboxes.host.ports import free_port
 
-ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS = 20, 3, 1
+ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS = 20, 3, 2
 ORDERS_PER_ROUND = 100
 IN_FLIGHT = 64
 DRAIN_SECONDS = 1.0

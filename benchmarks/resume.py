@@ -57,7 +57,7 @@ class Plan:
 
 FULL = Plan(kills=6, turn_seconds=2.0, pairs=2_000, paired_rollouts=32)
 QUICK = Plan(kills=2, turn_seconds=0.4, pairs=80, paired_rollouts=8)
-SMOKE = Plan(kills=1, turn_seconds=0.1, pairs=4, paired_rollouts=1)
+SMOKE = Plan(kills=1, turn_seconds=0.2, pairs=4, paired_rollouts=1)
 
 
 async def main(given: Options) -> None:
