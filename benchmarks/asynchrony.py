@@ -1,12 +1,12 @@
 """Measure the wall time to the same reward of asynchronous against synchronous training, with long-tailed rollouts.
 
-Run: python benchmarks/asynchrony.py [--json FILE] [--quick]
+Run: python benchmarks/asynchrony.py [--json FILE] [--quick | --smoke]
 It needs what `scripts/train --install` installs, and Apptainer.
 
 Both train the same policy, from the same seed, with the reference trainer on the environment `slow`, whose tool takes
 a lognormal time: 1 s at the median, 2 s on average, up to 30 s. Synchronously, every step waits for its slowest
 rollout. The clock stops when the mean reward of two batches has reached the goal. `speedup` is the ratio of the two
-times, or null if either run does not reach the goal in the time allowed. `--quick` times three steps.
+times, or null if either run does not reach the goal in the time allowed. `--quick` times three steps, `--smoke` one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -21,23 +23,42 @@ import anyio
 from common import HERE, Options, report, run
 
 EXAMPLES = HERE.parent / "examples"
-GOAL, MINUTES, STEPS = 0.9, 20.0, 200
-QUICK_STEPS = 3
+GOAL, MINUTES = 0.9, 20.0
+NEVER = 2.0
+"""A mean reward that is never reached."""
 ETA = 2
 WORKERS = 48
 """Agents at once; most of them are waiting for their tool."""
 SEED = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is trained."""
+
+    steps: int
+    """The most steps; without a goal, all of them are timed."""
+    goal: float | None
+    more: Sequence[str] = ()
+    """More arguments of the trainer."""
+
+
+SMALL = ("--group-size", "4", "--batch-size", "4", "--epochs", "1")
+FULL = Plan(200, GOAL)
+QUICK = Plan(3, None, SMALL)
+SMOKE = Plan(1, None, ("--group-size", "2", "--batch-size", "1", "--epochs", "1", "--every-group"))
+
+
 async def main(given: Options) -> None:
+    plan = given.plan(FULL, QUICK, SMOKE)
     with tempfile.TemporaryDirectory(prefix="asynchrony-") as folder:
-        turns = await train(Path(folder), 0, quick=given.quick)
-        overlapping = await train(Path(folder), ETA, quick=given.quick)
-    arrived = [reached(each, quick=given.quick) for each in (turns, overlapping)]
+        turns = await train(Path(folder), 0, plan)
+        overlapping = await train(Path(folder), ETA, plan)
+    arrived = [reached(each, plan) for each in (turns, overlapping)]
     report(
         "Asynchronous against synchronous training",
         given,
-        {"goal": None if given.quick else GOAL, "eta": ETA, "workers": WORKERS, "seed": SEED},
+        {"goal": plan.goal, "eta": ETA, "workers": WORKERS, "seed": SEED},
         {
             "speedup": turns["minutes"] / overlapping["minutes"] if all(arrived) else None,
             "sync_reward": last_reward(turns),
@@ -51,10 +72,9 @@ async def main(given: Options) -> None:
     )
 
 
-async def train(folder: Path, eta: int, *, quick: bool) -> dict:
+async def train(folder: Path, eta: int, plan: Plan) -> dict:
     """Train in a separate process, and return its report."""
     figures = folder / f"eta-{eta}.json"
-    steps, target = (QUICK_STEPS, 2.0) if quick else (STEPS, GOAL)
     command = [
         sys.executable,
         str(EXAMPLES / "train_calc.py"),
@@ -74,15 +94,14 @@ async def train(folder: Path, eta: int, *, quick: bool) -> dict:
         "--evaluations",
         "0",
     ]
-    command += ["--steps", str(steps), "--target", str(target), "--minutes", str(MINUTES)]
-    if quick:
-        command += ["--group-size", "4", "--batch-size", "4", "--epochs", "1"]
+    command += ["--steps", str(plan.steps), "--target", str(plan.goal or NEVER), "--minutes", str(MINUTES)]
+    command += plan.more
     await anyio.run_process(command, stdout=None, stderr=None)
     return json.loads(await anyio.Path(figures).read_text())
 
 
-def reached(figures: dict, *, quick: bool) -> bool:
-    return figures["steps"] == QUICK_STEPS if quick else last_reward(figures) >= GOAL
+def reached(figures: dict, plan: Plan) -> bool:
+    return figures["steps"] == plan.steps if plan.goal is None else last_reward(figures) >= plan.goal
 
 
 def last_reward(figures: dict) -> float:

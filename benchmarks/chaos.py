@@ -1,6 +1,6 @@
 """Break a cluster over and over, and count from the ids on the trainer's side what is lost, duplicated or left behind.
 
-Run: python benchmarks/chaos.py [--sandbox local|apptainer] [--json FILE] [--quick]
+Run: python benchmarks/chaos.py [--sandbox local|apptainer] [--json FILE] [--quick | --smoke]
 
 Three nodes on machines of their own (namespaces of network, host name, processes and mounts) share a Redis over TCP, a
 folder, and two engines. A trainer asks them in turn: it leases and acknowledges the batches of a run, and submits
@@ -53,15 +53,14 @@ from sandboxes.host.children import start_process
 
 TERMINAL = {state for state in RolloutState if state.terminal}
 KINDS = ("node", "machine", "redis", "engine", "leader", "pause", "partition")
-ROUNDS, QUICK_ROUNDS = 5 * len(KINDS), len(KINDS)
 TURNS, GROUP_TURNS = 20, 2
 IN_FLIGHT, MAX_GROUPS = 24, 6
 FIRST_GROUP_NUMBER = 1_000_000
 """The numbers in the prompts of groups begin here; those of other rollouts are smaller."""
 TASKS = 1_000
 PROGRESS_SECONDS, DRAIN_SECONDS = 120.0, 300.0
-FULL = Plan(turn_seconds=2.0, away_seconds=(11.0, 16.0), longest_seconds=3.0)
-QUICK = Plan(turn_seconds=0.2, away_seconds=(4.5, 5.0), longest_seconds=1.0)
+FULL = Plan(5 * len(KINDS), turn_seconds=2.0, away_seconds=(11.0, 16.0), longest_seconds=3.0)
+QUICK = Plan(len(KINDS), turn_seconds=0.2, away_seconds=(4.5, 5.0), longest_seconds=1.0)
 KILLED, AWAY = ("node", "machine", "leader"), ("pause", "partition")
 AIMS = {"lost": "0", "failed": "0", "duplicated": "0", "leftovers": "0", "turns_kept": ">= 0.90"}
 
@@ -139,15 +138,15 @@ class Trainer:
 
 async def main(given: Options) -> None:
     """Break, drain, and count."""
-    rounds, seed, began = QUICK_ROUNDS if given.quick else ROUNDS, time.time_ns(), time.monotonic()
-    plan = replace(QUICK if given.quick else FULL, sandbox=given.chosen["sandbox"])
+    seed, began = time.time_ns(), time.monotonic()
+    plan = replace(given.plan(FULL, QUICK, QUICK), sandbox=given.chosen["sandbox"])
     await connect()
     with folder_kept_on_error("chaos-") as folder:
         cluster = Cluster(folder, plan)
         async with AsyncExitStack() as stack:
             await cluster.start(stack)
             trainer = await start_work(cluster)
-            faults = await break_it(cluster, trainer, rounds, random.Random(seed))
+            faults = await break_it(cluster, trainer, plan.rounds, random.Random(seed))
             await trainer.end()
             figures = await delivered(cluster, trainer)
             await cluster.stop_nodes()
@@ -159,7 +158,7 @@ async def main(given: Options) -> None:
         figures |= {"well_seconds_median": statistics.median(well), "well_seconds_max": max(well)}
         figures |= {"seconds": time.monotonic() - began}
         settings = {"seed": seed, "sandbox": plan.sandbox, "turn_seconds": plan.turn_seconds}
-        report("A cluster under faults", given, settings, {"rounds": rounds} | figures, AIMS)
+        report("A cluster under faults", given, settings, {"rounds": plan.rounds} | figures, AIMS)
         for one in left:
             sys.stderr.write(f"left: {one}\n")
         if any(figures[name] for name, aim in AIMS.items() if aim == "0"):

@@ -1,8 +1,8 @@
 """What the benchmarks share: options, reports, and the processes that they measure.
 
-Every benchmark is one command. `--json FILE` writes the machine, the settings, and flat figures; `--quick` takes at
-most a minute and gives the same keys. Modules that benchmarks import are in `support/`, and programs that they start
-are in `programs/`.
+Every benchmark is one command. `--json FILE` writes the machine, the settings, and flat figures. `--quick` takes at
+most a minute, and `--smoke` as little as takes every part of the program: its figures mean nothing, but the keys are
+the same. Modules that benchmarks import are in `support/`, and programs that they start are in `programs/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import psutil
@@ -32,6 +34,15 @@ HERE = Path(__file__).parent
 START_SECONDS = 60.0
 
 Main = Callable[["Options"], Awaitable[None]]
+PlanT = TypeVar("PlanT")
+
+
+class Size(StrEnum):
+    """How much a benchmark does."""
+
+    FULL = "full"
+    QUICK = "quick"
+    SMOKE = "smoke"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +50,13 @@ class Options:
     """The options of every benchmark."""
 
     json: Path | None
-    quick: bool
+    size: Size
     chosen: Mapping[str, str] = field(default_factory=dict)
     """The values of the benchmark's own options by name."""
+
+    def plan(self, full: PlanT, quick: PlanT, smoke: PlanT) -> PlanT:
+        """Return the one of the chosen size."""
+        return {Size.FULL: full, Size.QUICK: quick, Size.SMOKE: smoke}[self.size]
 
 
 def run(main: Main, description: str, choices: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -72,12 +87,15 @@ async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
 def _options(description: str, choices: Mapping[str, Sequence[str]]) -> Options:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="at most a minute, with the same keys")
+    sizes = parser.add_mutually_exclusive_group()
+    for size, told in ((Size.QUICK, "at most a minute"), (Size.SMOKE, "only to see that everything works")):
+        text = f"{told}, with the same keys"
+        sizes.add_argument(f"--{size}", action="store_const", const=size, dest="size", help=text)
     for name, values in choices.items():
         parser.add_argument(f"--{name}", choices=values, default=values[0], help=f"(default: {values[0]})")
     arguments = vars(parser.parse_args())
     chosen = {name: str(arguments[name]) for name in choices}
-    return Options(json=arguments["json"], quick=arguments["quick"], chosen=chosen)
+    return Options(json=arguments["json"], size=arguments["size"] or Size.FULL, chosen=chosen)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -92,7 +110,13 @@ def report(
     figures: Mapping[str, float | int | None],
     aims: Mapping[str, str],
 ) -> None:
-    """Show the figures next to their aims, and write them to the requested file."""
+    """Show the figures next to their aims, and write them to the requested file.
+
+    Raises:
+        ValueError: An aim has no figure.
+    """
+    if unknown := aims.keys() - figures.keys():
+        raise ValueError(f"there are aims without a figure: {', '.join(sorted(unknown))}")
     table = Table(title=title)
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -103,7 +127,7 @@ def report(
         table.add_row(*cells[: len(table.columns)])
     Console(width=100).print(table)
     if given.json is not None:
-        write_figures(given.json, {**settings, "quick": given.quick}, figures)
+        write_figures(given.json, {**settings, "size": given.size}, figures)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Count what is lost or duplicated when the service, the trainer, or both are killed with SIGKILL at random moments.
 
-Run: python benchmarks/crash.py [--store sqlite|redis] [--json FILE] [--quick]
+Run: python benchmarks/crash.py [--store sqlite|redis] [--json FILE] [--quick | --smoke]
 
 With `--store redis`, two services share a Redis. The other service and the Redis itself are killed too, alone and with
 the rest.
@@ -168,7 +168,7 @@ async def main(given: Options) -> None:
     kind = given.chosen["store"]
     kinds = VICTIMS[kind]
     redis = await redis_program() if kind == "redis" else None
-    rounds = len(kinds) if given.quick else ROUNDS
+    rounds = given.plan(ROUNDS, len(kinds), len(kinds))
     seed = time.time_ns()
     draw = random.Random(seed)
     started = time.perf_counter()

@@ -1,6 +1,6 @@
 """Measure how soon a trainer gets its batches of informative groups, against synchronous rounds and an oracle.
 
-Run: python benchmarks/dapo.py [--json FILE] [--quick]
+Run: python benchmarks/dapo.py [--json FILE] [--quick | --smoke]
 
 A discrete-event simulation of an engine, with rollouts of long-tailed times, drives the functions of
 `rollout_service.groups` that make the decisions of the service's run manager. A trainer takes consecutive batches of 32
@@ -289,7 +289,7 @@ def simulate(*, batches: int, seeds: int) -> dict[str, float | int | None]:
 
 async def main(options: Options) -> None:
     """Simulate in a thread, which lets a signal end the program."""
-    batches, seeds = (6, 2) if options.quick else (12, 10)
+    batches, seeds = options.plan((12, 10), (6, 2), (2, 1))
     figures = await anyio.to_thread.run_sync(
         lambda: simulate(batches=batches, seeds=seeds), abandon_on_cancel=True
     )

@@ -1,6 +1,6 @@
 """Measure the page: lists of a large store, a long trajectory in a browser, and what viewers cost the service.
 
-Run: python benchmarks/dashboard.py [--store sqlite|redis] [--json FILE] [--quick]
+Run: python benchmarks/dashboard.py [--store sqlite|redis] [--json FILE] [--quick | --smoke]
 
 - `list_ms_p50`: the time of the service to answer with the newest page of a list of 1,000,000 rollouts;
   `list_worst_ms_p50`: the same with the slowest of the filters. With `--store redis`, of a Redis and only these, with
@@ -17,6 +17,8 @@ Run: python benchmarks/dashboard.py [--store sqlite|redis] [--json FILE] [--quic
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from common import Options, report, run
 from support.dashboard import lists, page, pages, viewers
@@ -35,20 +37,36 @@ AIMS = {
     "viewers_cpu_percent": "<= 3",
     "viewers_turn_ms_p50": "<= 0.1",
 }
-ROLLOUTS, QUICK_ROLLOUTS = 1_000_000, 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The amounts of what is measured."""
+
+    rollouts: int
+    """In the lists."""
+    page: page.Plan = page.FULL
+    updates: int = pages.UPDATES
+    viewers: viewers.Plan = viewers.FULL
+
+
+FULL = Plan(1_000_000)
+QUICK = Plan(20_000, viewers=viewers.QUICK)
+SMOKE = Plan(2_000, page.SMOKE, updates=1, viewers=viewers.SMOKE)
 
 
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
-    rollouts = QUICK_ROLLOUTS if given.quick else ROLLOUTS
-    store = given.chosen["store"]
-    figures = await lists.STORES[store](rollouts)
+    plan, store = given.plan(FULL, QUICK, SMOKE), given.chosen["store"]
+    figures = await lists.STORES[store](plan.rollouts)
     if store == "sqlite":
-        figures |= await page.measure()
-        figures |= await pages.measure()
-        figures |= await viewers.measure()
+        figures |= await page.measure(plan.page)
+        figures |= await pages.measure(plan.updates)
+        figures |= await viewers.measure(plan.viewers)
     aims = {name: aim for name, aim in AIMS.items() if name in figures}
-    report("The page", given, {"rollouts": rollouts, "store": store}, dict(sorted(figures.items())), aims)
+    report(
+        "The page", given, {"rollouts": plan.rollouts, "store": store}, dict(sorted(figures.items())), aims
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure the delivery of a batch of 256 trajectories of 32,000 tokens, as arrays and as JSON.
 
-Run: python benchmarks/delivery.py [--json FILE] [--quick]
+Run: python benchmarks/delivery.py [--json FILE] [--quick | --smoke]
 
 The batch is put into a store, a service is started on it, and the client leases it in both forms. The yardstick is the
 same bytes as a static file, from the same HTTP server, through the same client, into the same arrays. It takes the same
@@ -19,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -37,13 +38,26 @@ from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewG
 from rollout_service.store.sqlite import SqliteStore
 
 RUN_ID = "delivery"
-GROUPS, SAMPLES, TOKENS = 32, 8, 32_000
-ROUNDS, QUICK_ROUNDS = 15, 7
+SAMPLES = 8
 JSON_ROUNDS = 3
 SECONDS = 60.0
 TURNS = 16
 VOCABULARY = 150_000
 ENVIRONMENT = HERE / "environments" / "echo"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The batch, and how often it is delivered."""
+
+    groups: int
+    tokens: int
+    rounds: int
+
+
+FULL = Plan(groups=32, tokens=32_000, rounds=15)
+QUICK = Plan(groups=32, tokens=32_000, rounds=7)
+SMOKE = Plan(groups=2, tokens=1_000, rounds=1)
 
 
 def trajectory(draw: np.random.Generator, tokens: int) -> Trajectory:
@@ -67,21 +81,21 @@ def trajectory(draw: np.random.Generator, tokens: int) -> Trajectory:
     )
 
 
-async def fill(database: Path, tokens: int) -> None:
+async def fill(database: Path, plan: Plan) -> None:
     """Fill a store with a run whose groups are all ready."""
     draw = np.random.default_rng(0)
-    tasks = [Task(environment="math", instance={"question": "1", "answer": "1"})] * GROUPS
+    tasks = [Task(environment="math", instance={"question": "1", "answer": "1"})] * plan.groups
     order = RunRequest(
         run_id=RUN_ID,
         source=InlineTasks(tasks=tasks),
         group_size=SAMPLES,
-        batch_size=GROUPS,
+        batch_size=plan.groups,
         filters=[],
         infrastructure_retries=0,
     )
     async with await SqliteStore.open(database) as store:
-        await store.runs.create(order, tasks=GROUPS, digest=None, version=0)
-        for number in range(GROUPS):
+        await store.runs.create(order, tasks=plan.groups, digest=None, version=0)
+        for number in range(plan.groups):
             ids = [f"{RUN_ID}.{number}.{sample}" for sample in range(SAMPLES)]
             requests = [RolloutRequest(rollout_id=one, task=tasks[number]) for one in ids]
             await store.runs.start_groups(RUN_ID, [NewGroup(number, 0, requests)])
@@ -93,7 +107,7 @@ async def fill(database: Path, tokens: int) -> None:
                     pool="policy",
                     reward=0.0,
                     created_at=lease.created_at,
-                    trajectory=trajectory(draw, tokens),
+                    trajectory=trajectory(draw, plan.tokens),
                 )
                 await store.finish(lease, "fill", result)
             samples = [ClosedSample(n, one, True, None, 0.0, None) for n, one in enumerate(ids)]
@@ -153,22 +167,22 @@ def peak_mb(pid: int) -> float:
 
 async def main(given: Options) -> None:
     """Fill the store, deliver, and compare."""
+    plan = given.plan(FULL, QUICK, SMOKE)
     with tempfile.TemporaryDirectory(prefix="delivery-") as name:
         folder = Path(name)
-        await fill(folder / "rollouts.sqlite3", TOKENS)
+        await fill(folder / "rollouts.sqlite3", plan)
         address = folder / "engine.address"
         engine = ["-m", "rollout_service.testing", "--address", str(address)]
         async with (
             child(engine, address) as url,
             service(folder, url, workers=1, environment=ENVIRONMENT) as server,
         ):
-            rounds = QUICK_ROUNDS if given.quick else ROUNDS
-            figures = await measure(server.client, server.process.pid, folder, rounds)
+            figures = await measure(server.client, server.process.pid, folder, plan.rounds)
     aims = {"binary_vs_http": "<= 1.3"}
     report(
         "Delivering a batch",
         given,
-        {"trajectories": GROUPS * SAMPLES, "tokens": TOKENS, "rounds": rounds},
+        {"trajectories": plan.groups * SAMPLES, "tokens": plan.tokens, "rounds": plan.rounds},
         figures,
         aims,
     )

@@ -1,6 +1,6 @@
 """Measure what environments cost: starts, evaluations, images, and many tasks of software repair at once.
 
-Run: python benchmarks/environments.py [--json FILE] [--quick]
+Run: python benchmarks/environments.py [--json FILE] [--quick | --smoke]
 
 Everything is real but the model: a service with default sandboxes in Apptainer, without warm ones, and an engine that
 answers at once from a script. It needs the image `base`, and makes two tasks of software repair if they are missing.
@@ -61,11 +61,12 @@ class Plan:
 
 FULL = Plan(rollouts=20, swe_rollouts=8, at_once=32, images=50)
 QUICK = Plan(rollouts=3, swe_rollouts=1, at_once=4, images=6)
+SMOKE = Plan(rollouts=1, swe_rollouts=1, at_once=4, images=2)
 
 
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
-    plan = QUICK if given.quick else FULL
+    plan = given.plan(FULL, QUICK, SMOKE)
     instances = await read_instances()
     with account() as counted:
         figures = await rollouts(counted, plan, instances)

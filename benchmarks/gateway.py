@@ -1,6 +1,6 @@
 """Measure what the gateway adds to a call, next to a bare engine and Agent Lightning's proxy.
 
-Run: python benchmarks/gateway.py [--json FILE] [--quick] [--peer none]
+Run: python benchmarks/gateway.py [--json FILE] [--quick | --smoke] [--peer none]
 
 Agents in this process hold conversations with tools and send all of them with every call, to the Chat Completions API
 of three targets, which take turns in each round: the scripted engine itself, the gateway of a service, and the proxy of
@@ -56,6 +56,19 @@ LONG_TURNS, LONG_CHARACTERS = 26, 8_000
 """They make about 100,000 tokens."""
 OPEN_TURNS, OPEN_CHARACTERS = 31, 20_000
 
+LIGHTNING = "lightning"
+OF_PEER = (
+    "added_ms_p50_c64",
+    "added_ms_p99_c64",
+    "added_ms_p50_c1",
+    "added_ms_p99_c1",
+    "calls_per_second",
+    "cpu_ms_per_call_c64",
+    "cpu_ms_per_call_saturated",
+    "memory_mb_per_conversation",
+)
+"""The figures of the proxy, by their names after its own; null without it."""
+
 Figures = dict[str, float | int | None]
 
 
@@ -64,7 +77,7 @@ class Plan:
     """The amounts of what is measured."""
 
     agents: int
-    """Those that call at once; quick runs have fewer than the names of the figures say."""
+    """Those that call at once; shorter runs have fewer than the names of the figures say."""
     rounds: int
     turns: int
     """The turns of each of the agents in a round with the slow engine."""
@@ -79,6 +92,7 @@ class Plan:
 
 FULL = Plan(agents=64, rounds=5, turns=8, fast_turns=16, single_turns=40, long_calls=20, conversations=16)
 QUICK = Plan(agents=16, rounds=1, turns=2, fast_turns=2, single_turns=6, long_calls=3, conversations=2)
+SMOKE = Plan(agents=2, rounds=1, turns=1, fast_turns=1, single_turns=1, long_calls=1, conversations=2)
 
 
 @dataclass(slots=True)
@@ -109,7 +123,7 @@ Measurements = Mapping[str, Measured]
 
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
-    plan, with_peer = QUICK if given.quick else FULL, given.chosen["peer"] == "lightning"
+    plan, with_peer = given.plan(FULL, QUICK, SMOKE), given.chosen["peer"] == LIGHTNING
     figures: Figures = {}
     ids = Counter[str]()
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
@@ -119,6 +133,8 @@ async def main(given: Options) -> None:
             figures |= await memory(instant, plan)  # first, while the processes have not grown yet
             figures |= await throughput(instant, plan)
             figures |= await long_call(instant, plan)
+    if not with_peer:
+        figures |= dict.fromkeys(f"{LIGHTNING}_{name}" for name in OF_PEER)
     replayed = replay_all()
     figures |= replay_figures(replayed) | {"lost_tokens": ids["lost"], "invented_tokens": ids["invented"]}
     settings: dict[str, JsonValue] = {
@@ -141,7 +157,7 @@ async def bench(folder: Path, latency: float, ids: Counter[str], *, with_peer: b
         own = await stack.enter_async_context(own_gateway(folder, scripted))
         targets: dict[str, Target] = {"bare": BareEngine(scripted.url), "own": own}
         if with_peer:
-            targets["lightning"] = await stack.enter_async_context(lightning_proxy(folder, scripted))
+            targets[LIGHTNING] = await stack.enter_async_context(lightning_proxy(folder, scripted))
         async with own.open(1) as accesses:  # once the engine was registered, which samples too
             await converse([Agent(accesses[0], 0, OUTPUT_CHARACTERS)], 1)
         before = scripted.sampled() - own.captured
@@ -233,9 +249,9 @@ async def memory(instant: Bench, plan: Plan) -> Figures:
     """Measure what open conversations take."""
     figures: Figures = {}
     processes = {"own": instant.own.server.process}
-    lightning = instant.targets.get("lightning")
+    lightning = instant.targets.get(LIGHTNING)
     if isinstance(lightning, LightningProxy):
-        processes["lightning"] = lightning.process
+        processes[LIGHTNING] = lightning.process
     for name, process in processes.items():
         async with instant.targets[name].open(plan.conversations) as accesses:
             agents = [Agent(access, number, OPEN_CHARACTERS) for number, access in enumerate(accesses)]
@@ -281,4 +297,4 @@ def cpu(found: Measurements, suffix: str) -> Figures:
 
 
 if __name__ == "__main__":
-    run(main, "Measure what the gateway adds to a call.", {"peer": ["lightning", "none"]})
+    run(main, "Measure what the gateway adds to a call.", {"peer": [LIGHTNING, "none"]})

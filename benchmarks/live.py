@@ -1,6 +1,6 @@
 """Measure live sessions: whether traffic, judging, training and new weights get in each other's way.
 
-Run: python benchmarks/live.py [--json FILE] [--quick]
+Run: python benchmarks/live.py [--json FILE] [--quick | --smoke]
 
 The policy and its judge are scripted engines in a process of their own. Users are in this process, and ask the service
 over HTTP for streamed answers. A trainer leases and acknowledges batches, and loads new weights.
@@ -101,6 +101,18 @@ QUICK = Plan(
     pair_users=4,
     abandoned=100,
     at_once=16,
+)
+SMOKE = Plan(
+    sessions=12,
+    turns=3,
+    think_seconds=0.5,
+    update_seconds=0.5,
+    latency=0.05,
+    judge_latency=0.02,
+    pairs=20,
+    pair_users=2,
+    abandoned=4,
+    at_once=4,
 )
 
 
@@ -321,7 +333,7 @@ def _rows(folder: Path) -> int:
 
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
-    plan = QUICK if given.quick else FULL
+    plan = given.plan(FULL, QUICK, SMOKE)
     figures: Figures = {}
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         folder = Path(name)

@@ -1,6 +1,6 @@
 """Measure what an attack in one sandbox costs a neighbor and the service, in real Apptainer.
 
-Run: python benchmarks/neighbors.py [--json FILE] [--quick]
+Run: python benchmarks/neighbors.py [--json FILE] [--quick | --smoke]
 
 For each attack, rounds without and with it alternate. Each measures the round trip of `true` in a neighbor's shell, and
 of a line through a socket that the service's event loop serves. A figure is the median over the rounds of the ratio of
@@ -40,6 +40,8 @@ SETTLE = 0.7
 """The time from the start of an attack to the first probe, in which the watchdog looks once."""
 ATTACK_SECONDS = 60.0
 AIM = "<= 1.10"
+ROUNDS = ((9, 1.5), (2, 0.4), (1, 0.1))
+"""How many rounds of how many seconds, by the size of the benchmark."""
 
 SHELL = {
     "spin": "for i in 1 2 3 4 5 6 7 8; do while :; do :; done & done; wait",
@@ -177,7 +179,7 @@ class Attacker:
 
 async def main(given: Options) -> None:
     """Measure every attack in turn."""
-    rounds, seconds = (2, 0.4) if given.quick else (9, 1.5)
+    rounds, seconds = given.plan(*ROUNDS)
     figures: dict[str, float | int | None] = {}
     with tempfile.TemporaryDirectory() as state:
         provider = make_provider(ApptainerConfig(), Path(state))

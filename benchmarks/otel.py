@@ -1,6 +1,6 @@
 """Measure what traces cost a turn: off, on, and for rollouts that are not sampled.
 
-Run: python benchmarks/otel.py [--json FILE] [--quick]
+Run: python benchmarks/otel.py [--json FILE] [--quick | --smoke]
 
 Attempts are played as the service notes them, without engines or sandboxes: each turn waits for an engine and calls a
 tool. The kinds take turns in each round; figures are medians over the rounds.
@@ -109,7 +109,7 @@ def counted(registry: CollectorRegistry, outcome: str) -> float:
 
 async def main(given: Options) -> None:
     """Measure, and report."""
-    rounds, attempts = (5, 10) if given.quick else (25, 10)
+    rounds, attempts = given.plan((25, 10), (5, 10), (1, 2))
     spans = 3 + 2 * TURNS  # the attempt, its stage, its agent, and two for each turn
     with tempfile.TemporaryDirectory() as folder:
         address = Path(folder) / "address"

@@ -1,6 +1,6 @@
 """Measure sub-agents: whether they run at the same time, share slots fairly, and what each of them costs the service.
 
-Run: python benchmarks/parallel_agents.py [--json FILE] [--quick]
+Run: python benchmarks/parallel_agents.py [--json FILE] [--quick | --smoke]
 
 Engines are scripted and run in a process of their own: the agent's takes no time and assigns all its tasks in one turn,
 and every task takes its sub-agent one turn of a fixed time. No rollout has a sandbox.
@@ -66,6 +66,7 @@ class Plan:
 
 FULL = Plan(1.0, repeats=5, costed=32, cost_width=16, agents=512, slots=32, share_latency=0.25, hold=45.0)
 QUICK = Plan(0.5, repeats=2, costed=8, cost_width=16, agents=48, slots=8, share_latency=0.1, hold=6.0)
+SMOKE = Plan(0.5, repeats=1, costed=2, cost_width=16, agents=12, slots=8, share_latency=0.1, hold=3.0)
 
 
 @asynccontextmanager
@@ -227,7 +228,7 @@ async def _is_held(server: Server, holders: Sequence[str]) -> bool:
 
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
-    plan = QUICK if given.quick else FULL
+    plan = given.plan(FULL, QUICK, SMOKE)
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         wide = bench(
             Path(name) / "wide",

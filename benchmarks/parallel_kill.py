@@ -1,6 +1,6 @@
 """Count what is lost or left behind when the service is killed with SIGKILL while sub-agents are at work.
 
-Run: python benchmarks/parallel_kill.py [--sandbox local|apptainer] [--json FILE] [--quick]
+Run: python benchmarks/parallel_kill.py [--sandbox local|apptainer] [--json FILE] [--quick | --smoke]
 
 Agents assign four tasks in one turn to sub-agents, which have their own sandboxes, and a frozen pool with an engine of
 its own. Each round kills the service at a random moment at which that engine is at work, looks at what is left, and
@@ -40,7 +40,7 @@ from rollout_service.store.sqlite import SqliteStore
 from sandboxes.host.children import start_process
 from sandboxes.host.ports import free_port
 
-ROUNDS, QUICK_ROUNDS = 20, 3
+ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS = 20, 3, 1
 ROLLOUTS_AT_ONCE = 3
 WIDTH = 4
 POLICY_SECONDS, FROZEN_SECONDS = 0.1, 2.5
@@ -187,7 +187,8 @@ class Killed:
 
 async def main(given: Options) -> None:
     """Kill, let everything end, and count."""
-    rounds, seed, began = QUICK_ROUNDS if given.quick else ROUNDS, time.time_ns(), time.perf_counter()
+    rounds = given.plan(ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS)
+    seed, began = time.time_ns(), time.perf_counter()
     draw = random.Random(seed)
     with folder_kept_on_error("pkill-") as folder:
         async with AsyncExitStack() as stack:

@@ -1,6 +1,6 @@
 """Count what outlives a service that is killed with SIGKILL while it starts, uses, and closes sandboxes.
 
-Run: python benchmarks/reclaim.py [--json FILE] [--quick]
+Run: python benchmarks/reclaim.py [--json FILE] [--quick | --smoke]
 
 Each round starts a service (`programs/churn.py`) and kills it after a random time; every other round kills its process
 group too. Five seconds later the benchmark counts what is left: processes (it adopts every orphan, so none can hide),
@@ -32,7 +32,7 @@ from rich.console import Console
 from sandboxes import ProviderUnavailableError
 from sandboxes.host.facts import find_apptainer
 
-ROUNDS, QUICK_ROUNDS = 50, 12
+ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS = 50, 12, 2
 ALLOWED_SECONDS = 5.0
 LONGEST_LIFE = 4.0
 WORKERS = 6
@@ -238,22 +238,23 @@ async def main(given: Options) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     seed = random.randrange(2**32)
     draw = random.Random(seed)
-    lives = [draw.uniform(0.0, LONGEST_LIFE) for _ in range(QUICK_ROUNDS if given.quick else ROUNDS)]
+    rounds = given.plan(ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS)
+    lives = [draw.uniform(0.0, LONGEST_LIFE) for _ in range(rounds)]
     try:
         provider = "apptainer" if find_apptainer() else "local"
     except ProviderUnavailableError:
         provider = "local"
     console = Console(stderr=True)
-    rounds = await anyio.to_thread.run_sync(_measure, provider, lives, console.print)
-    seconds = [one.seconds for one in rounds]
+    found = await anyio.to_thread.run_sync(_measure, provider, lives, console.print)
+    seconds = [one.seconds for one in found]
     figures: dict[str, float | int | None] = {
-        "rounds": len(rounds),
-        "leftovers": sum(len(one.left) for one in rounds),
+        "rounds": len(found),
+        "leftovers": sum(len(one.left) for one in found),
         "reclaim_s_p50": statistics.median(seconds),
         "reclaim_s_max": max(seconds),
-        "sandboxes_killed": sum(one.sandboxes for one in rounds),
-        "processes_killed": sum(one.processes for one in rounds),
-        "guard_pss_mb": max(one.guard_kilobytes for one in rounds) / 1e3,
+        "sandboxes_killed": sum(one.sandboxes for one in found),
+        "processes_killed": sum(one.processes for one in found),
+        "guard_pss_mb": max(one.guard_kilobytes for one in found) / 1e3,
     }
     settings = {"provider": provider, "seed": seed, "workers": WORKERS, "allowed_seconds": ALLOWED_SECONDS}
     report("What outlives a service", given, settings, figures, {"leftovers": "0", "reclaim_s_max": "<= 5"})

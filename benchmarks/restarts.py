@@ -1,6 +1,6 @@
 """Count what is lost or duplicated when the service is restarted with SIGTERM at random moments under load.
 
-Run: python benchmarks/restarts.py [--json FILE] [--quick]
+Run: python benchmarks/restarts.py [--json FILE] [--quick | --smoke]
 
 64 rollouts are in flight, submitted by `rollout-service submit` and by a run whose batches a trainer takes. The service
 is stopped with SIGTERM and started again on the same port, over and over. Finally the ids on all sides are compared:
@@ -37,7 +37,7 @@ from rollout_service.store.sqlite import SqliteStore
 from sandboxes.host.children import start_process
 from sandboxes.host.ports import free_port
 
-ROUNDS, QUICK_ROUNDS = 20, 3
+ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS = 20, 3, 2
 ORDERS_PER_ROUND = 100
 IN_FLIGHT = 64
 DRAIN_SECONDS = 1.0
@@ -148,7 +148,7 @@ class Attached:
 
 async def main(given: Options) -> None:
     """Restart, drain, and count."""
-    rounds = QUICK_ROUNDS if given.quick else ROUNDS
+    rounds = given.plan(ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS)
     seed = time.time_ns()
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="restarts-") as name:

@@ -1,6 +1,6 @@
 """Measure what a kill of the service costs in turns, and what saving the turns costs in latency.
 
-Run: python benchmarks/resume.py [--json FILE] [--quick]
+Run: python benchmarks/resume.py [--json FILE] [--quick | --smoke]
 
 - `turns_kept`: the service is killed with SIGKILL at random moments amid rollouts of 20 turns; the share of the turns
   answered by then that are not sampled again after the restart.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import tempfile
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -30,12 +31,9 @@ from support.turns_kept import turns_kept
 from api_schemas.rollouts import RolloutState
 
 TURNS = 20
-ROLLOUTS, KILLS, TURN_SECONDS = 16, 6, 2.0
-QUICK_KILLS, QUICK_TURN_SECONDS = 2, 0.4
+ROLLOUTS = 16
 FIRST_TURNS = 2
 """Kills come once rollouts have had some turns."""
-PAIRED_ROLLOUTS, QUICK_PAIRED_ROLLOUTS = 32, 8
-PAIRS, QUICK_PAIRS = 2_000, 80
 ENVIRONMENT = HERE / "environments" / "echo"
 AIMS = {
     "turns_kept": ">= 0.90",
@@ -45,16 +43,31 @@ AIMS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The amounts of what is measured."""
+
+    kills: int
+    turn_seconds: float
+    pairs: int
+    """The pairs of turns of two services."""
+    paired_rollouts: int
+    """The rollouts whose turns are compared in one process."""
+
+
+FULL = Plan(kills=6, turn_seconds=2.0, pairs=2_000, paired_rollouts=32)
+QUICK = Plan(kills=2, turn_seconds=0.4, pairs=80, paired_rollouts=8)
+SMOKE = Plan(kills=1, turn_seconds=0.2, pairs=4, paired_rollouts=1)
+
+
 async def main(given: Options) -> None:
     """Measure both figures, and report them."""
-    figures: dict[str, float | int | None] = {}
-    figures |= await kill_amid_rollouts(
-        QUICK_KILLS if given.quick else KILLS, QUICK_TURN_SECONDS if given.quick else TURN_SECONDS
-    )
-    figures |= await added_latency(QUICK_PAIRS if given.quick else PAIRS)
+    plan = given.plan(FULL, QUICK, SMOKE)
+    figures = await kill_amid_rollouts(plan.kills, plan.turn_seconds)
+    figures |= await added_latency(plan.pairs)
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        rollouts = QUICK_PAIRED_ROLLOUTS if given.quick else PAIRED_ROLLOUTS
-        figures["added_ms_per_turn_in_process"] = await added_milliseconds(Path(name), rollouts)
+        added = await added_milliseconds(Path(name), plan.paired_rollouts)
+        figures["added_ms_per_turn_in_process"] = added
     settings = {"rollouts": ROLLOUTS, "turns": TURNS}
     report("Resume", given, settings, figures, AIMS)
 

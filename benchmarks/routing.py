@@ -1,7 +1,7 @@
 """Compare routers by their cache hits, how evenly they spread the load, and how long turns take.
 
-Run: python benchmarks/routing.py [--json FILE] [--quick]
-It needs scripts/install-sglang and scripts/install-sglang-router.
+Run: python benchmarks/routing.py [--json FILE] [--quick | --smoke] [--peer none]
+It needs scripts/install-sglang, and scripts/install-sglang-router unless it is told to leave out this peer.
 
 The same sessions (64 of 10 turns, in 8 groups that share a task) go to the same engines through this service's pool,
 and through sglang-router's policies `cache_aware` and `round_robin`. `sim_` figures are for 4 scripted engines with a
@@ -39,8 +39,10 @@ from rollout_service.inference.pool.pools import Pools
 from rollout_service.policies.shipped import policy_folder
 
 MODEL = policy_folder("calc-tuned")
-OURS = "service"
-POLICIES = (OURS, "cache_aware", "round_robin")
+OURS, PEERS = "service", ("cache_aware", "round_robin")
+POLICIES = (OURS, *PEERS)
+PEER = "sglang-router"
+FIGURES = ("cached_vs_ideal", "imbalance", "p99_ms")
 AIMS = {"cached_vs_ideal": ">= 0.97", "imbalance": "<= 1.1", "p99_ms": "<= the others'"}
 
 
@@ -155,43 +157,52 @@ async def served_tokens(http: httpx.AsyncClient, url: str) -> float:
     return sum(map(float, lines))
 
 
-async def compare(setting: Setting, urls: Sequence[str]) -> dict[str, float]:
+async def compare(setting: Setting, urls: Sequence[str], *, with_peer: bool) -> dict[str, float | int | None]:
     """Measure every policy on every seed; policies alternate, so a slow minute of the machine affects them all."""
     outcomes: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
     for seed in setting.seeds:
-        for policy in POLICIES:
+        for policy in POLICIES if with_peer else (OURS,):
             outcomes[policy].append(await measure(setting, urls, policy, seed))
     return {
         ("" if policy == OURS else f"{policy}_") + name: statistics.median(
             getattr(outcome, name) for outcome in of_policy
         )
+        if of_policy
+        else None
         for policy, of_policy in outcomes.items()
-        for name in ("cached_vs_ideal", "imbalance", "p99_ms")
+        for name in FIGURES
     }
 
 
-def settings(*, quick: bool) -> dict[str, Setting]:
+REAL_SHAPE = Shape(
+    system=96, task=(150, 350), observation=20.0, answer=12.0, longest=48, wait=0.5, arrival=0.2
+)
+
+
+def settings(simulated_shape: Shape, real_shape: Shape, seeds: Sequence[int]) -> dict[str, Setting]:
     """Return the settings to measure, by the prefix of their figures."""
-    seeds = [1] if quick else [1, 2, 3]
-    simulated_shape = Shape(time_scale=0.1 if quick else 0.5)
-    real_shape = Shape(
-        system=96, task=(150, 350), observation=20.0, answer=12.0, longest=48, wait=0.5, arrival=0.2
-    )
-    if quick:
-        real_shape = replace(real_shape, group_size=4, turns=5, time_scale=0.4)
     return {
         "sim": Setting(engines=4, kv_tokens=100_000, page=16, shape=simulated_shape, seeds=seeds),
         "sglang": Setting(engines=2, kv_tokens=40_000, page=1, shape=real_shape, seeds=seeds),
     }
 
 
+FULL = settings(Shape(time_scale=0.5), REAL_SHAPE, [1, 2, 3])
+QUICK = settings(Shape(time_scale=0.1), replace(REAL_SHAPE, group_size=4, turns=5, time_scale=0.4), [1])
+SMOKE = settings(
+    Shape(groups=2, group_size=2, turns=3, time_scale=0.02),
+    replace(REAL_SHAPE, groups=2, group_size=2, turns=3, time_scale=0.1),
+    [1],
+)
+
+
 async def main(options: Options) -> None:
     """Measure on both kinds of engines."""
-    chosen = settings(quick=options.quick)
+    chosen, peer = options.plan(FULL, QUICK, SMOKE), options.chosen["peer"]
     figures: dict[str, float | int | None] = {}
     for prefix, engines in (("sim", simulated), ("sglang", real)):
         async with engines(chosen[prefix]) as urls:
-            found = await compare(chosen[prefix], urls)
+            found = await compare(chosen[prefix], urls, with_peer=peer == PEER)
         figures |= {f"{prefix}_{name}": value for name, value in found.items()}
     told = {
         f"{prefix}_{name}": value
@@ -205,8 +216,12 @@ async def main(options: Options) -> None:
         )
     }
     aims = {f"{prefix}_{name}": aim for prefix in chosen for name, aim in AIMS.items()}
-    report("Routing", options, told, figures, aims)
+    report("Routing", options, {"peer": peer, **told}, figures, aims)
 
 
 if __name__ == "__main__":
-    run(main, "Compare what routers keep in the engines' caches, and how evenly they spread the load.")
+    run(
+        main,
+        "Compare what routers keep in the engines' caches, and how evenly they spread the load.",
+        {"peer": [PEER, "none"]},
+    )

@@ -1,6 +1,6 @@
 """Measure what 8 nodes keep in the caches of 4 engines, each node routing for itself, without a central router.
 
-Run: python benchmarks/routing_nodes.py [--json FILE] [--quick]
+Run: python benchmarks/routing_nodes.py [--json FILE] [--quick | --smoke]
 
 Each node is a pool of its own with its own router; they share nothing but the engines. Sessions are dealt to the nodes
 in their order of arrival, as rollouts are claimed, so the samples of a group run on different nodes. Engines are
@@ -30,6 +30,9 @@ from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.pools import Pools
 
 NODES, ENGINES = 8, 4
+FULL = (Shape(groups=16, time_scale=0.5), [1, 2, 3])
+QUICK = (Shape(groups=8, time_scale=0.2), [1])
+SMOKE = (Shape(groups=2, group_size=4, turns=3, time_scale=0.02), [1])
 AIMS = {"nodes_cached_share": ">= 0.95", "nodes_imbalance": "<= 1.15"}
 
 
@@ -74,8 +77,7 @@ def deal(sessions: Sequence[Session], pools: Sequence[BackendPool]) -> dict[str,
 
 async def main(options: Options) -> None:
     """Measure one node and many on the same engines and sessions."""
-    shape = Shape(groups=8 if options.quick else 16, time_scale=0.2 if options.quick else 0.5)
-    seeds = [1] if options.quick else [1, 2, 3]
+    shape, seeds = options.plan(FULL, QUICK, SMOKE)
     setting = Setting(
         engines=ENGINES, kv_tokens=100_000 * shape.groups // 8, page=16, shape=shape, seeds=seeds
     )

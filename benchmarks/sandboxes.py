@@ -1,6 +1,6 @@
 """Measure the cost of sandboxes: session latency, and the time, CPU time, and memory of each; SWE-ReX for comparison.
 
-Run: python benchmarks/sandboxes.py [--json FILE] [--quick]
+Run: python benchmarks/sandboxes.py [--json FILE] [--quick | --smoke] [--peer none]
 
 One run on one machine measures real Apptainer with the base image and this project's defaults, and SWE-ReX's local
 runtime (in .venv-swerex, which scripts/install-swerex makes). SWE-ReX's sessions are bare shells without a sandbox.
@@ -28,9 +28,9 @@ sys.path.append(sys.path.pop(0))
 
 if __name__ == "__main__":
     from common import run
-    from support.sandbox_costs import main
+    from support.sandbox_costs import PEER, main
 
-    run(main, "Measure the cost of sandboxes.")
+    run(main, "Measure the cost of sandboxes.", {"peer": [PEER, "none"]})
 else:
     del sys.modules[__name__]
     import_module(__name__)

@@ -1,6 +1,6 @@
 """Measure how the rollouts per second of a cluster grow with its nodes, and model larger clusters.
 
-Run: python benchmarks/scaling.py [--json FILE] [--quick]
+Run: python benchmarks/scaling.py [--json FILE] [--quick | --smoke]
 
 1, 2, 4 and 8 nodes run on this machine, as `rollout-service serve` with local sandboxes, a Redis that flushes every
 write to the disk of the folder for temporary files, and a folder for trajectories. Engines are scripted: a turn takes a
@@ -73,6 +73,7 @@ class Plan:
 
 FULL = Plan(8, 8, 2.0, windows=3, rounds=1, idle_seconds=10.0, typical=LARGER[:5])
 QUICK = Plan(2, 4, 0.4, windows=3, rounds=1, idle_seconds=1.0, typical=LARGER[:2])
+SMOKE = Plan(1, 1, 0.4, windows=1, rounds=1, idle_seconds=0.2, typical=LARGER[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +298,7 @@ def modeled(
 
 async def main(given: Options) -> None:
     """Measure, check the model against that, and let it go on."""
-    plan = QUICK if given.quick else FULL
+    plan = given.plan(FULL, QUICK, SMOKE)
     points, flush, event = await measure_all(plan)
     costs = model_costs(points, flush=flush, event=event)
     figures, tables = await anyio.to_thread.run_sync(modeled, plan, points, costs, abandon_on_cancel=True)

@@ -1,12 +1,12 @@
 """Count the attacks that the service and its sandboxes withstood, and measure the effect on neighbors.
 
-Run: python benchmarks/security.py [--json FILE] [--quick]
+Run: python benchmarks/security.py [--json FILE] [--quick | --smoke]
 
 An area is a suite of attacks, each of which raises if it succeeded; `AREAS` lists the areas. An attack that has nothing
 to attack here counts neither as held nor as broken. A resource attack takes as much as it can get of one thing, again
 and again, in one sandbox. Its figure is the round trip of `true` in a neighbor's shell during the attack over that
-before it, measured as in `neighbors.py`; `taken` is how many one process got. With --quick, each area tries as many
-attacks as a few seconds allow, and the resource attacks have two short rounds.
+before it, measured as in `neighbors.py`; `taken` is how many one process got. With `--quick`, each area tries as many
+attacks as a few seconds allow, and the resource attacks have two short rounds; with `--smoke`, all have one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +26,9 @@ import anyio.to_thread
 from common import HERE, Options, report, run
 
 sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
-from neighbors import ATTACK_SECONDS, LIMITS, SHELL, probes, ratios
+from neighbors import ATTACK_SECONDS, LIMITS, ROUNDS, SHELL, probes, ratios
 
-from rollout_service.attacks import SCRIPTS, AttackVerdict, attack_environment
+from rollout_service.attacks import SCRIPTS, Attack, AttackVerdict, attack_environment
 from rollout_service.cli.env.check import load_environment
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import ApptainerConfig, Sandbox, SandboxProvider, SandboxSpec, make_provider
@@ -37,13 +38,29 @@ from tests.support.hostile import CHECKS, NOTHING, NothingToAttackError, kernel
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
 RATIO_AIM = 1.5
-QUICK_API = 9
 CHECK_SECONDS = 170.0
-QUICK = ("process_1", "other_socket_families", "users_of_the_host", "kill_everything")
-
-QUICK_HACKS = 3
-ENVIRONMENTS = ("calc", "code")
 BROKEN = (AttackVerdict.FORGED, AttackVerdict.NULLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The attacks that are tried."""
+
+    sandbox: Sequence[str]
+    api: Sequence[str]
+    hacks: Sequence[Attack]
+    environments: Sequence[str]
+    """Those whose rewards agents try to forge or void."""
+
+
+FULL = Plan([*CHECKS], [*api.CHECKS], SCRIPTS, ("calc", "code"))
+QUICK = Plan(
+    ("process_1", "other_socket_families", "users_of_the_host", "kill_everything"),
+    [*api.CHECKS][:9],
+    SCRIPTS[:3],
+    ("calc",),
+)
+SMOKE = Plan(QUICK.sandbox[:1], QUICK.api[:1], QUICK.hacks[:1], QUICK.environments)
 
 
 class Outcome(NamedTuple):
@@ -56,13 +73,13 @@ class Outcome(NamedTuple):
     """Whether there was anything to attack; it could not have failed otherwise."""
 
 
-Area = Callable[[bool], AsyncIterator[Outcome]]
-"""A function that tries its attacks one after the other, given whether to be quick."""
+Area = Callable[[Plan], AsyncIterator[Outcome]]
+"""A function that tries its attacks one after the other."""
 
 
-async def sandbox_attacks(quick: bool) -> AsyncIterator[Outcome]:
+async def sandbox_attacks(plan: Plan) -> AsyncIterator[Outcome]:
     """Attack a sandbox from inside, its neighbors and the host, as the user who runs this."""
-    for name in names(quick):
+    for name in plan.sandbox:
         with tempfile.TemporaryDirectory() as state:
             provider = make_provider(ApptainerConfig(), Path(state))
             failure, applies = "", True
@@ -78,12 +95,12 @@ async def sandbox_attacks(quick: bool) -> AsyncIterator[Outcome]:
         yield Outcome(name, failure, applies)
 
 
-async def sandbox_attacks_as_a_user(quick: bool) -> AsyncIterator[Outcome]:
+async def sandbox_attacks_as_a_user(plan: Plan) -> AsyncIterator[Outcome]:
     """Run the same attacks with an ordinary user's service; yield none if the caller is not root."""
     if os.geteuid() != 0:
         return
     with ordinary_user() as user:
-        for name in names(quick):
+        for name in plan.sandbox:
             yield await anyio.to_thread.run_sync(attack_as, user, name)
 
 
@@ -95,33 +112,26 @@ def attack_as(user: OrdinaryUser, name: str) -> Outcome:
     return Outcome(name, failure, applies=NOTHING not in done.stdout)
 
 
-def names(quick: bool) -> Iterable[str]:
-    """Return the checks to run."""
-    return QUICK if quick else CHECKS
-
-
-async def api_attacks(quick: bool) -> AsyncIterator[Outcome]:
+async def api_attacks(plan: Plan) -> AsyncIterator[Outcome]:
     """Attack a server with few descriptors: without a key, with too small a role, and from web pages."""
     keys = {role: f"{role}-key-of-enough-characters" for role in ("admin", "read", "submit")}
     tables = json.dumps([{"name": role, "role": role, "key": key} for role, key in keys.items()])
-    names = [*api.CHECKS][:QUICK_API] if quick else [*api.CHECKS]
     with (
         tempfile.TemporaryDirectory() as folder,
         api_server(Path(folder), before=["prlimit", "--nofile=900:900"], ROLLOUT_KEYS=tables) as server,
     ):
-        async for outcome in api.attack(api.Target(server.url, **keys), names):
+        async for outcome in api.attack(api.Target(server.url, **keys), plan.api):
             yield Outcome(outcome.name, outcome.why)
 
 
-async def reward_hacks(quick: bool) -> AsyncIterator[Outcome]:
+async def reward_hacks(plan: Plan) -> AsyncIterator[Outcome]:
     """Run agents that forge or void their reward in the packaged environments."""
-    for environment in ENVIRONMENTS[:1] if quick else ENVIRONMENTS:
+    for environment in plan.environments:
         with tempfile.TemporaryDirectory() as state:
             provider = make_provider(ApptainerConfig(), Path(state))
             try:
-                chosen = SCRIPTS[:QUICK_HACKS] if quick else SCRIPTS
                 attacked = load_environment(environment)
-                found = await attack_environment(attacked, SandboxSource(provider), attacks=chosen)
+                found = await attack_environment(attacked, SandboxSource(provider), attacks=plan.hacks)
             finally:
                 await provider.close()
         for hack in found.outcomes:
@@ -278,11 +288,11 @@ async def taken(provider: SandboxProvider, name: str) -> int:
     return most
 
 
-async def try_areas(quick: bool) -> dict[str, float | int | None]:
+async def try_areas(plan: Plan) -> dict[str, float | int | None]:
     """Count the attacks that held; describe the others on standard error."""
     figures: dict[str, float | int | None] = {}
     for area, attacks in AREAS.items():
-        tried = [outcome async for outcome in attacks(quick)]
+        tried = [outcome async for outcome in attacks(plan)]
         outcomes = [outcome for outcome in tried if outcome.applies]
         broken = [outcome for outcome in outcomes if outcome.failure]
         for outcome in broken:
@@ -316,8 +326,9 @@ async def measure(rounds: int, seconds: float) -> dict[str, float]:
 
 async def main(given: Options) -> None:
     """Try every area, then measure every resource attack."""
-    rounds, seconds = (2, 0.4) if given.quick else (9, 1.5)
-    figures = await try_areas(given.quick) | await measure(rounds, seconds)
+    plan = given.plan(FULL, QUICK, SMOKE)
+    rounds, seconds = given.plan(*ROUNDS)
+    figures = await try_areas(plan) | await measure(rounds, seconds)
     aims = {key: "0" for key in figures if key.endswith("broken")}
     aims |= {key: f"<= {RATIO_AIM}" for key in figures if key.startswith("neighbor_")}
     report("security", given, {"rounds": rounds, "seconds": seconds}, figures, aims)

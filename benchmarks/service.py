@@ -1,6 +1,6 @@
 """Measure the service's own cost: the latency added to a turn, turns per second, and memory per waiting rollout.
 
-Run: python benchmarks/service.py [--json FILE] [--quick]
+Run: python benchmarks/service.py [--json FILE] [--quick | --smoke]
 
 Every turn is one bash call in a local sandbox. The engine is scripted: it needs no compute, and records when it was
 asked and when it answered. The added latency of a turn is the time, measured at the engine, from handing an answer to
@@ -40,11 +40,10 @@ from tokenizers import Tokenizer
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Limits, Task
 
-ENGINE_SECONDS = 2.0
 RHYTHM = 256
 """The concurrency at which the bare loops are timed in the service's rhythm."""
-SPREAD_SECONDS = {1: 0.0, 64: 2.0, 256: 4.0, 512: 6.0}
-"""The time over which submissions are spread, by concurrency: whole turns of the engine."""
+SPREAD_TURNS = {1: 0, 64: 1, 256: 2, 512: 3}
+"""The turns of the engine over whose time submissions are spread, by concurrency."""
 AIMS = {
     "added_ms_p50_c64": "< 3",
     "added_ms_p50_c256": "<= 2",
@@ -64,10 +63,22 @@ class Plan:
     """The turns of each rollout with the instant engine."""
     bare_turns: int
     """The turns of each bare loop with the slow engine."""
+    engine_seconds: float = 2.0
+    share: int = 1
+    """Of how many rollouts in the names of the figures there is one."""
+
+    def at_once(self, concurrency: int) -> int:
+        """Return how many rollouts there are at once, instead of as many as the name of a figure says."""
+        return max(1, concurrency // self.share)
+
+    def spread_seconds(self, concurrency: int) -> float:
+        """Return the time over which submissions are spread."""
+        return SPREAD_TURNS[concurrency] * self.engine_seconds
 
 
 FULL = Plan(slow_turns={1: 10, 64: 12, 256: 16, 512: 20}, fast_turns=100, bare_turns=8)
 QUICK = Plan(slow_turns={1: 3, 64: 4, 256: 4, 512: 5}, fast_turns=30, bare_turns=3)
+SMOKE = Plan(dict.fromkeys(SPREAD_TURNS, 3), fast_turns=3, bare_turns=3, engine_seconds=0.3, share=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +102,24 @@ class Peak:
 
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
-    plan = QUICK if given.quick else FULL
+    plan = given.plan(FULL, QUICK, SMOKE)
     figures: dict[str, float | int | None] = {}
     async with bench(0.0) as instant:
-        figures |= await throughput(instant, plan.fast_turns)
+        figures |= await throughput(instant, plan)
         bare = await bare_turns(instant.engine_url, COMMAND, concurrency=1, turns=200)
         figures |= {"limit_added_ms_p50_c1": bare.engine_ms, "tool_ms_p50": bare.tool_ms}
-    async with bench(ENGINE_SECONDS) as slow:
-        rhythm = await bare_rhythm(slow, plan.bare_turns)
+    async with bench(plan.engine_seconds) as slow:
+        rhythm = await bare_rhythm(slow, plan)
         figures |= rhythm
-        for concurrency, spread in SPREAD_SECONDS.items():
+        for concurrency, turns in plan.slow_turns.items():
             idle_mb = slow.server.memory_mb
-            numbers, peak = await roll_out(slow, concurrency, plan.slow_turns[concurrency], spread)
-            figures |= latencies(slow.record, numbers, rhythm[f"tool_ms_p50_c{RHYTHM}"])
+            numbers, peak = await roll_out(
+                slow, plan.at_once(concurrency), turns, plan.spread_seconds(concurrency)
+            )
+            figures |= latencies(slow.record, numbers, concurrency, rhythm[f"tool_ms_p50_c{RHYTHM}"])
         figures["memory_mb_per_rollout_c512"] = (peak.memory_mb - idle_mb) / peak.waiting
         figures["waiting_at_once_c512"] = peak.waiting
-    settings = {"engine_seconds": ENGINE_SECONDS, "command": COMMAND, "fast_turns": plan.fast_turns}
+    settings = {"engine_seconds": plan.engine_seconds, "command": COMMAND, "fast_turns": plan.fast_turns}
     report("The service's own cost", given, settings, dict(sorted(figures.items())), AIMS)
 
 
@@ -121,7 +134,7 @@ async def bench(engine_seconds: float) -> AsyncIterator[Bench]:
         environment = HERE / "environments" / "echo"
         async with (
             child(script, address) as engine_url,
-            service(folder, engine_url, workers=max(SPREAD_SECONDS), environment=environment) as server,
+            service(folder, engine_url, workers=max(SPREAD_TURNS), environment=environment) as server,
         ):
             yield Bench(server, engine_url, record)
 
@@ -172,7 +185,7 @@ def check(rollouts: Sequence[Rollout], count: int, turns: int) -> None:
         raise SystemExit(f"{len(wrong)} of {len(rollouts)} rollouts (of {count}) went wrong: {example}")
 
 
-def latencies(file: Path, numbers: Sequence[int], tool_ms: float) -> dict[str, float]:
+def latencies(file: Path, numbers: Sequence[int], concurrency: int, tool_ms: float) -> dict[str, float]:
     """Return the milliseconds added to a turn, over the turns during which all rollouts were at work."""
     turns = read_turns(file)
     ours = [turns[number] for number in numbers]
@@ -183,53 +196,53 @@ def latencies(file: Path, numbers: Sequence[int], tool_ms: float) -> dict[str, f
         (turn, after) for turn, after in pairs if begin <= turn.answered and after.asked <= end
     ] or pairs
     added = [(after.asked - turn.answered) * 1e3 - tool_ms for turn, after in inside]
-    count = len(numbers)
     return {
-        f"added_ms_p50_c{count}": statistics.median(added),
-        f"added_ms_p90_c{count}": percentile(added, 0.9),
-        f"added_ms_p99_c{count}": percentile(added, 0.99),
-        f"turns_timed_c{count}": len(added),
+        f"added_ms_p50_c{concurrency}": statistics.median(added),
+        f"added_ms_p90_c{concurrency}": percentile(added, 0.9),
+        f"added_ms_p99_c{concurrency}": percentile(added, 0.99),
+        f"turns_timed_c{concurrency}": len(added),
     }
 
 
-async def bare_rhythm(slow: Bench, turns: int) -> dict[str, float]:
+async def bare_rhythm(slow: Bench, plan: Plan) -> dict[str, float]:
     """Measure the latency that bare loops add to turns in the service's rhythm, and the time of the command there."""
-    numbers = [next(slow.numbers) for _ in range(RHYTHM)]
+    numbers = [next(slow.numbers) for _ in range(plan.at_once(RHYTHM))]
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     bare = await bare_turns(
         slow.engine_url,
         COMMAND,
-        concurrency=RHYTHM,
-        turns=turns,
-        spread_seconds=SPREAD_SECONDS[RHYTHM],
+        concurrency=len(numbers),
+        turns=plan.bare_turns,
+        spread_seconds=plan.spread_seconds(RHYTHM),
         prompts=[tokenizer.encode(f"Greet number {number} from the shell.").ids for number in numbers],
     )
-    added = latencies(slow.record, numbers, bare.tool_ms)
+    added = latencies(slow.record, numbers, RHYTHM, bare.tool_ms)
     return {
         f"limit_added_ms_p50_c{RHYTHM}": added[f"added_ms_p50_c{RHYTHM}"],
         f"tool_ms_p50_c{RHYTHM}": bare.tool_ms,
     }
 
 
-async def throughput(instant: Bench, turns: int) -> dict[str, float]:
+async def throughput(instant: Bench, plan: Plan) -> dict[str, float]:
     """Measure turns per second with an instant engine and 64 rollouts, and those of bare loops in their place."""
+    count, turns = plan.at_once(64), plan.fast_turns
     cpu = [instant.server.cpu_seconds]
-    await roll_out(instant, 64, 1)
+    await roll_out(instant, count, 1)
     cpu.append(instant.server.cpu_seconds)
-    numbers, _ = await roll_out(instant, 64, turns)
+    numbers, _ = await roll_out(instant, count, turns)
     cpu.append(instant.server.cpu_seconds)
     turns_of = read_turns(instant.record)
     ours = [turns_of[number] for number in numbers]
     seconds = max(one[-1].asked for one in ours) - min(one[0].asked for one in ours)
-    rate = 64 * (turns - 1) / seconds
-    bare = await bare_turns(instant.engine_url, COMMAND, concurrency=64, turns=turns)
-    per_turn = (cpu[2] - cpu[1] - (cpu[1] - cpu[0])) / (64 * (turns - 1)) * 1e3
+    rate = count * (turns - 1) / seconds
+    bare = await bare_turns(instant.engine_url, COMMAND, concurrency=count, turns=turns)
+    per_turn = (cpu[2] - cpu[1] - (cpu[1] - cpu[0])) / (count * (turns - 1)) * 1e3
     return {
         "turns_per_second_c64": rate,
         "limit_turns_per_second_c64": bare.turns_per_second,
         "share_of_limit_c64": rate / bare.turns_per_second,
         "service_cpu_ms_per_turn": per_turn,
-        "service_cpu_ms_per_rollout": (cpu[1] - cpu[0]) / 64 * 1e3 - per_turn,
+        "service_cpu_ms_per_rollout": (cpu[1] - cpu[0]) / count * 1e3 - per_turn,
     }
 
 

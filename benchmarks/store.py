@@ -1,6 +1,6 @@
 """Measure the durable store: submits, claims, stages, results, and reads per second, with 256 callers at once.
 
-Run: python benchmarks/store.py [--store sqlite|redis] [--json FILE] [--quick]
+Run: python benchmarks/store.py [--store sqlite|redis] [--json FILE] [--quick | --smoke]
 
 Every write is on the disk before it counts; results carry a trajectory of about 5 KB of JSON. The store's file is in
 the folder for temporary files: set TMPDIR to a folder on the disk to measure. `--store redis` measures SQLite first,
@@ -204,7 +204,7 @@ def whole_lives(figures: dict[str, float]) -> float:
 
 async def main(given: Options) -> None:
     """Measure the lives of many rollouts, in both stores one after the other."""
-    count = 3_000 if given.quick else 20_000
+    count = given.plan(20_000, 3_000, 60)
     requests = [
         RolloutRequest(rollout_id=f"r{number}", task=Task(environment="calc", instance={"number": number}))
         for number in range(count)

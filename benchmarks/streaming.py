@@ -7,7 +7,7 @@ process: unstreamed, streamed as SGLang does with `--incremental-streaming-outpu
 - `first_token_ms`: until a turn's first chunk; the engine itself takes `engine_first_token_ms` for the first token.
 - `service_cpu_us_per_token`: CPU time of this process beyond that of unstreamed turns.
 
-Run: python benchmarks/streaming.py [--json FILE] [--quick]
+Run: python benchmarks/streaming.py [--json FILE] [--quick | --smoke]
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.pools import Pools
 
-TURNS = 64
 TOKENS = 128
 SECONDS_PER_TOKEN = 0.02
 PROMPT = tuple(range(100))
@@ -61,18 +60,18 @@ async def one_turn(pool: BackendPool, found: Round, *, is_streamed: bool) -> Non
         raise RuntimeError(f"sampled {len(generation.output_ids)} tokens instead of {TOKENS}")
 
 
-async def one_round(pool: BackendPool, found: Round, *, is_streamed: bool) -> None:
-    """Take all turns at once, a little apart."""
+async def one_round(pool: BackendPool, found: Round, turns: int, *, is_streamed: bool) -> None:
+    """Take so many turns at once, a little apart."""
     before = time.process_time()
     async with anyio.create_task_group() as tasks:
-        for _ in range(TURNS):
+        for _ in range(turns):
             tasks.start_soon(lambda: one_turn(pool, found, is_streamed=is_streamed))
             await anyio.sleep(SPREAD)
     found.cpu_seconds += time.process_time() - before
 
 
-def figures(rounds: Mapping[str, Round], count: int) -> dict[str, float | int | None]:
-    """Return the figures; those of the slower way to stream end in `_cumulative`."""
+def figures(rounds: Mapping[str, Round], turns: int) -> dict[str, float | int | None]:
+    """Return the figures of so many turns of each kind; those of the slower way to stream end in `_cumulative`."""
     plain = rounds["unstreamed"]
     found: dict[str, float | int | None] = {"engine_first_token_ms": SECONDS_PER_TOKEN * 1e3}
     for name, suffix in (("incremental", ""), ("cumulative", "_cumulative")):
@@ -84,15 +83,15 @@ def figures(rounds: Mapping[str, Round], count: int) -> dict[str, float | int | 
             f"first_token_ms{suffix}": statistics.median(streamed.first) * 1e3,
             f"first_token_ms_p99{suffix}": percentile(streamed.first, 0.99) * 1e3,
             f"service_cpu_us_per_token{suffix}": (streamed.cpu_seconds - plain.cpu_seconds)
-            / (count * TURNS * TOKENS)
+            / (turns * TOKENS)
             * 1e6,
         }
-    return found | {"service_cpu_us_per_unstreamed_turn": plain.cpu_seconds / (count * TURNS) * 1e6}
+    return found | {"service_cpu_us_per_unstreamed_turn": plain.cpu_seconds / turns * 1e6}
 
 
 async def main(given: Options) -> None:
     """Take the rounds of each kind in turn, and report."""
-    count = 2 if given.quick else 8
+    count, turns = given.plan((8, 64), (2, 64), (1, 4))
     rounds = {name: Round() for name in ("unstreamed", "incremental", "cumulative")}
     with tempfile.TemporaryDirectory() as folder:
         address = Path(folder)
@@ -108,11 +107,11 @@ async def main(given: Options) -> None:
             for pool in ("incremental", "cumulative"):  # so that it is known how each streams
                 await one_turn(pools[pool], Round(), is_streamed=True)
             for _ in range(count):
-                await one_round(pools["incremental"], rounds["unstreamed"], is_streamed=False)
+                await one_round(pools["incremental"], rounds["unstreamed"], turns, is_streamed=False)
                 for pool in ("incremental", "cumulative"):
-                    await one_round(pools[pool], rounds[pool], is_streamed=True)
-    settings = {"turns": TURNS, "tokens": TOKENS, "seconds_per_token": SECONDS_PER_TOKEN, "rounds": count}
-    report("Streaming", given, settings, figures(rounds, count), {})
+                    await one_round(pools[pool], rounds[pool], turns, is_streamed=True)
+    settings = {"turns": turns, "tokens": TOKENS, "seconds_per_token": SECONDS_PER_TOKEN, "rounds": count}
+    report("Streaming", given, settings, figures(rounds, count * turns), {})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure the export of a run of 10,000 rollouts of 20 turns as a trace, and what it costs to record steps.
 
-Run: python benchmarks/trace.py [--json FILE] [--quick]
+Run: python benchmarks/trace.py [--json FILE] [--quick | --smoke]
 
 A store is filled with a run and the steps of its rollouts, as a service would have noted them: 256 rollouts at once, a
 sandbox for each, and in each turn a call of one of 8 engines and a tool. A service is started on the store, and
@@ -49,7 +49,7 @@ from rollout_service.tracing.steps.encoding import compress, encode
 from tests.support.browser.watched_page import chromium
 
 RUN_ID = "traced"
-ROLLOUTS, QUICK_ROLLOUTS = 10_000, 1_000
+ROLLOUTS, QUICK_ROLLOUTS, SMOKE_ROLLOUTS = 10_000, 1_000, 16
 TURNS, SAMPLES, AT_ONCE, ENGINES = 20, 8, 256, 8
 TASK = Task(environment="math", instance={"question": "1", "answer": "1"})
 ENVIRONMENT = HERE / "environments" / "echo"
@@ -195,7 +195,7 @@ async def noted() -> tuple[float, float]:
 
 async def main(given: Options) -> None:
     """Fill the store, export the run, and measure the record."""
-    rollouts = QUICK_ROLLOUTS if given.quick else ROLLOUTS
+    rollouts = given.plan(ROLLOUTS, QUICK_ROLLOUTS, SMOKE_ROLLOUTS)
     recording, saving = await noted()
     with tempfile.TemporaryDirectory(prefix="trace-") as name:
         folder = Path(name)

@@ -1,6 +1,6 @@
 """Measure the cost of weight updates for the rollouts under way, and whether every token is accounted for.
 
-Run: python benchmarks/weights.py [--json FILE] [--quick]
+Run: python benchmarks/weights.py [--json FILE] [--quick | --smoke]
 It needs scripts/install-sglang.
 
 32 rollouts of many turns run on 2 real SGLang servers on the CPU, through this service's pool, while weights are loaded
@@ -29,7 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,13 @@ import anyio
 from common import HERE, Options, report, run
 
 from api_schemas.inference import PauseMode, PoolOutcome
-from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.inference.contract import (
+    GenerateRequest,
+    Generation,
+    SamplingOptions,
+    TokenSink,
+    new_request_id,
+)
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
 from rollout_service.inference.pool.options import PoolOptions
@@ -45,7 +51,6 @@ from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.testing import write_random_checkpoint
 
-ENGINES, ROLLOUTS = 2, 32
 RECOMPUTE = HERE.parent / "tests" / "support" / "engines" / "recompute_logprobs.py"
 BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
 VOCABULARY = range(3, 250)
@@ -93,16 +98,16 @@ class RecordedBackend(SGLangBackend):
         super().__init__(url, backend_id=backend_id)
         self._record = record
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        answer = await super().generate(request)
+    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
+        answer = await super().generate(request, on_tokens)
         part = Part(list(request.input_ids), list(answer.output_ids))
         self._record.parts[request.request_id[:BASE_ID_LENGTH]].append(part)
         return answer
 
-    async def _call(self, method: str, path: str, **settings: Any) -> Any:
+    async def _exchange_bytes(self, method: str, path: str, *body: Any, **settings: Any) -> bytes:
         started = time.perf_counter()
         try:
-            return await super()._call(method, path, **settings)
+            return await super()._exchange_bytes(method, path, *body, **settings)
         finally:
             span = Span(started, time.perf_counter(), path == "/generate")
             self._record.spans.append(span)
@@ -146,11 +151,18 @@ async def roll_out(pool: BackendPool, record: Record, name: str, seed: int) -> N
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The numbers of updates, and the time between two."""
+    """The numbers of updates, the time between two, and what they interrupt."""
 
     updates: int
     in_place: int
     interval: float
+    engines: int = 2
+    rollouts: int = 32
+
+
+FULL = Setting(updates=20, in_place=5, interval=1.5)
+QUICK = Setting(updates=8, in_place=3, interval=1.0)
+SMOKE = Setting(updates=1, in_place=1, interval=0.5, engines=1, rollouts=4)
 
 
 async def update_often(
@@ -247,8 +259,8 @@ async def compared(
 
 
 @asynccontextmanager
-async def rolling(urls: Sequence[str], record: Record) -> AsyncIterator[BackendPool]:
-    """Run a pool of these engines under the load of all rollouts."""
+async def rolling(urls: Sequence[str], rollouts: int, record: Record) -> AsyncIterator[BackendPool]:
+    """Run a pool of these engines under the load of so many rollouts."""
 
     def connect(url: str, backend_id: str) -> SGLangBackend:
         return RecordedBackend(url, backend_id, record)
@@ -258,7 +270,7 @@ async def rolling(urls: Sequence[str], record: Record) -> AsyncIterator[BackendP
             await pools.register(url)
         pool = pools["policy"]
         async with anyio.create_task_group() as tasks:
-            for number in range(ROLLOUTS):
+            for number in range(rollouts):
                 tasks.start_soon(roll_out, pool, record, f"rollout-{number}", number)
             yield pool
             tasks.cancel_scope.cancel()
@@ -292,9 +304,9 @@ def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> d
 
 
 @asynccontextmanager
-async def engines(model: Path) -> AsyncIterator[list[str]]:
+async def engines(model: Path, count: int) -> AsyncIterator[list[str]]:
     """Start the engines concurrently."""
-    servers = [SGLangCpuServer(model, kv_tokens=40_000) for _ in range(ENGINES)]
+    servers = [SGLangCpuServer(model, kv_tokens=40_000) for _ in range(count)]
     async with AsyncExitStack() as stack:
         async with anyio.create_task_group() as tasks:
             for server in servers:
@@ -304,23 +316,22 @@ async def engines(model: Path) -> AsyncIterator[list[str]]:
 
 async def main(options: Options) -> None:
     """Measure both modes."""
-    setting = Setting(8, 3, 1.0) if options.quick else Setting(20, 5, 1.5)
+    setting = options.plan(FULL, QUICK, SMOKE)
     exact, kept = Record(), Record()
     with tempfile.TemporaryDirectory() as folder:
         count = 1 + setting.updates + setting.in_place
         models = [write_random_checkpoint(Path(folder, str(seed)), seed=seed) for seed in range(count)]
         versions = dict(enumerate(models))
-        async with engines(models[0]) as urls:
-            async with rolling(urls, exact) as pool:
+        async with engines(models[0], setting.engines) as urls:
+            async with rolling(urls, setting.rollouts, exact) as pool:
                 wanted = {version: versions[version] for version in range(1, 1 + setting.updates)}
                 updates = await update_often(pool, exact, wanted, PauseMode.ABORT, setting.interval)
-            async with rolling(urls, kept) as pool:
+            async with rolling(urls, setting.rollouts, kept) as pool:
                 wanted = {version: versions[version] for version in range(1 + setting.updates, count)}
                 in_place = await update_often(pool, kept, wanted, PauseMode.IN_PLACE, setting.interval)
         figures = figures_of(updates, exact) | await compared(exact, versions)
         figures |= figures_of(in_place, kept, "in_place_") | await compared(kept, versions, "in_place_")
-    told = {"engines": ENGINES, "rollouts": ROLLOUTS, "interval_s": setting.interval}
-    report("Weight updates", options, told, figures, AIMS)
+    report("Weight updates", options, dict(asdict(setting)), figures, AIMS)
 
 
 if __name__ == "__main__":

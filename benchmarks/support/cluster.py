@@ -43,8 +43,9 @@ _ASK_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the cluster is made of."""
+    """What the cluster is made of, and how many faults it has."""
 
+    rounds: int
     turn_seconds: float
     """How long an engine takes for a turn."""
     away_seconds: tuple[float, float]

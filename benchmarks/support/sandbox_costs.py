@@ -27,7 +27,6 @@ from sandboxes.sessions.opening import open_sessions
 COMMAND, CELL = "echo hello", "1 + 1"
 BOTH: tuple[SessionName, ...] = ("bash", "python")
 SPEC = SandboxSpec()
-SLEEPERS = 16
 STARTERS = 8
 ROOT = HERE.parent
 AIMS = {
@@ -59,10 +58,15 @@ class Plan:
     live_bash: int
     swerex_calls: int
     bare: int
+    sleepers: int = 16
 
 
 FULL = Plan(4000, 30, 96, 100, 300, 60, 10)
 QUICK = Plan(1000, 8, 24, 20, 40, 10, 3)
+SMOKE = Plan(4, 1, 1, 1, 1, 1, 1, sleepers=2)
+PEER = "swerex"
+OF_PEER = ("swerex_run_p50_ms", "swerex_parallel_sleep_s", "swerex_time_outs")
+"""The figures of SWE-ReX; null without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +86,15 @@ class Bench:
 
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
-    plan = QUICK if given.quick else FULL
-    await anyio.run_process([str(ROOT / "scripts" / "install-swerex")], stderr=None)
-    swerex = await swerex_figures(plan)
+    plan, peer = given.plan(FULL, QUICK, SMOKE), given.chosen["peer"]
+    swerex = await swerex_figures(plan) if peer == PEER else dict.fromkeys(OF_PEER)
     with account() as counted:
         figures = await sandbox_figures(counted, plan)
         figures |= await anyio.to_thread.run_sync(bare_figures, counted, plan)
     figures |= swerex
-    figures["bash_speedup_vs_swerex"] = (figures["swerex_run_p50_ms"] or 0) / (figures["bash_p50_ms"] or 1)
-    settings = {"command": COMMAND, "cell": CELL, "cpu_time_from": counted.source}
+    theirs, ours = figures["swerex_run_p50_ms"], figures["bash_p50_ms"]
+    figures["bash_speedup_vs_swerex"] = theirs / ours if theirs and ours else None
+    settings = {"command": COMMAND, "cell": CELL, "peer": peer, "cpu_time_from": counted.source}
     report("What sandboxes cost", given, settings, dict(sorted(figures.items())), AIMS)
 
 
@@ -162,7 +166,7 @@ async def latencies(name: str, call: Callable[[], Awaitable[object]], count: int
 
 async def sleepers(bench: Bench) -> Figures:
     """Run `sleep 1` in many sandboxes at once."""
-    async with live(bench, SLEEPERS, python=False) as sandboxes:
+    async with live(bench, bench.plan.sleepers, python=False) as sandboxes:
         begun = time.perf_counter()
         async with anyio.create_task_group() as group:
             for sandbox in sandboxes:
@@ -272,9 +276,15 @@ def bare_figures(counted: Account, plan: Plan) -> Figures:
 
 
 async def swerex_figures(plan: Plan) -> Figures:
-    """Measure SWE-ReX's local runtime, with a program in a separate environment."""
+    """Measure SWE-ReX's local runtime, with a program in a separate environment, which is made if it is missing."""
+    await anyio.run_process([str(ROOT / "scripts" / "install-swerex")], stderr=None)
     python = ROOT / ".venv-swerex" / "bin" / "python"
-    script = [str(python), str(HERE / "programs" / "swerex_rates.py"), str(plan.swerex_calls), str(SLEEPERS)]
+    script = [
+        str(python),
+        str(HERE / "programs" / "swerex_rates.py"),
+        str(plan.swerex_calls),
+        str(plan.sleepers),
+    ]
     done = await anyio.run_process(script, check=False)
     if done.returncode:
         raise SystemExit(f"SWE-ReX failed: {done.stderr.decode(errors='replace')[-2000:]}")

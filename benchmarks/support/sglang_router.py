@@ -49,7 +49,8 @@ class SGLangRouter(ServerProcess):
         python = ENVIRONMENT / "bin" / "python"
         if not python.exists():
             raise EngineStartError(
-                "sglang-router is not installed", hint="Run scripts/install-sglang-router."
+                "sglang-router is not installed",
+                hint="Run scripts/install-sglang-router, or use --peer none.",
             )
         command = [
             *(str(python), "-m", "sglang_router.launch_router", "--worker-urls", *self._workers),

@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -49,12 +50,10 @@ from rollout_service.tokens.tokenizer import load_tokenizer
 from sandboxes.host.children import start_process
 from tests.support.browser.watched_page import chromium
 
-TOKENS = 100_000
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 TURNS = 100
 ALL_THERE = re.compile(r"^[\d,]+ tokens$")
 LOAD_MS = 60_000
-VISITS = 3
 START_SECONDS = 120.0
 VIEW = ViewportSize(width=1280, height=800)
 ROLLOUT_ID = "long"
@@ -90,7 +89,20 @@ SCROLL = """
   requestAnimationFrame(move);
 })
 """
-FRAMES = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The amounts of what is measured."""
+
+    tokens: int
+    visits: int
+    frames: int
+    """The frames of scrolling through all tokens; the slowest twentieth has a figure of its own."""
+
+
+FULL = Plan(tokens=100_000, visits=3, frames=600)
+SMOKE = Plan(tokens=2_000, visits=1, frames=20)
 
 
 def text_ids(tokens: int) -> list[int]:
@@ -197,27 +209,27 @@ async def visit(browser: Browser, address: str) -> dict[str, float]:
         return dict(await page.evaluate("measured"))
 
 
-async def scroll(browser: Browser, address: str) -> tuple[list[float], float]:
+async def scroll(browser: Browser, address: str, frames: int) -> tuple[list[float], float]:
     """Scroll through all tokens; return the seconds between frames, and the longest task in milliseconds."""
     async with opened(browser, address) as page:
         await page.locator(".token-lines").evaluate("box => box.scrollIntoView({block: 'end'})")
-        times = await page.evaluate(SCROLL, FRAMES)
+        times = await page.evaluate(SCROLL, frames)
         longest: float = await page.evaluate("measured.longest")
     return [(after - before) / 1000 for before, after in pairwise(times)], longest
 
 
-async def measure(tokens: int = TOKENS) -> dict[str, float]:
+async def measure(plan: Plan) -> dict[str, float]:
     """Return the figures by name."""
     with tempfile.TemporaryDirectory(prefix="page-", ignore_cleanup_errors=True) as name:
         state_dir = Path(name)
-        await fill(state_dir / "rollouts.sqlite3", tokens)
+        await fill(state_dir / "rollouts.sqlite3", plan.tokens)
         file = state_dir / "saved.html"
         async with served(state_dir) as address, chromium() as browser:
             await visit(browser, f"{address}/")  # the first page starts the browser's processes
-            visits = [await visit(browser, f"{address}/") for _ in range(VISITS)]
-            gaps, longest = await scroll(browser, f"{address}/")
-            made = [await save(address, file) for _ in range(VISITS)]
-            saved = [await visit(browser, file.as_uri()) for _ in range(VISITS)]
+            visits = [await visit(browser, f"{address}/") for _ in range(plan.visits)]
+            gaps, longest = await scroll(browser, f"{address}/", plan.frames)
+            made = [await save(address, file) for _ in range(plan.visits)]
+            saved = [await visit(browser, file.as_uri()) for _ in range(plan.visits)]
             size = file.stat().st_size
     slowest = sorted(gaps, reverse=True)[: len(gaps) // 20]
     return {
@@ -235,5 +247,6 @@ async def measure(tokens: int = TOKENS) -> dict[str, float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure the page of a long trajectory.")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    print(json.dumps(anyio.run(measure, parser.parse_args().tokens), indent=2))
+    parser.add_argument("--tokens", type=int, default=FULL.tokens)
+    chosen = replace(FULL, tokens=parser.parse_args().tokens)
+    print(json.dumps(anyio.run(measure, chosen), indent=2))

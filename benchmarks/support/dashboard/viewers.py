@@ -30,13 +30,9 @@ from api_schemas.rollouts.steps import RolloutSteps, StepKind
 from tests.support.processes.service import Running, scripted_engine, service
 
 VIEWERS = 10
-PAIRS, IDLE_PAIRS = 16, 3
-SPELL_SECONDS = 5.0
-WARM_SECONDS = 8.0
 ASK_SECONDS = 2.0
 ENGINE_SECONDS = 0.02
 WORKERS = 1
-TURNS = 60
 CONFIG = f"""
 [sandboxes.pressure]
 enabled = false
@@ -49,6 +45,23 @@ SHARED = {"Cache-Control": "max-age=2"}
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """The amounts of what is measured."""
+
+    pairs: int
+    idle_pairs: int
+    spell_seconds: float
+    warm_seconds: float
+    turns: int
+    """Of a rollout; some rollouts have to end in each spell."""
+
+
+FULL = Plan(pairs=16, idle_pairs=3, spell_seconds=5.0, warm_seconds=8.0, turns=60)
+QUICK = Plan(pairs=2, idle_pairs=1, spell_seconds=3.0, warm_seconds=4.0, turns=20)
+SMOKE = Plan(pairs=2, idle_pairs=1, spell_seconds=1.0, warm_seconds=1.0, turns=4)
+
+
+@dataclass(frozen=True, slots=True)
 class Spell:
     """A few seconds with or without viewers."""
 
@@ -58,29 +71,29 @@ class Spell:
     turn_ms: list[float]
 
 
-async def measure() -> dict[str, float]:
+async def measure(plan: Plan) -> dict[str, float]:
     """Return what ten viewers add: percentage points of one CPU, and milliseconds to a turn's median."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (
             scripted_engine(folder, delay=ENGINE_SECONDS) as engine,
-            service(folder, engine.url, CONFIG, turns=TURNS) as server,
+            service(folder, engine.url, CONFIG, turns=plan.turns) as server,
         ):
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-                busy = await _busy_spells(server, client)
+                busy = await _busy_spells(server, client, plan)
                 await _until_idle(client)
-                idle = await _pairs(server, client, [], IDLE_PAIRS)
+                idle = await _pairs(server, client, [], plan.idle_pairs, plan.spell_seconds)
     taken = [100 * (_beyond(viewed, 0) - _beyond(plain, 0)) for plain, viewed in _paired(idle)]
     return _figures(busy) | {"viewers_idle_cpu_percent": round(statistics.mean(taken), 2)}
 
 
-async def _busy_spells(server: Running, client: httpx.AsyncClient) -> list[Spell]:
+async def _busy_spells(server: Running, client: httpx.AsyncClient, plan: Plan) -> list[Spell]:
     async with anyio.create_task_group() as tasks:
         ended: list[str] = []
         for worker in range(WORKERS):
             tasks.start_soon(_keep_busy, client, f"w{worker}", ended)
-        await anyio.sleep(WARM_SECONDS)
-        spells = await _pairs(server, client, ended, PAIRS)
+        await anyio.sleep(plan.warm_seconds)
+        spells = await _pairs(server, client, ended, plan.pairs, plan.spell_seconds)
         tasks.cancel_scope.cancel()
     return spells
 
@@ -96,20 +109,22 @@ async def _working(client: httpx.AsyncClient) -> int:
     return sum(counts.get(state, 0) for state in ("queued", "init", "rollout", "evaluate"))
 
 
-async def _pairs(server: Running, client: httpx.AsyncClient, ended: list[str], count: int) -> list[Spell]:
+async def _pairs(
+    server: Running, client: httpx.AsyncClient, ended: list[str], count: int, seconds: float
+) -> list[Spell]:
     """Return spells without and with viewers, in turn."""
     spells = []
     for number in range(count * 2):
         async with _viewers(server.url, VIEWERS if number % 2 else 0):
             await anyio.sleep(0.5)  # connections are made
-            spells.append(await _spell(server, client, ended))
+            spells.append(await _spell(server, client, ended, seconds))
     return spells
 
 
-async def _spell(server: Running, client: httpx.AsyncClient, ended: list[str]) -> Spell:
+async def _spell(server: Running, client: httpx.AsyncClient, ended: list[str], seconds: float) -> Spell:
     ended.clear()
     turns, cpu, begun = await _served(client), _cpu(server), time.perf_counter()
-    await anyio.sleep(SPELL_SECONDS)
+    await anyio.sleep(seconds)
     seconds, cpu = time.perf_counter() - begun, _cpu(server) - cpu
     turns = await _served(client) - turns
     times = [value for rollout_id in list(ended) for value in await _turn_times(client, rollout_id, seconds)]
@@ -217,5 +232,5 @@ def _error(differences: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    for figure, value in anyio.run(measure).items():
+    for figure, value in anyio.run(measure, FULL).items():
         print(f"{figure} {value:g}")

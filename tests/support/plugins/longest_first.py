@@ -21,15 +21,11 @@ LONGEST = (
     "test_demo.py",
     "test_trainer_run.py",
     "test_live_demo.py",
+    "test_benchmarks.py",
     "test_kill9.py",
     "openapi",
     "hang_ups",
-    "test_runs_crash.py",
-    "test_environments_benchmark.py",
     "docs_site",
-    "test_chaos.py",
-    "test_scaling.py",
-    "test_restarts.py",
     "test_apptainer_hostile.py",
 )
 """Groups, and modules without a group, that take about a minute or more; the longest first."""
