@@ -40,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_NOT_RUN] = []
     for part in PARTS:
         config.addinivalue_line("markers", f"{part.name}: {part.purpose}")
-    config.addinivalue_line("markers", "extended: takes long; in the second tier")
 
 
 @pytest.hookimpl(trylast=True)
