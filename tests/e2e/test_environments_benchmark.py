@@ -11,7 +11,7 @@ import pytest
 
 from sandboxes.images.store import ImageStore
 
-pytestmark = [pytest.mark.apptainer, pytest.mark.swe]
+pytestmark = [pytest.mark.apptainer, pytest.mark.swe, pytest.mark.slow(seconds=80)]
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "environments.py"
 PROMISED = {
     "start_ms_p50",

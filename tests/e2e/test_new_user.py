@@ -13,7 +13,12 @@ from sandboxes.conformance import CHECKS
 from sandboxes.images.store import ImageStore
 from tests.support.users.new_user import NewUser, new_user, shared_folder
 
-pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(600), pytest.mark.xdist_group("a new user")]
+pytestmark = [
+    pytest.mark.apptainer,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("a new user"),
+    pytest.mark.slow(seconds=150),
+]
 ROLLOUTS = 8
 
 if os.geteuid() != 0:

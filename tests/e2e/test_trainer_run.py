@@ -15,6 +15,8 @@ from trainer.curves import read_points
 
 from rollout_service.inference.engines.embedded.weights import read_tensors
 
+pytestmark = pytest.mark.slow(seconds=120)
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "train_calc.py"
 FLAGS = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.slow(seconds=65)]
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "scaling.py"
 PROMISED = (

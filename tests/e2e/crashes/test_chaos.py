@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow(seconds=70)
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "chaos.py"
 LOST_SHARE, LOST_TURNS = 0.1, 2
 """The turns that may be sampled again: short turns are often answered while the one before is being saved."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow(seconds=62)
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "restarts.py"
 DRAIN_AND_CLOSE_SECONDS = 1.0 + 3.0
 SLACK_SECONDS = 1.0

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow(seconds=85)
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "crash.py"
 
 
