@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -24,43 +25,9 @@ pytest_plugins = [
     f"tests.support.plugins.{name}" for name in ("leftovers", "sendable_reports", "tiers", "time_limits")
 ]
 PART_NAMES = frozenset(part.name for part in PARTS)
-TORCH_MODULES = frozenset(f"test_trainer_{name}.py" for name in ("learner", "live", "live_demo", "loss"))
-"""Modules that cannot even be imported without PyTorch."""
-SLOW_MODULES = frozenset(
-    f"test_{name}.py"
-    for name in (
-        "audit",
-        "cancelled_children",
-        "cli_completion",
-        "cli_help",
-        "environment_code",
-        "environment_declarative",
-        "environment_math",
-        "environment_stem",
-        "images",
-        "inference_pool",
-        "official_clients",
-        "openapi",
-        "pool_stalls",
-        "pool_streaming",
-        "rescore",
-        "resume",
-        "routing_simulation",
-        "sandbox_files",
-        "sandbox_reaper",
-        "sandbox_tree",
-        "scripts",
-        "splitter",
-        "suite",
-        "terminal_text",
-        "time_limits",
-        "tokens_random",
-        "trainer_doctor",
-        "trainer_learner",
-        "weights_machine",
-    )
-)
-"""Modules that take more than three seconds each; together, three quarters of the unit tests' time."""
+NOT_FAST = PART_NAMES | {"extended", "slow", "torch"}
+"""Markers of tests that `--fast` leaves out."""
+MODULE_MARKS = re.compile(r"^pytestmark = (?:\[[^]]*]|.*)", re.MULTILINE)
 FAST_FOLDER = Path(__file__).parent / "unit"
 
 
@@ -76,9 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of modules that `--fast` leaves out."""
-    left_out = collection_path.name in SLOW_MODULES | TORCH_MODULES
-    return True if left_out and config.getoption("--fast") else None
+    """Skip the import of modules that `--fast` leaves out as a whole: torch alone takes seconds."""
+    if not config.getoption("--fast") or collection_path.suffix != ".py":
+        return None
+    found = MODULE_MARKS.search(collection_path.read_text())
+    return True if found and NOT_FAST & set(re.findall(r"mark\.(\w+)", found[0])) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -99,9 +68,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 
 def _is_fast(item: pytest.Item) -> bool:
-    marked = {mark.name for mark in item.iter_markers()}
-    quick = item.path.name not in SLOW_MODULES | TORCH_MODULES
-    return FAST_FOLDER in item.path.parents and quick and not marked & (PART_NAMES | {"torch"})
+    return FAST_FOLDER in item.path.parents and not NOT_FAST & {mark.name for mark in item.iter_markers()}
 
 
 @pytest.fixture

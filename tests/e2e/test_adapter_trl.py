@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.adapters.service import service
 
+pytestmark = pytest.mark.slow(seconds=250)
+
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 STEPS, TASKS, GROUP_SIZE, HELD_OUT = 8, 6, 8, 24

@@ -16,6 +16,8 @@ from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens.trajectory import check_invariants
 from tests.support.redis_server import program as redis_program
 
+pytestmark = pytest.mark.slow(seconds=130)
+
 RECOMPUTE = Path(__file__).parents[1] / "support" / "engines" / "recompute_logprobs.py"
 TOLERANCE = 1e-3
 COMMAND = [sys.executable, "-m", "rollout_service.cli", "demo"]

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.apptainer,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("a new user"),
+    pytest.mark.slow(seconds=150),
 ]
 ROLLOUTS = 8
 

@@ -24,7 +24,12 @@ from sandboxes.images.squashfs import unpack
 from sandboxes.images.store import ImageStore
 from sandboxes.runtime.execution import STALL_SECONDS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.apptainer,
+    pytest.mark.timeout(900),
+    pytest.mark.slow(seconds=140),
+]
 NAMES = {script.name for script in SCRIPTS}
 PATIENCE_SECONDS = 25.0
 """Upper bound on a sandbox's start and an attack, which take a second or two on an idle host."""

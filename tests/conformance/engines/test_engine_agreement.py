@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.sglang,
     pytest.mark.xdist_group("sglang"),
     pytest.mark.timeout(480),
+    pytest.mark.slow(seconds=400),
 ]
 
 POLICIES = Path(__file__).parents[3] / "rollout_service" / "policies" / "checkpoints"

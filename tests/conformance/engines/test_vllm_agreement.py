@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.xdist_group("vllm"),
     pytest.mark.timeout(480),
+    pytest.mark.slow(seconds=220),
 ]
 
 RECOMPUTE = Path(__file__).parents[2] / "support" / "engines" / "recompute_logprobs.py"

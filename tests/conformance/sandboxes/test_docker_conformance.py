@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.docker,
     pytest.mark.xdist_group("docker"),  # one daemon for all
     pytest.mark.timeout(300),
+    pytest.mark.slow(seconds=170),
 ]
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 START_SECONDS = 60.0

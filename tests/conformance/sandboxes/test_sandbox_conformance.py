@@ -60,6 +60,7 @@ def conformance(user: OrdinaryUser, *arguments: str) -> None:
 @pytest.mark.apptainer
 @pytest.mark.timeout(480)
 @pytest.mark.xdist_group("conformance of an ordinary user")
+@pytest.mark.slow(seconds=200)
 def test_apptainer_of_an_ordinary_user(user: OrdinaryUser) -> None:
     conformance(user)
 

@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.sglang,
     pytest.mark.xdist_group("slurm run"),
     pytest.mark.timeout(900),
+    pytest.mark.slow(seconds=370),
 ]
 
 MODEL = policy_folder("calc-tuned")

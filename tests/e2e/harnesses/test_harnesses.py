@@ -64,6 +64,7 @@ pytestmark = [
     pytest.mark.harnesses,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("harnesses"),
+    pytest.mark.slow(seconds=300),
 ]
 
 

@@ -12,7 +12,7 @@ from tests.support.redis_server import program as redis_program
 from tests.support.slurm.cluster import USERS, SlurmCluster, slurm_cluster
 from tests.support.slurm.jobs import SCRIPTED_ENGINE, Jobs
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.slow(seconds=160)]
 
 TRAINER = """#!/bin/bash
 rollout-service slurm run {folder} &

@@ -1,42 +1,25 @@
 """Gives the longest tests to workers of pytest-xdist first, which makes all workers end at about the same time.
 
-It needs `--dist loadgroup --no-loadscope-reorder`. Without workers, and among tests of one rank, the order is random.
+A module or a test says how long it takes with `pytest.mark.slow(seconds=60)`; in a group, one mark is enough for all.
+This needs `--dist loadgroup --no-loadscope-reorder`. Without workers, and among tests that say the same, the order is
+random.
 """
 
-import pytest
+from collections import defaultdict
 
-LONGEST = (
-    "sglang",
-    "slurm run",
-    "harnesses",
-    "test_adapter_trl.py",
-    "vllm",
-    "conformance of an ordinary user",
-    "wheels",
-    "cli",
-    "docker",
-    "slurm",
-    "a new user",
-    "test_reward_hacks.py",
-    "test_demo.py",
-    "test_trainer_run.py",
-    "test_live_demo.py",
-    "test_benchmarks.py",
-    "test_kill9.py",
-    "openapi",
-    "hang_ups",
-    "docs_site",
-    "test_apptainer_hostile.py",
-)
-"""Groups, and modules without a group, that take about a minute or more; the longest first."""
+import pytest
 
 
 def longest_first(items: list[pytest.Item]) -> None:
     """Sort tests in place."""
-    items.sort(key=_rank)
+    longest: dict[object, float] = defaultdict(float)
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            longest[_unit(item)] = max(longest[_unit(item)], mark.kwargs.get("seconds", 0.0))
+    items.sort(key=lambda item: -longest[_unit(item)])
 
 
-def _rank(item: pytest.Item) -> int:
-    groups = {str(name) for mark in item.iter_markers("xdist_group") for name in mark.args}
-    names = {item.path.name, *groups}
-    return next((rank for rank, name in enumerate(LONGEST) if name in names), len(LONGEST))
+def _unit(item: pytest.Item) -> object:
+    """Return what one worker gets at once: a group, or a test without a group."""
+    group = item.get_closest_marker("xdist_group")
+    return group.args[0] if group else item.nodeid

@@ -16,6 +16,8 @@ from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import UnknownBackend
 from rollout_service.settings import load_settings
 
+pytestmark = pytest.mark.slow
+
 KEY = "a-key-of-enough-characters-for-anyone"
 
 

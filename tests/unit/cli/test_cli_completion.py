@@ -15,6 +15,8 @@ from typing import ClassVar
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ANSWERS = {
     "/v1/runs": {"runs": [{"run_id": "dapo-7b"}, {"run_id": "dapo-32b"}, {"run_id": "other"}]},
     "/v1/summaries": {"rows": [{"rollout_id": "r-2"}, {"rollout_id": "r-1"}, {"rollout_id": "$(reboot)"}]},

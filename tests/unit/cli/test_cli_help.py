@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from rollout_service.cli import app, common
 from rollout_service.cli.common import CommandError
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = {
     ("serve",),
     ("demo",),

@@ -32,6 +32,8 @@ from rollout_service.settings import LogFormat
 from rollout_service.telemetry.logging import configure_logging
 from rollout_service.terminal_text import escape_controls, escape_controls_in_json
 
+pytestmark = pytest.mark.slow
+
 CLI = Path(__file__).parents[3] / "rollout_service" / "cli"
 EVIL = "a\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\u202etxt\u2066\U000e0041[red]:bomb:\r\x00z"
 OBEYED = ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\u202e", "\u2066", "\U000e0041", "\x00")

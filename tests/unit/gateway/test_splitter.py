@@ -12,6 +12,8 @@ from rollout_service.gateway.contract import CallArguments, CallBegin, CallEnd, 
 from tests.support.tokens.chat_formats import FAMILIES, control_tokens, load
 from tests.support.tokens.conversations import QUESTION, TOOL, TURNS, WRITTEN, as_written
 
+pytestmark = pytest.mark.slow
+
 STREAMED = {
     *("qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3"),
     *("nemotron-3", "nemotron-3-ultra", "nemotron-3.5", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3"),

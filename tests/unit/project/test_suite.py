@@ -1,13 +1,12 @@
-"""A test worker gets the longest tests first, and every test that is listed as one exists."""
+"""A test worker gets the longest tests first, as their marks say."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.plugins.longest_first import LONGEST
-
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFTEST = """
 import pytest
 from tests.support.plugins.longest_first import longest_first
@@ -16,34 +15,37 @@ from tests.support.plugins.longest_first import longest_first
 def pytest_collection_modifyitems(items):
     longest_first(items)
 """
+TESTS = """
+import pytest
+
+def test_quick(): pass
+
+@pytest.mark.xdist_group("engine")
+def test_grouped(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.mark.slow(seconds=60)
+def test_long(): pass
+"""
 GROUPED = """
 import pytest
 
-@pytest.mark.xdist_group("vllm")
-def test_grouped(): pass
+pytestmark = [pytest.mark.xdist_group("engine"), pytest.mark.slow(seconds=90)]
 
-def test_alone(): pass
+def test_of_the_same_group(): pass
 """
 
 
-def run_pytest(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-
-
-def test_a_worker_gets_the_longest_tests_first(tmp_path: Path) -> None:
+def test_a_worker_gets_the_longest_tests_and_groups_first(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_a.py").write_text(GROUPED)
-    (tmp_path / "test_kill9.py").write_text("def test_b(): pass\n")
-    (tmp_path / "test_adapter_trl.py").write_text("def test_c(): pass\n")
-    order = ["-o", f"pythonpath={TESTS.parent}", "-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder"]
-    done = run_pytest("-v", *order, cwd=tmp_path)
+    (tmp_path / "test_a.py").write_text(TESTS)
+    (tmp_path / "test_b.py").write_text(GROUPED)
+    options = ["-v", "-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-o", f"pythonpath={ROOT}", *options]
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     ran = re.findall(r"PASSED \S+::(\w+)", done.stdout)
-    assert ran == ["test_c", "test_grouped", "test_b", "test_alone"]
-
-
-def test_the_modules_given_first_exist() -> None:
-    modules = {path.name: path.read_text() for path in TESTS.rglob("test_*.py")}
-    groups = set(re.findall(r'xdist_group\("([^"]+)"\)', "".join(modules.values())))
-    assert set(LONGEST) <= groups | set(modules)
+    assert ran == ["test_grouped", "test_of_the_same_group", "test_long", "test_quick", "test_slow"]

@@ -8,6 +8,8 @@ import pytest
 from tests.support.tokens.chat_formats import FAMILIES, load
 from tests.support.tokens.conversations import Format, hold
 
+pytestmark = pytest.mark.slow
+
 EACH = ceil(10_000 / len(FAMILIES))
 
 

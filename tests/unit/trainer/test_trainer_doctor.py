@@ -15,6 +15,8 @@ from rollout_service.cli import app
 from rollout_service.testing import Shape, write_random_checkpoint
 from tests.support.adapters.trainer_batches import PROMPT, write_batch
 
+pytestmark = pytest.mark.slow
+
 SHAPE = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=300, context=600)
 
 

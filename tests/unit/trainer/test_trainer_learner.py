@@ -19,6 +19,8 @@ from rollout_service.inference.engines.embedded.weights import read_tensors
 from rollout_service.testing import Shape, write_random_checkpoint
 from tests.support.adapters.trainer_batches import PROMPT, write_batch
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 SHAPE = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=300, context=600)
 RECIPE = Recipe(learning_rate=1e-2, warm_up=1, epochs=1, updates=1, portion=3)
 

@@ -22,6 +22,8 @@ from api_schemas.trajectories import ForkReason, Segment, Trajectory
 from rollout_service.testing import Shape, write_random_checkpoint
 from tests.support.adapters.session_batches import PlayedPart, session_batch
 
+pytestmark = pytest.mark.torch
+
 SHAPE = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=300, context=600)
 RECIPE = Recipe(learning_rate=1e-2, warm_up=1, updates=1, discouragement=1.0)
 NO_BASELINE = Weights(baseline=False)

@@ -20,6 +20,8 @@ from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.tokens import ChatRenderer
 from training.live import talk
 
+pytestmark = pytest.mark.torch
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "live_demo.py"
 FOLDER = policy_folder("live-base")
 SUM = talk.Question("what is 3+4?", "7")

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer.loss import Clip, dapo_loss
 
+pytestmark = pytest.mark.torch
+
 LOGPROB = st.floats(-6.0, 0.0)
 TOKEN = st.tuples(LOGPROB, LOGPROB, LOGPROB, st.floats(-2.0, 2.0))
 CLIPS = st.builds(Clip, st.floats(0.05, 0.5), st.floats(0.05, 0.9), st.floats(1.0, 5.0))

@@ -25,7 +25,7 @@ from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 RIGHT, WRONG, UNDECIDED = RuleVerdict.RIGHT, RuleVerdict.WRONG, RuleVerdict.UNDECIDED
 STEM = Stem()
 

@@ -24,6 +24,8 @@ from rollout_service.gateway.dialects.answers import CallPart
 from rollout_service.gateway.errors import ContextOverflowError
 from tests.support.gateway import answers
 
+pytestmark = pytest.mark.slow
+
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 ARGUMENTS = st.dictionaries(TEXT, TEXT | st.integers(-9, 9) | st.lists(TEXT, max_size=2), max_size=2)

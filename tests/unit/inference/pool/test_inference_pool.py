@@ -25,7 +25,7 @@ from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 SCRIPT = Counting()
 OPTIONS = PoolOptions(

@@ -13,7 +13,7 @@ from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.testing import Counting, Fault, Hardware, ScriptedEngine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 OPTIONS = PoolOptions(load_interval=0.02, stall_seconds=0.2, probe_interval=30.0, probe_timeout=5.0)
 

@@ -15,7 +15,7 @@ from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.testing import AfterTokens, Fault, ScriptedEngine, ScriptedVllm
 from tests.unit.inference.pool.test_inference_pool import OPTIONS, SCRIPT, is_exact, request, running, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 KINDS = [ScriptedEngine, ScriptedVllm]
 BREAKS = [

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 
 import anyio
+import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from rollout_service.inference.contract import GenerateRequest, Generation, Samp
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.testing import Counting, Fault, ScriptedEngine
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Counting()
 ENGINES = 2

@@ -18,6 +18,8 @@ from rollout_service.inference.contract import BackendLoad, GenerateRequest, Gen
 from rollout_service.inference.routing import Candidate, CostRouter, LeastLoaded
 from rollout_service.testing.kv_cache import KVCache
 
+pytestmark = pytest.mark.slow
+
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 10
 POLL = 1.0
 PREFILL, DECODE, CROWDING = 1e-4, 8e-3, 2e-4

@@ -12,6 +12,8 @@ from rollout_service.inference.local_servers.process import ServerCommand, Serve
 from sandboxes.runtime.export import export_tree
 from tests.support.processes.children import nothing_uncollected
 
+pytestmark = pytest.mark.slow
+
 
 class Sleeping(ServerProcess):
     """A server that never serves."""

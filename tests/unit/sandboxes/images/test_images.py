@@ -33,6 +33,8 @@ from sandboxes.images.sources import (
 from sandboxes.images.store import NAME, ImageStore, _hash, default_cache, packaged
 from tests.support.processes.children import killed
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class CountingBuilder:

@@ -22,6 +22,8 @@ from sandboxes.reclaim.reaper import OWNER, ReclaimResult, reclaim, sweep, sweep
 from sandboxes.reclaim.run_folders import ServiceFolder
 from tests.support.processes.children import killed
 
+pytestmark = pytest.mark.slow
+
 SLEEP = [sys.executable, "-c", "print(flush=True); import signal; signal.pause()"]
 
 

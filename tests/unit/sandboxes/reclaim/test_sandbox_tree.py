@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from sandboxes.reclaim.rmtree import mounts_below, remove_tree
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
