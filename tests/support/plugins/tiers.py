@@ -8,6 +8,7 @@ all have their turn. A test that was not begun counts as neither passed nor fail
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Iterable
@@ -40,6 +41,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_NOT_RUN] = []
     for part in PARTS:
         config.addinivalue_line("markers", f"{part.name}: {part.purpose}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the import of modules that have no test of the second tier, which are most."""
+    if config.getoption("--tier") != 2 or not collection_path.name.startswith("test_"):
+        return None
+    texts = [
+        path.read_text()
+        for path in (collection_path, collection_path.with_name("conftest.py"))
+        if path.exists()
+    ]
+    marked = {name for text in texts for name in re.findall(r"mark\.(\w+)", text)}
+    return None if marked & {"extended", *_SECOND} else True
 
 
 @pytest.hookimpl(trylast=True)
