@@ -301,7 +301,7 @@ def processes_of(mark: str) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (entry / "cmdline").read_text():
+            if mark.encode() in (entry / "cmdline").read_bytes():  # others have arguments of any bytes
                 found.append(int(entry.name))
         except OSError:
             continue
