@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from threading import RLock
 from typing import Annotated, Any
 
 from pydantic import (
@@ -36,6 +37,9 @@ MAX_INT = 2**62
 """The largest integer on the wire: it fits 64 bits with room for sums, and is exact where JSON numbers are floats."""
 MAX_INT32 = 2**31 - 1
 MAX_SECONDS = 1e9
+
+
+_building = RLock()
 
 
 def _no_text_or_switch(value: object) -> object:
@@ -97,9 +101,18 @@ def tagged(by: str) -> Callable[[dict[str, Any]], None]:
 
 
 class WireModel(BaseModel):
-    """A frozen model that refuses unknown fields and non-finite numbers."""
+    """A frozen model that refuses unknown fields and non-finite numbers.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    Its validator is built when it is first used, in whatever thread, because a program seldom uses more than a few.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+
+    @classmethod
+    def model_rebuild(cls, **options: Any) -> bool | None:
+        """Build the validator, one at a time: before pydantic 2.14, two threads could disturb each other."""
+        with _building:
+            return super().model_rebuild(**options)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

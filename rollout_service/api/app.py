@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 import structlog
 from fastapi import FastAPI
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.middleware import Middleware
 
 from rollout_service import __version__
@@ -68,6 +70,10 @@ MODULES = (
     trajectories,
 )
 """In the order in which their routes are matched: probes first, since matching is a large part of their cost."""
+
+# FastAPI makes the validators of parameters without this warning of pydantic's. Those of wire models are only built
+# with the first request, when FastAPI lets the warning through again.
+warnings.filterwarnings("ignore", "The 'alias' attribute", UnsupportedFieldAttributeWarning)
 
 log = structlog.get_logger(__name__)
 

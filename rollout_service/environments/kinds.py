@@ -5,24 +5,22 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Final
 
-from rollout_service.environments.bridges.games.declared import load_game
-from rollout_service.environments.bridges.openenv.environment import load_openenv
-from rollout_service.environments.bridges.verifiers.environment import load_verifiers
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.environments.swe.environment import load_swe
 from rollout_service.errors import ConfigurationError, did_you_mean
 
-KINDS: Final[dict[str, Callable[[Path], Environment]]] = {
-    "game": load_game,
-    "openenv": load_openenv,
-    "swe": load_swe,
-    "verifiers": load_verifiers,
+_HERE: Final = "rollout_service.environments"
+KINDS: Final = {
+    "game": f"{_HERE}.bridges.games.declared:load_game",
+    "openenv": f"{_HERE}.bridges.openenv.environment:load_openenv",
+    "swe": f"{_HERE}.swe.environment:load_swe",
+    "verifiers": f"{_HERE}.bridges.verifiers.environment:load_verifiers",
 }
-"""What loads the folder of each kind; a folder that names none is loaded by `load_folder`."""
+"""What loads the folder of each kind, imported with the first such folder; `load_folder` loads one that names none."""
 
 
 def load_declared(folder: Path) -> Environment:
@@ -35,7 +33,8 @@ def load_declared(folder: Path) -> Environment:
     if kind is None:
         return load_folder(folder)
     if kind in KINDS:
-        return KINDS[kind](folder)
+        load: Callable[[Path], Environment] = resolve_name(KINDS[kind])
+        return load(folder)
     raise ConfigurationError(
         f"{folder / FILE_NAME}: there is no kind {kind!r}{did_you_mean(kind, KINDS)}",
         hint=f"Known kinds: {', '.join(sorted(KINDS))}. Leave `kind` out to declare commands of your own.",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import zmq
 
 from sandboxes.contract import PythonErrorInfo
@@ -22,7 +23,7 @@ from sandboxes.errors import SandboxStartError, SessionDiedError
 from sandboxes.runtime.control import Child
 from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, Reader
-from sandboxes.sessions.kernel_wire import Wire, as_mapping
+from sandboxes.sessions.kernel_wire import Wire, as_mapping, make_session
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 """Jupyter's channels, in the order of our port numbers, which begin at 1."""
@@ -142,11 +143,12 @@ class Kernel:
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
+            session = await anyio.to_thread.run_sync(make_session)
             await self._announced.wait()
             for channel in HOST_CHANNELS:
                 await self._hold(channel)
             shell, iopub = (Path(f"/proc/self/fd/{held}") for held in self._held)
-            self._wire = Wire(self._context, shell, iopub)
+            self._wire = Wire(self._context, shell, iopub, session)
             while not self.ready:
                 self.ready = await self._probe(self._wire)
             tasks.cancel_scope.cancel()

@@ -6,16 +6,22 @@ malformed ones are dropped, and a flood is read at a bounded rate. Messages are 
 (see `kernel.make_connection_info`).
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import zmq
-from jupyter_client.session import DELIM, Session
 
+if TYPE_CHECKING:
+    from jupyter_client.session import Session
+
+DELIM = b"<IDS|MSG>"
+"""What Jupyter sends between the addresses of a message and its parts."""
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 """The exceptions that `Session` raises for a malformed message."""
 MESSAGE_LIMIT = 4 * 1024 * 1024
@@ -41,9 +47,11 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 class Wire:
     """A kernel's request and output sockets."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], shell: Path, iopub: Path) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], shell: Path, iopub: Path, session: Session
+    ) -> None:
         """Connect to the Unix sockets of the two channels, without waiting."""
-        self._session = make_session()
+        self._session = session
         self._sockets = [context.socket(zmq.DEALER), context.socket(zmq.SUB)]
         self._sockets[1].setsockopt(zmq.SUBSCRIBE, b"")
         for socket, path in zip(self._sockets, (shell, iopub), strict=True):
@@ -146,7 +154,12 @@ class _Stream:
 
 
 def make_session() -> Session:
-    """Return the session that writes and reads messages, without signatures."""
+    """Return a session that writes and reads messages, without signatures.
+
+    Call this in a thread: the first call imports jupyter_client, which takes too long for the event loop.
+    """
+    from jupyter_client.session import Session
+
     session = Session(username="", packer="orjson", unpacker="orjson")
     session.key = b""  # passed to the constructor, it would cause a warning for every kernel
     return session

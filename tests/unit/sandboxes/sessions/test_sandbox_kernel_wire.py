@@ -71,7 +71,7 @@ async def test_a_request_and_a_flood_of_answers(folder: Path) -> None:
             iopub.setsockopt(zmq.SNDHWM, 0)
             shell.bind(f"ipc://{folder}/shell")
             iopub.bind(f"ipc://{folder}/iopub")
-            wire = Wire(context, folder / "shell", folder / "iopub")
+            wire = Wire(context, folder / "shell", folder / "iopub", make_session())
             request = wire.execute("1 + 1")
             with anyio.fail_after(20):
                 _, _, _, header, _, _, content = await anyio.to_thread.run_sync(shell.recv_multipart)
@@ -104,7 +104,7 @@ async def test_a_request_and_a_flood_of_answers(folder: Path) -> None:
 async def test_a_kernel_that_reads_nothing_cannot_hold_a_caller(folder: Path) -> None:
     context = make_context()
     try:
-        wire = Wire(context, folder / "shell", folder / "iopub")
+        wire = Wire(context, folder / "shell", folder / "iopub", make_session())
 
         def flood() -> None:
             for _ in range(100_000):
@@ -123,7 +123,7 @@ async def test_any_text_can_be_sent(folder: Path, code: str) -> None:
     try:
         with context.socket(zmq.ROUTER) as shell:
             shell.bind(f"ipc://{folder}/shell")
-            wire = Wire(context, folder / "shell", folder / "iopub")
+            wire = Wire(context, folder / "shell", folder / "iopub", make_session())
             wire.execute(code)
             with anyio.fail_after(20):
                 content = (await anyio.to_thread.run_sync(shell.recv_multipart))[-1]

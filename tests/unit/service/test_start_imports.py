@@ -1,0 +1,59 @@
+"""A service that has started has imported only what every service needs, because each start pays for all of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel
+
+import rollout_service.api.app
+
+UNNEEDED = {
+    "aiohttp": "environments of OpenEnv",
+    "jupyter_client": "the first Python session",
+    "math_verify": "the environment math, in processes of its own",
+    "redis": "a store in Redis",
+    "renderers": "the first backend",
+    "rollout_service.attacks": "env attack",
+    "rollout_service.audit": "env audit",
+    "rollout_service.environments.bridges.openenv": "environments of OpenEnv",
+    "rollout_service.environments.bridges.verifiers": "environments of verifiers",
+    "rollout_service.openenv_server": "env serve",
+    "rollout_service.store.redis": "a store in Redis",
+    "rollout_service.testing": "tests",
+    "spython": "images of Apptainer",
+    "transformers": "the first backend",
+}
+"""Modules that a service imports when something needs them, and what does."""
+IMPORT = re.compile(r"import time: +\d+ \| +\d+ \| *(\S+)")
+
+
+def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "rollout_service.cli", "serve", "--port", "0"]
+    command += ["--engine", "none", "--sandbox", "local", "--state-dir", str(tmp_path)]
+    imported = set()
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := IMPORT.match(line):
+                imported.add(found[1])
+            elif " listening " in line:
+                break
+        process.terminate()
+        process.communicate()
+    assert "rollout_service.api.app" in imported
+    assert {name: user for name, user in UNNEEDED.items() if name in imported} == {}
+
+
+def test_no_model_reads_its_source_as_it_is_defined() -> None:
+    """Pydantic would look through all modules for it; `api_schemas.docstrings` reads it when someone asks."""
+    assert rollout_service.api.app
+    models = [BaseModel]
+    for model in models:
+        models += model.__subclasses__()
+    wrong = {model.__module__ for model in models if model.model_config.get("use_attribute_docstrings")}
+    ours = {name for name in wrong if name.split(".")[0] in ("api_schemas", "rollout_service", "sandboxes")}
+    assert ours <= {"rollout_service.openenv_server.messages"}  # which few processes import
