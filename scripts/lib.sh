@@ -115,16 +115,23 @@ configure_uv() {
     fi
 }
 
-# uv is installed in its own environment, so a machine needs only pip.
+# uv is installed in its own environment, so a machine needs only pip, or Python's module to make one.
 ensure_uv() {
     python=$(find_python) || exit 1
     uv=$cache/bootstrap/bin/uv
     if ! bootstrap_is_ready; then
-        "$python" -c 'import ensurepip, venv' 2>/dev/null || install_venv_module
+        has_pip || "$python" -c 'import ensurepip, venv' 2>/dev/null || install_venv_module
         step "install uv" bootstrap_uv
     fi
     PATH=$cache/bootstrap/bin:$PATH
-    configure_uv "$cache/bootstrap/bin/python"
+    pip_python=$cache/bootstrap/bin/python
+    [[ -x $cache/bootstrap/bin/pip ]] || pip_python=$python
+    configure_uv "$pip_python"
+}
+
+# A pip of 22.3 or newer installs into other environments.
+has_pip() {
+    "$python" -m pip --python "$python" --version >/dev/null 2>&1
 }
 
 install_venv_module() {
@@ -138,9 +145,12 @@ bootstrap_is_ready() {
     [[ -x $uv ]] && cmp -s "$root/scripts/bootstrap.lock" "$cache/bootstrap/installed.lock"
 }
 
+# With this Python's own pip if it has one: making another takes most of the time.
 bootstrap_uv() {
-    "$python" -m venv --clear "$cache/bootstrap" &&
-        "$cache/bootstrap/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
+    local own=$cache/bootstrap/bin/python pip=("$python" -m pip --python "$cache/bootstrap/bin/python") without=--without-pip
+    has_pip || { pip=("$own" -m pip) && without=; }
+    "$python" -m venv --clear $without "$cache/bootstrap" &&
+        "${pip[@]}" install --quiet --disable-pip-version-check --no-compile --require-hashes \
             --requirement "$root/scripts/bootstrap.lock" &&
         cp "$root/scripts/bootstrap.lock" "$cache/bootstrap/installed.lock"
 }
@@ -335,7 +345,7 @@ ensure_swe() {
     [[ -f $folder/.made && $(<"$folder/.made") == "$fingerprint" && -e $(images_folder)/swe-sqlparse-0.5.2.sif ]] && return
     ensure_uv
     ensure_swe_base_image
-    export SWE_PIP_PYTHON=$cache/bootstrap/bin/python
+    export SWE_PIP_PYTHON=$pip_python
     step "make two tasks of software repair" "$venv/bin/python" "$root/benchmarks/swe_instances.py" "$folder" \
         --only sqlparse-0.5.2 --only cachetools-5.5.0
     echo "$fingerprint" >"$folder/.made"
