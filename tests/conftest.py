@@ -13,9 +13,12 @@ from tests.support.plugins.parts import PARTS
 from tests.support.redis_server import RedisServer, redis_server
 
 # On a busy machine, drawing examples is slow for reasons that have nothing to do with the examples.
-settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
-settings.register_profile("fast", settings.get_profile("patient"), max_examples=10)
-settings.load_profile("patient")
+settings.register_profile(
+    "deep", suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=100
+)
+settings.register_profile("usual", settings.get_profile("deep"), max_examples=30)
+settings.register_profile("fast", settings.get_profile("deep"), max_examples=10)
+settings.load_profile("usual")
 
 # Background jobs ignore both signals, and so would every child that a test wants to interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -87,8 +87,9 @@ def is_special(token: str) -> bool:
     return token.startswith(("<|", "[", "<bos", "<eos", "<\uff5cbegin", "<\uff5cend"))
 
 
-def write_tokenizer(folder: Path, control: tuple[str, ...]) -> Path:
-    """Write a `tokenizer.json` to a folder; return the folder."""
+@cache
+def _trained() -> str:
+    """Return the vocabulary that all stand-ins have in common."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -97,8 +98,13 @@ def write_tokenizer(folder: Path, control: tuple[str, ...]) -> Path:
         vocab_size=450, min_frequency=1, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_CORPUS * 3, trainer)
-    content = json.loads(tokenizer.to_str())
-    first = tokenizer.get_vocab_size()
+    return tokenizer.to_str()
+
+
+def write_tokenizer(folder: Path, control: tuple[str, ...]) -> Path:
+    """Write a `tokenizer.json` to a folder; return the folder."""
+    content = json.loads(_trained())
+    first = len(content["model"]["vocab"])
     content["added_tokens"] = [
         {
             "id": first + i,

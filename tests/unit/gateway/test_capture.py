@@ -5,7 +5,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from transformers import AutoTokenizer
 
 from api_schemas.trajectories import FinishReason, ForkReason, SegmentRole
 from rollout_service.gateway.capture import CapturePolicy, Standing, TurnCapture
@@ -41,7 +40,11 @@ def renderers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hub_tokenizer():
-    return AutoTokenizer.from_pretrained(policy_folder("calc-tuned"))
+    from transformers import (
+        PreTrainedTokenizerFast,  # takes a second, and AutoTokenizer, which imports torch, four
+    )
+
+    return PreTrainedTokenizerFast.from_pretrained(policy_folder("calc-tuned"))
 
 
 @pytest.fixture(params=["qwen3", "qwen3.5"])

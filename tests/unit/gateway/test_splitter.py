@@ -4,7 +4,7 @@ import json
 from random import Random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollout_service.gateway.capture.splitter import Splitter
@@ -134,7 +134,6 @@ def test_every_format_of_the_library_is_split(formats):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_ids_in_any_pieces_give_what_the_parser_finds(formats, family, data):
     renderer = formats[family]
@@ -200,7 +199,6 @@ def test_a_call_that_breaks_after_its_name_ends_with_its_error(formats):
     assert splitter.malformed == 1
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     text=st.text("ab \n", max_size=12),
     stops=st.lists(st.text("ab \n", min_size=1, max_size=3), min_size=1, max_size=3),

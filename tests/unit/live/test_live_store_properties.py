@@ -8,7 +8,7 @@ from random import Random
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import ClosedBecause, MarkReason, MaskReason
@@ -75,7 +75,6 @@ async def check(store: LiveStore) -> None:
                 assert (session.session_id, turn.turn) in usable
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(STEPS, max_size=30))
 def test_counts_add_up_and_parts_are_disjoint_whatever_happens(steps: list[tuple[object, ...]]) -> None:
     async def run() -> None:
@@ -91,7 +90,6 @@ def test_counts_add_up_and_parts_are_disjoint_whatever_happens(steps: list[tuple
     anyio.run(run)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(["judge", "say", "take"]), min_size=1, max_size=8))
 def test_what_the_user_says_wins_until_the_turn_is_taken(steps: list[str]) -> None:
     async def run() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -28,7 +28,6 @@ def figures(values: dict[int, float]) -> list[tuple[str, int, int, float, float]
     return rows
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(STEPS, max_size=20), st.booleans())
 def test_each_turn_counts_once_with_the_value_that_it_has(steps, is_deleted) -> None:
     async def run() -> None:

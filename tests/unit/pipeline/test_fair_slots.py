@@ -5,7 +5,7 @@ from collections import Counter
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.pipeline.subagents.fair_slots import FairSlots
@@ -76,7 +76,6 @@ async def test_a_slot_that_is_lent_lets_others_work_and_comes_back():
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), max_size=30), st.integers(1, 4)
 )
-@settings(max_examples=50, deadline=None)
 def test_no_slot_is_lost_whoever_gives_up(workers, total):
     async def main():
         slots, most = FairSlots(total), 0

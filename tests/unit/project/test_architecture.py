@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import parse
+
+pytestmark = pytest.mark.xdist_group("sources")
 ROOT = Path(__file__).parents[3]
 PACKAGES = ["api_schemas", "rollout_client", "sandboxes", "rollout_service"]
 
 
 def modules(package: str) -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted((ROOT / package).rglob("*.py")):
-        yield path.relative_to(ROOT), ast.parse(path.read_text())
+        yield path.relative_to(ROOT), parse(path)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:

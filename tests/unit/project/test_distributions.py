@@ -12,6 +12,7 @@ from pathlib import Path
 import rollout_client
 import rollout_service
 from rollout_client import _wire
+from tests.support.sources import parse
 
 ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "packaging" / "client"
@@ -58,7 +59,7 @@ def test_the_client_requires_what_it_imports_and_nothing_else():
     imported = set()
     for package in ("api_schemas", "rollout_client"):
         for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parse(path)):
                 if isinstance(node, ast.Import):
                     imported |= {alias.name.split(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:

@@ -14,6 +14,7 @@ import pytest
 
 from rollout_service.api.app import create_app
 from rollout_service.settings import Settings
+from tests.support.sources import parse
 
 ROOT = Path(__file__).parents[3]
 GENERATED = {"docs/settings.md"}
@@ -108,7 +109,7 @@ def test_the_page_on_errors_lists_every_code() -> None:
     for name in tracked(
         "rollout_service/**/*.py", "rollout_service/*.py", "sandboxes/**/*.py", "sandboxes/*.py"
     ):
-        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        for node in ast.walk(parse(ROOT / name)):
             if isinstance(node, ast.ClassDef) and "testing" not in name:
                 codes |= set(_class_codes(node))
     assert len(codes) > 50

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import parse
+
+pytestmark = pytest.mark.xdist_group("sources")
 ROOT = Path(__file__).parents[3]
 PACKAGES = ["api_schemas", "rollout_client", "sandboxes", "rollout_service"]
 INDENT = " " * 4
@@ -32,7 +35,7 @@ def raises_entries(docstring: str) -> Iterator[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_says_what_it_is(package: str) -> None:
     paths = sorted((ROOT / package).rglob("*.py"))
-    assert not [str(path) for path in paths if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not [str(path) for path in paths if not ast.get_docstring(parse(path))]
 
 
 def test_each_entry_of_raises_is_a_name_and_a_sentence() -> None:
@@ -42,7 +45,7 @@ def test_each_entry_of_raises_is_a_name_and_a_sentence() -> None:
         f"{name}:{line}: {entry.strip()}"
         for name, source in modules.items()
         if "Raises:" in source
-        for line, text in docstrings(ast.parse(source))
+        for line, text in docstrings(parse(ROOT / name))
         for entry in raises_entries(text)
         if not ENTRY.fullmatch(entry.removeprefix(INDENT))
     ]

@@ -1,6 +1,7 @@
 """Every hand-written chat format is exact, over a tokenizer that stands in for its model's."""
 
 import json
+from functools import cache
 
 import pytest
 from renderers.configs import _CONFIG_BY_NAME
@@ -21,6 +22,9 @@ NO_LATER_SYSTEM = {"hy3"}
 RESULTS_END_A_CALL = {"gemma4"}
 """Formats in which a result may follow only a call's own end of turn."""
 
+shared = cache(load)
+"""Loads a format once: a renderer keeps nothing of what it renders or reads."""
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
@@ -29,7 +33,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(params=FAMILIES)
 def chat(request, root):
-    return load(root / request.param, request.param)
+    return shared(root / request.param, request.param)
 
 
 def test_all_formats_of_the_library_are_here():
@@ -266,7 +270,7 @@ def test_compaction_keeps_what_was_sampled_in_its_own_segment(chat):
     "text", ["Yes.", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm", "Hm.\n</think>\n\nYes."]
 )
 def test_a_format_that_is_given_the_end_of_a_prompt_answers_as_if_it_had_all_of_it(root, name, text):
-    renderer = load(root / name, name)
+    renderer = shared(root / name, name)
     library, new = renderer._backend, [result("4")]
     prompt = renderer.render([QUESTION], [TOOL])
     for _ in range(3):

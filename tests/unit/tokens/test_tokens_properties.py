@@ -1,7 +1,7 @@
 """Parsing never raises, whatever ids a policy samples, and no text forges a control token."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import Message
@@ -24,7 +24,6 @@ def renderers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60, deadline=None)
 @given(ids=st.lists(st.integers(0, 600), max_size=60), tools=st.booleans())
 def test_parsing_raises_on_no_ids(renderers, name, ids, tools):
     parsed = renderers[name].parse(ids, [1, 2, 3], [TOOL] if tools else [])
@@ -34,7 +33,6 @@ def test_parsing_raises_on_no_ids(renderers, name, ids, tools):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40, deadline=None)
 @given(text=TEXT)
 def test_no_text_holds_a_control_token(renderers, name, text):
     renderer = renderers[name]

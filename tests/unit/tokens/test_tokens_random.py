@@ -1,16 +1,20 @@
-"""At least ten thousand random conversations, over all hand-written chat formats, keep their promises."""
+"""Thousands of random conversations, over all hand-written chat formats, keep their promises.
+
+With a hundred examples of a property (`--hypothesis-profile=deep`) there are at least ten thousand conversations.
+"""
 
 from collections import Counter
 from math import ceil
 
 import pytest
+from hypothesis import settings
 
 from tests.support.tokens.chat_formats import FAMILIES, load
 from tests.support.tokens.conversations import Format, hold
 
 pytestmark = pytest.mark.slow
 
-EACH = ceil(10_000 / len(FAMILIES))
+EACH = ceil(100 * settings.default.max_examples / len(FAMILIES))
 
 
 def test_there_are_at_least_six_formats():

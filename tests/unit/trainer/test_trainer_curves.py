@@ -11,6 +11,7 @@ from trainer.curves import PLOTS, SUB_AGENTS, Curves, draw_multiples, read_point
 
 from api_schemas.rollouts.figures import ParallelFigures
 
+pytestmark = pytest.mark.slow  # it imports matplotlib
 POINT = {"reward": 0.5, "acceptance": 0.8, "staleness": 0.1, "entropy": 0.7, "logprob_gap": 1e-4}
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 import anyio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.rollouts import RolloutRequest
@@ -119,7 +119,6 @@ def assert_agrees(nodes: list[AgentNode], work: Work) -> None:
     st.one_of(st.none(), st.integers(2, 8)),
     st.sets(st.sampled_from(["root.0.0", "root.0.1", "root.1.0", "root.0.0.0.0"])),
 )
-@settings(max_examples=60, deadline=None)
 def test_they_equal_a_computation_from_the_exported_nodes(tree, width, charged, depth, budget, fails_first):
     options = ParallelSettings(
         max_width=width,

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.errors import InvalidFieldError, MalformedBodyError
@@ -63,7 +63,6 @@ RECORDED = [run for name in NAMES for run in load(name)[-1:]]
 BODIES = [(run.dialect, json.dumps(run.body), paths(run.body)[1:]) for run in RECORDED]
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_a_real_request_with_one_value_changed_is_read_or_refused(data: st.DataObject) -> None:
     dialect, body, places = data.draw(st.sampled_from(BODIES))

@@ -8,7 +8,7 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
@@ -80,7 +80,6 @@ def expected(events: Sequence[AnswerEvent]) -> tuple[str, str, list[tuple[str, s
     return whole.reasoning, whole.text, [(call.call_id, call.name, call.arguments) for call in whole.calls]
 
 
-@settings(max_examples=40)
 @given(events=whole_answers())
 def test_openai_reads_streams_of_chat_completions(server: Server, events: list[AnswerEvent]) -> None:
     server.answer = (200, answers.stream(request(Dialect.CHAT), events))
@@ -101,7 +100,6 @@ def test_openai_reads_streams_of_chat_completions(server: Server, events: list[A
     assert parts[-1].usage.completion_tokens == answers.USAGE.sampled_tokens
 
 
-@settings(max_examples=40)
 @given(events=whole_answers())
 def test_openai_reads_whole_chat_completions(server: Server, events: list[AnswerEvent]) -> None:
     server.answer = (200, CODECS[Dialect.CHAT].whole(request(Dialect.CHAT), [WholeAnswer.of(events)]))
@@ -111,7 +109,6 @@ def test_openai_reads_whole_chat_completions(server: Server, events: list[Answer
     assert (reasoning, message.content or "", calls) == expected(events)
 
 
-@settings(max_examples=40)
 @given(events=whole_answers())
 def test_openai_reads_streams_of_responses(server: Server, events: list[AnswerEvent]) -> None:
     server.answer = (200, answers.stream(request(Dialect.RESPONSES), events))
@@ -136,7 +133,6 @@ def test_openai_reads_streams_of_responses(server: Server, events: list[AnswerEv
     assert final.usage.total_tokens == 120
 
 
-@settings(max_examples=40)
 @given(events=whole_answers())
 def test_anthropic_reads_streams_of_messages(server: Server, events: list[AnswerEvent]) -> None:
     server.answer = (200, answers.stream(request(Dialect.ANTHROPIC), events))
@@ -161,7 +157,6 @@ def test_anthropic_reads_streams_of_messages(server: Server, events: list[Answer
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == 100
 
 
-@settings(max_examples=40)
 @given(events=whole_answers())
 def test_anthropic_reads_whole_messages(server: Server, events: list[AnswerEvent]) -> None:
     content = CODECS[Dialect.ANTHROPIC].whole(request(Dialect.ANTHROPIC), [WholeAnswer.of(events)])

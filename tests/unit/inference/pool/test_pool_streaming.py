@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.inference import PauseMode
@@ -104,7 +104,6 @@ async def test_what_was_streamed_is_kept_when_an_answer_breaks_off(kind, fault, 
     incremental=st.booleans(),
     latency=st.sampled_from([0.0, 0.01]),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 async def test_no_chain_of_faults_loses_or_repeats_a_token(kinds, faults, budget, incremental, latency):
     engines = [
         kind(SCRIPT, latency=latency, incremental=incremental) if kind is ScriptedEngine else kind(SCRIPT)

@@ -1,7 +1,7 @@
 """The reader of Dockerfiles: lines, continuations, here-documents, flags, words."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.errors import DockerfileError
@@ -148,7 +148,6 @@ def test_single_quotes_keep_everything(text: str) -> None:
     assert split_words(f"a'{text}'b c") == [f"a'{text}'b", "c"]
 
 
-@settings(max_examples=40)
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_any_text_is_parsed_or_refused_with_a_line(head: str, tail: str) -> None:
     text = f"{head}\nFROM a\nRUN {tail}"

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.host.processes import MARKER
@@ -126,7 +126,6 @@ JSON = st.recursive(
 
 
 @given(st.one_of(st.binary(), JSON.map(lambda value: json.dumps(value).encode())))
-@settings(max_examples=40, deadline=None)
 def test_a_damaged_owner_file_does_not_stop_the_sweep(
     tmp_path_factory: pytest.TempPathFactory, damage: bytes
 ) -> None:
