@@ -91,12 +91,12 @@ def command(
     Every setting can also be a ROLLOUT_* variable, or stand in rollout.toml; flags win. `rollout-service config docs`
     lists all settings, and `config show` prints each value with its source.
     """
-    flags = settings_of(locals())
-    common.run_blocking(lambda: _serve(config, flags, port_file))
+    parameters = locals()
+    gc.disable()  # the imports make no garbage; `serve` enables it
+    common.run_blocking(lambda: _serve(config, settings_of(parameters), port_file))
 
 
 def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -> int:
-    gc.disable()  # the imports make no garbage; `serve` enables it
     from rollout_service.api.serve import serve
     from rollout_service.settings import load_settings
 

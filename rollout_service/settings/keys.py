@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_settings import NoDecode
 
-from api_schemas.docstrings import field_docstrings
+from api_schemas.base import field_docstrings
 
 _CONTAINERS = (list, tuple, set, dict)
 ANY_NAME = "NAME"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from api_schemas.base import WireModel
-from api_schemas.docstrings import field_docstrings
+from api_schemas.base import WireModel, field_docstrings
 
 
 class Parent(WireModel):

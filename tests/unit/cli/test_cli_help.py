@@ -37,6 +37,7 @@ COMMANDS = {
         )
     ),
 }
+COMMANDS_AND_GROUPS = {name[0] for name in COMMANDS}
 WITHOUT_JSON = {
     "serves": {("serve",), ("env", "serve"), ("slurm", "run"), ("slurm", "node"), ("slurm", "engine")},
     "only acts, and says so on stderr": {
@@ -91,9 +92,24 @@ def test_every_command_whose_output_is_data_prints_it_as_json():
 
 
 def test_help_imports_nothing_heavy():
-    code = f"import sys, rollout_service.cli; print(sorted({HEAVY!r} & set(sys.modules)))"
+    code = (
+        "import sys\nfrom rollout_service.cli import app\n"
+        "app(['--help'], standalone_mode=False)\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_command_is_run_without_the_others():
+    code = (
+        "import sys\nfrom rollout_service.cli import app\n"
+        "app(['nodes', 'list', '--help'], standalone_mode=False)\n"
+        "print(*(name for name in sys.modules if name.startswith('rollout_service.cli.')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[2] for name in result.stdout.splitlines()[-1].split()}
+    assert loaded & (COMMANDS_AND_GROUPS - {"nodes"}) == set()
 
 
 @pytest.mark.parametrize(

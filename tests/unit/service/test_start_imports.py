@@ -49,7 +49,7 @@ def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path:
 
 
 def test_no_model_reads_its_source_as_it_is_defined() -> None:
-    """Pydantic would look through all modules for it; `api_schemas.docstrings` reads it when someone asks."""
+    """Pydantic would look through all modules for it; `field_docstrings` reads it when someone asks."""
     assert rollout_service.api.app
     models = [BaseModel]
     for model in models:
