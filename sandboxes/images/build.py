@@ -30,8 +30,8 @@ from sandboxes.images.dockerfile.layer_builder import BuildOptions
 from sandboxes.images.dockerfile.layers import LayerStore
 from sandboxes.images.dockerfile.namespace import BuildNamespace
 from sandboxes.images.shared_folder import SharedFolder
-from sandboxes.images.sources import ArchiveSource, DockerfileSource, Source
-from sandboxes.images.squashfs import COMPRESSION
+from sandboxes.images.sources import ArchiveSource, Definition, DockerfileSource, Source
+from sandboxes.images.squashfs import COMPRESSION, offset
 
 Progress = Callable[[str], None]
 """A function that is called with one line at a time, in the thread that builds."""
@@ -133,6 +133,7 @@ class ApptainerBuilder:
         if not facts.is_root:
             command.append("--fakeroot")
         what = f"building an image from the {source.kind} {source}"
+        variables = _begin(source, facts.require_apptainer())
         with _scratch().draft("build") as scratch:
             if isinstance(source, ArchiveSource):
                 archive = read_archive(source.path)
@@ -140,7 +141,12 @@ class ApptainerBuilder:
             else:
                 told = [str(source)]
                 command += source.flags()
-            _run([*command, str(target), *told], what, progress, {"APPTAINER_TMPDIR": str(scratch)})
+            _run(
+                [*command, str(target), *told],
+                what,
+                progress,
+                {**variables, "APPTAINER_TMPDIR": str(scratch)},
+            )
 
     def _carry_out(self, source: DockerfileSource, target: Path, apptainer: Path, progress: Progress) -> None:
         plan = source.plan()
@@ -151,6 +157,13 @@ class ApptainerBuilder:
         )
         context = BuildContext(source.context, source.path)
         PlanExecutor(plan, context, source.bases, self.layers, apptainer, progress, options).build(target)
+
+
+def _begin(source: Source, apptainer: Path) -> dict[str, str]:
+    """Return the variables that tell a definition's %setup with which image's files it may begin."""
+    if not isinstance(source, Definition) or source.begin is None:
+        return {}
+    return {"ROLLOUT_BEGIN": str(source.begin), "ROLLOUT_BEGIN_OFFSET": offset(apptainer, source.begin)}
 
 
 def default_layers_dir() -> Path:

@@ -32,6 +32,8 @@ class Definition:
 
     path: Path
     arguments: Mapping[str, str] = field(default_factory=dict)
+    begin: Path | None = field(default=None, compare=False)
+    """An image of the same definition without arguments, with whose files the definition may begin."""
 
     @property
     def kind(self) -> str:

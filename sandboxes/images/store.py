@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sandboxes.errors import ImageBuildError, ImageNotFoundError
@@ -156,7 +156,7 @@ class ImageStore:
                 another = force and attempt == 0
                 blob = None if another else self._blob(key)
                 if blob is None:
-                    blob = self._make(source, key, say, another=another)
+                    blob = self._make(source if another else self._begun(source), key, say, another=another)
                 self._shared.stamp(blob.stem)
                 with self._shared.lock("store"):
                     self._give_name(link, blob)
@@ -260,6 +260,15 @@ class ImageStore:
         except ImageNotFoundError:
             return None
         return _stem(path) if path is not None else None
+
+    def _begun(self, source: Source) -> Source:
+        """Let a definition with arguments begin with the image of the same one without, if that has been made."""
+        if not isinstance(source, Definition) or not source.arguments:
+            return source
+        plain = self._blob(self._key(replace(source, arguments={})))
+        if plain is not None:
+            self._shared.stamp(plain.stem)
+        return replace(source, begin=plain)
 
     def _make(self, source: Source, key: str, say: Progress, *, another: bool) -> Path:
         """Make the file. No file is ever overwritten, because another node may have it mounted."""

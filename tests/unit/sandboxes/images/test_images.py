@@ -43,6 +43,7 @@ class CountingBuilder:
     version: str = "counting:1"
     fails: bool = False
     calls: list[str] = field(default_factory=list)
+    begun: list[Path | None] = field(default_factory=list)
     started: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -50,6 +51,7 @@ class CountingBuilder:
         self.released.set()
 
     def build(self, source: Source, target: Path, progress: Progress) -> None:
+        self.begun.append(source.begin if isinstance(source, Definition) else None)
         self._make(target, f"{source} {' '.join(source.identity())}", progress)
 
     def _make(self, target: Path, content: str, progress: Progress) -> None:
@@ -113,6 +115,20 @@ def test_force_replaces_the_image(
         assert (mounted.read()[-1], after[-1], len(builder.calls)) == ("1", "2", 2)
     assert len(files_of(store)) == 2, "the one that was replaced is removed"
     assert store.provide(definition, "calc").path.read_text() == after, "and the newer one is found"
+
+
+def test_a_definition_with_arguments_begins_with_the_image_of_the_same_one_without(
+    store: ImageStore, builder: CountingBuilder, definition: Definition
+) -> None:
+    more = Definition(definition.path, {"A": "1"})
+    store.provide(more, "early")
+    plain = store.provide(definition, "calc").path.resolve()
+    store.provide(Definition(definition.path, {"A": "2"}), "more")
+    store.provide(more, "early", force=True)
+    assert builder.begun == [None, None, plain, None], "one that is made anew has the newest packages"
+    definition.path.write_text("Bootstrap: localimage\n")
+    store.provide(more, "early")
+    assert builder.begun[-1] is None
 
 
 @pytest.mark.parametrize("change", ["definition", "arguments", "builder"])
