@@ -73,7 +73,7 @@ class Plan:
 
 FULL = Plan(8, 8, 2.0, windows=3, rounds=1, idle_seconds=10.0, typical=LARGER[:5])
 QUICK = Plan(2, 4, 0.4, windows=3, rounds=1, idle_seconds=1.0, typical=LARGER[:2])
-SMOKE = Plan(1, 1, 0.4, windows=1, rounds=1, idle_seconds=0.2, typical=LARGER[:1])
+SMOKE = Plan(2, 4, 0.4, windows=1, rounds=1, idle_seconds=0.5, typical=LARGER[:1])
 
 
 @dataclass(frozen=True, slots=True)
