@@ -78,7 +78,10 @@ def test_an_ordinary_user_sees_how_to_install_a_browser(tmp_path):
 
 def test_browser_and_perfetto_are_installed_for_tests_of_pages():
     result = subprocess.run(
-        [SCRIPTS / "test", "--dry-run", "tests/browser"], capture_output=True, text=True, check=True
+        [SCRIPTS / "test", "--dry-run", "tests/browser/test_perfetto.py"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert result.stdout.split() == ["trainer", "systemd", "browser", "perfetto"]
 
@@ -155,8 +158,9 @@ def test_alone(address):
 
 def test_tests_that_failed_can_be_run_again_with_or_without_a_group(tmp_path):
     (tmp_path / "test_failing.py").write_text(FAILING)
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path)]
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "xdist"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     first = subprocess.run(
         [*pytest_here, "-n", "1", "--dist", "loadgroup"], cwd=tmp_path, env=environ, check=False
     )
