@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from typer.testing import CliRunner
+
+from rollout_service.cli import app
 
 pytestmark = pytest.mark.slow
 
@@ -54,19 +57,28 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
+def variables(line: str) -> dict[str, str]:
+    """Return what bash sets to ask for the last word of a line."""
+    words = {"_ROLLOUT_SERVICE_COMPLETE": "complete_bash", "COMP_WORDS": line}
+    return words | {"COMP_CWORD": str(len(line.split(" ")) - 1)}
+
+
 def complete(line: str, **environ: str) -> list[str]:
     """Return what bash is offered for the last word of a line."""
-    environ |= {"_ROLLOUT_SERVICE_COMPLETE": "complete_bash", "COMP_WORDS": line}
-    environ["COMP_CWORD"] = str(len(line.split(" ")) - 1)
+    done = CliRunner().invoke(app, [], prog_name="rollout-service", env=environ | variables(line))
+    assert not done.stderr
+    return done.stdout.split()
+
+
+def test_the_program_completes() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rollout_service.cli"],
-        env=os.environ | environ,
+        env=os.environ | variables("rollout-service sub"),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert not done.stderr
-    return done.stdout.split()
+    assert (done.stdout.split(), done.stderr) == (["submit"], "")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +91,6 @@ def complete(line: str, **environ: str) -> list[str]:
         ("backends drain ", ["policy@gpu-1:30000"]),
         ("nodes drain ", ["node-1"]),
         ("env check c", ["calc", "code"]),
-        ("sub", ["submit"]),
     ],
 )
 def test_ids_are_completed(url: str, line: str, offered: list[str]) -> None:

@@ -53,6 +53,7 @@ def mixed(name, values):
         ("zero_variance", {}, group(1.0), ""),
         ("zero_variance", {}, group(1.0, 0.0), ""),
         ("zero_variance", {"tolerance": 0.1}, group(0.5, 0.55), "zero_variance"),
+        ("zero_variance", {"tolerance": 0.5}, group(0.0, 0.5), "zero_variance"),
         ("all_failed", {}, group(0.0, -1.0), "all_failed"),
         ("all_failed", {}, group(0.0, 0.1), ""),
         ("all_failed", {"at_most": 0.2}, group(0.0, 0.1), "all_failed"),

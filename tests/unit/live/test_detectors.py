@@ -100,6 +100,7 @@ def test_what_only_looks_similar_is_not_found(text: str) -> None:
     assert Detectors.load(BUILT_IN).find([text]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_a_hostile_line_of_a_megabyte_takes_little_time(piece: str) -> None:
     text = (piece * 1_000_000)[:1_000_000]

@@ -103,6 +103,7 @@ def test_the_table_of_contents_names_every_page() -> None:
     assert not {page for page in PAGES if page.startswith("docs/")} - named - {"docs/README.md"}
 
 
+@pytest.mark.xdist_group("sources")
 def test_the_page_on_errors_lists_every_code() -> None:
     page = (ROOT / "docs/reference/errors.md").read_text()
     codes = set()

@@ -198,8 +198,9 @@ def test_alone(address):
 
 def test_tests_that_failed_can_be_run_again_with_or_without_a_group(tmp_path):
     (tmp_path / "test_failing.py").write_text(FAILING)
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path)]
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "xdist"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     first = subprocess.run(
         [*pytest_here, "-n", "1", "--dist", "loadgroup"], cwd=tmp_path, env=environ, check=False
     )

@@ -16,8 +16,7 @@ from api_schemas.events import Event, EventKind
 from api_schemas.inference import BackendState, BackendView
 from rollout_service.errors import InvalidFieldError, StoreError
 from rollout_service.service.events import Announcer, EventSelection, EventTail, StateWatcher
-from rollout_service.service.events.announcer import MAX_WAITING
-from rollout_service.service.events.tail import PAGE_EVENTS, TAIL_EVENTS
+from rollout_service.service.events.tail import PAGE_EVENTS
 from rollout_service.store.sqlite import SqliteStore
 from sandboxes.scheduling.pressure import HoldReason
 
@@ -105,13 +104,14 @@ async def test_a_reader_far_behind_misses_nothing(store: SqliteStore) -> None:
     assert await read_all(tail, store) == list(range(1, count + 1))
 
 
-async def test_the_tail_is_bounded(store: SqliteStore) -> None:
+async def test_the_tail_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_service.service.events.tail.TAIL_EVENTS", 64)
     tail = EventTail(store)
-    for _ in range(TAIL_EVENTS + 300):
+    for _ in range(64 + 300):
         event = await store.record("run.changed", "run", {})
         await tail.after(event.event_id - 1, event.event_id)
-    assert len(tail._events) == TAIL_EVENTS
-    assert await read_all(tail, store, 100) == list(range(101, TAIL_EVENTS + 301))
+    assert len(tail._events) == 64
+    assert await read_all(tail, store, 100) == list(range(101, 64 + 301))
 
 
 async def test_a_tail_follows_a_store_that_has_lost_events(store: SqliteStore) -> None:
@@ -158,7 +158,10 @@ async def test_what_is_announced_is_written(store: SqliteStore) -> None:
     assert (event.kind, event.subject, event.data) == ("pool.paused", "policy", {"mode": "abort"})
 
 
-async def test_events_are_written_in_the_order_of_their_announcement(store: SqliteStore) -> None:
+async def test_events_are_written_in_the_order_of_their_announcement(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_service.service.events.announcer.CLOSE_SECONDS", 60.0)
     announcer = Announcer(store)
     said: list[tuple[EventKind, dict[str, Any]]] = []
     async with announcer.running():
@@ -171,15 +174,17 @@ async def test_events_are_written_in_the_order_of_their_announcement(store: Sqli
     assert [(event.kind, event.data) for event in await store.events(after=0)] == said
 
 
-async def test_no_more_events_wait_than_are_kept(store: SqliteStore) -> None:
+async def test_no_more_events_wait_than_are_kept(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_service.service.events.announcer.CLOSE_SECONDS", 60.0)
+    monkeypatch.setattr("rollout_service.service.events.announcer.MAX_WAITING", 32)
     announcer = Announcer(store)
-    for number in range(MAX_WAITING + 5):
+    for number in range(32 + 5):
         announcer.announce(EventKind.BACKEND_STATE, "policy@a", {"number": number})
     async with announcer.running():
         pass
     assert announcer.dropped == 5
-    written = await store.events(after=0, limit=2 * MAX_WAITING)
-    assert [event.data["number"] for event in written] == list(range(MAX_WAITING))
+    written = await store.events(after=0)
+    assert [event.data["number"] for event in written] == list(range(32))
 
 
 async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

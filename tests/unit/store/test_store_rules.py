@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import rollout_service
@@ -70,6 +70,7 @@ ready_groups = st.lists(st.none() | st.integers(0, 9), max_size=8).map(
 
 
 @given(runs, ready_groups, st.none() | st.integers(0, 9))
+@example(run_of(batch_size=2), [ReadyGroup(0, None)], None)
 def test_a_new_batch_is_full_or_the_last_and_never_stale(run, ready, bound):
     decision = rules.next_batch(run, ready, bound=bound, due=7.0)
     no_more = (run.total is not None and run.cursor >= run.total) or run.state in rules.OVER

@@ -12,6 +12,7 @@ from rollout_service.tokens.template_bridge import Template, extend
 from tests.support.tokens.chat_formats import write_model
 from tests.support.tokens.conversations import TOOL, Format, hold
 
+pytestmark = pytest.mark.slow  # it loads transformers, and torch with it
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
 SPACED_CALL = CALL.replace(": ", " :  ")
 

@@ -10,6 +10,7 @@ import random
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 
@@ -18,7 +19,7 @@ from rollout_service.inference.contract import BackendLoad, GenerateRequest, Gen
 from rollout_service.inference.routing import Candidate, CostRouter, LeastLoaded
 from rollout_service.testing.kv_cache import KVCache
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("routing_simulation")]
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 10
 POLL = 1.0
@@ -179,38 +180,46 @@ class Simulation:
         return max(loads) / statistics.mean(loads)
 
 
+@cache
+def simulated(make_router, engines, seed, **options):
+    """Run a simulation once for all tests; it depends on nothing else."""
+    return Simulation(make_router, engines, seed, **options).run()
+
+
 @pytest.mark.parametrize("engines", [2, 4])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_prefixes_are_kept_and_load_spreads(engines, seed):
     capacity = 60_000 * 4 // engines
-    ideal = Simulation(LeastLoaded, 1, seed, capacity=None).run().cached
-    ours = Simulation(CostRouter, engines, seed, capacity=capacity).run()
+    ideal = simulated(LeastLoaded, 1, seed, capacity=None).cached
+    ours = simulated(CostRouter, engines, seed, capacity=capacity)
     assert ours.cached >= 0.97 * ideal
     assert ours.imbalance <= 1.1
 
 
 def test_the_cost_router_is_no_slower_than_counting_rollouts():
     ours, counted = (
-        statistics.mean([statistics.mean(Simulation(router, 4, seed).run().seconds) for seed in range(3)])
+        statistics.mean(
+            [statistics.mean(simulated(router, 4, seed, capacity=60_000).seconds) for seed in range(3)]
+        )
         for router in (CostRouter, LeastLoaded)
     )
     assert ours <= 1.01 * counted
 
 
 def test_a_slow_engine_is_given_less():
-    run = Simulation(CostRouter, 4, 1, slowness=(1.0, 1.0, 1.0, 4.0)).run()
+    run = simulated(CostRouter, 4, 1, slowness=(1.0, 1.0, 1.0, 4.0))
     loads = [engine.served_tokens for engine in run.fleet.values()]
     assert loads[3] < 0.8 * statistics.mean(loads[:3])
 
 
 def test_rollouts_do_not_change_backends():
-    run = Simulation(CostRouter, 4, 1).run()
+    run = simulated(CostRouter, 4, 1, capacity=60_000)
     assert run.reasons["moved"] <= 0.02 * run.reasons.total()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_nodes_that_share_engines_keep_prefixes_and_spread_load_without_a_central_router(seed):
-    ideal = Simulation(LeastLoaded, 1, seed, capacity=None).run().cached
-    ours = Simulation(CostRouter, 4, seed, nodes=8).run()
+    ideal = simulated(LeastLoaded, 1, seed, capacity=None).cached
+    ours = simulated(CostRouter, 4, seed, nodes=8)
     assert ours.cached >= 0.95 * ideal
     assert ours.imbalance <= 1.2

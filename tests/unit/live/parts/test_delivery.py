@@ -246,6 +246,7 @@ async def drive_until_killed(bench: LiveBench, calls: int, *, after: bool) -> bo
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_moment(after: bool) -> None:
     calls, killed = 0, True
