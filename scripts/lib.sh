@@ -4,7 +4,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cache=$root/.cache
 venv=$root/.venv
-setup_log=$cache/setup-$(basename "$0").log
+setup_log=$cache/setup-${0##*/}.log
 
 fail() {
     echo "$(basename "$0"): $*" >&2
