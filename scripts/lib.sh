@@ -4,7 +4,9 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cache=$root/.cache
 venv=$root/.venv
-setup_log=$cache/setup-$(basename "$0").log
+setup_log=$cache/setup-${0##*/}.log
+
+unset PYTHONDONTWRITEBYTECODE # or each of many processes compiles the same modules
 
 fail() {
     echo "$(basename "$0"): $*" >&2

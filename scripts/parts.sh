@@ -20,6 +20,7 @@ declare -A after=(
     [vllm]=uv
     [trl]=uv
 )
+part=              # the one that this shell installs beside others
 at_once=4          # more than the CPUs of a small machine, because they often wait for the network
 progress_seconds=5 # between the lines that say what is waited for
 
@@ -70,7 +71,6 @@ install_parts() {
 run_installs() {
     local -A running=()
     local waiting=("$@") later part said=$EPOCHSECONDS
-    renice --priority 5 "$BASHPID" >/dev/null # whatever is done meanwhile comes first
     while ((${#waiting[@]} + ${#running[@]})); do
         later=()
         for part in "${waiting[@]}"; do
