@@ -45,8 +45,8 @@ def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
     """Run the tests in a folder; return those that ran, in their order, and the whole output."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "xdist", "-p", "no:cacheprovider"]
     command += ["-p", "tests.support.plugins.tiers", "-o", "markers=extended", *arguments]
-    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    own = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 5), done.stdout + done.stderr
     outcomes = re.findall(r"PASSED (test_\S+)|(test_\S+) PASSED", done.stdout)
     return ["".join(names).replace(".py::test", "") for names in outcomes], done.stdout
