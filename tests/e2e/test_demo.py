@@ -67,6 +67,7 @@ def test_the_demo_in_apptainer(tmp_path):
         assert part in printed
 
 
+@pytest.mark.extended
 @pytest.mark.apptainer
 def test_a_demo_draws_the_same_samples_again(tmp_path):
     def drawn(name: str, *flags: str) -> dict[str, list[list[int]]]:
@@ -113,6 +114,7 @@ def test_the_base_policy_gives_groups_with_something_to_learn(tmp_path):
     assert {rollout.reward for rollout in rollouts} == {0.0, 1.0}
 
 
+@pytest.mark.extended
 @pytest.mark.apptainer
 @pytest.mark.sglang
 @pytest.mark.xdist_group("sglang")  # one SGLang at a time: its scheduler spins on a core

@@ -108,7 +108,7 @@ async def test_calc(sandboxes):
     assert (await play(calc.environment, task, right, sandboxes)).score.reward == 1.0
 
 
-@pytest.mark.parametrize("kind", ["stdio", "assert"])
+@pytest.mark.parametrize("kind", ["stdio", pytest.param("assert", marks=pytest.mark.extended)])
 async def test_code(sandboxes, kind):
     task, right = program(kind)
     report = await attacked(code.environment, sandboxes, task)
@@ -117,7 +117,7 @@ async def test_code(sandboxes, kind):
     assert (await play(code.environment, task, ScriptedPolicy([submit, "."]), sandboxes)).score.reward == 1.0
 
 
-@pytest.mark.parametrize("kind", ["fresh", "image"])
+@pytest.mark.parametrize("kind", ["fresh", pytest.param("image", marks=pytest.mark.extended)])
 async def test_a_declarative_one(tmp_path, sandboxes, kind):
     environment = declarative(tmp_path) if kind == "fresh" else in_image(tmp_path)
     report = await attacked(environment, sandboxes)

@@ -8,7 +8,13 @@ PROMPT = [11, 42, 7, 199, 23, 5, 310, 64, 64, 8, 17, 250] * 4
 ENGINES = [
     "embedded",
     pytest.param(
-        "sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]
+        "sglang",
+        marks=[
+            pytest.mark.extended,
+            pytest.mark.sglang,
+            pytest.mark.xdist_group("sglang"),
+            pytest.mark.timeout(480),
+        ],
     ),
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]),
 ]
