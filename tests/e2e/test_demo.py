@@ -67,7 +67,7 @@ def test_the_demo_in_apptainer(tmp_path):
         assert part in printed
 
 
-@pytest.mark.extended
+@pytest.mark.extended("rollout_service/cli/demo/")
 @pytest.mark.apptainer
 def test_a_demo_draws_the_same_samples_again(tmp_path):
     def drawn(name: str, *flags: str) -> dict[str, list[list[int]]]:
@@ -106,6 +106,7 @@ def test_a_demo_of_several_nodes_says_how_to_get_a_redis(tmp_path):
     assert "scripts/demo" in refused.stderr
 
 
+@pytest.mark.extended("rollout_service/cli/demo/")
 @pytest.mark.apptainer
 def test_the_base_policy_gives_groups_with_something_to_learn(tmp_path):
     figures, rollouts, _ = demo(tmp_path, "--rollouts", "32", "--policy", "calc-base")
@@ -114,7 +115,7 @@ def test_the_base_policy_gives_groups_with_something_to_learn(tmp_path):
     assert {rollout.reward for rollout in rollouts} == {0.0, 1.0}
 
 
-@pytest.mark.extended
+@pytest.mark.extended("rollout_service/cli/demo/")
 @pytest.mark.apptainer
 @pytest.mark.sglang
 @pytest.mark.xdist_group("sglang")  # one SGLang at a time: its scheduler spins on a core

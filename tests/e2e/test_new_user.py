@@ -14,7 +14,7 @@ from sandboxes.images.store import ImageStore
 from tests.support.users.new_user import NewUser, new_user, shared_folder
 
 pytestmark = [
-    pytest.mark.extended,
+    pytest.mark.extended("scripts/", "sandboxes/"),
     pytest.mark.apptainer,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("a new user"),

@@ -15,7 +15,7 @@ from trainer.curves import read_points
 
 from rollout_service.inference.engines.embedded.weights import read_tensors
 
-pytestmark = [pytest.mark.extended, pytest.mark.slow(seconds=120)]
+pytestmark = [pytest.mark.extended("training/", "examples/"), pytest.mark.slow(seconds=120)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "train_calc.py"

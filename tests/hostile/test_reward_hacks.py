@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.slow(seconds=140),
 ]
+LONG = pytest.mark.extended("rollout_service/attacks/", "rollout_service/environments/", "sandboxes/")
 NAMES = {script.name for script in SCRIPTS}
 PATIENCE_SECONDS = 25.0
 """Upper bound on a sandbox's start and an attack, which take a second or two on an idle host."""
@@ -108,7 +109,7 @@ async def test_calc(sandboxes):
     assert (await play(calc.environment, task, right, sandboxes)).score.reward == 1.0
 
 
-@pytest.mark.parametrize("kind", ["stdio", pytest.param("assert", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", ["stdio", pytest.param("assert", marks=LONG)])
 async def test_code(sandboxes, kind):
     task, right = program(kind)
     report = await attacked(code.environment, sandboxes, task)
@@ -117,7 +118,7 @@ async def test_code(sandboxes, kind):
     assert (await play(code.environment, task, ScriptedPolicy([submit, "."]), sandboxes)).score.reward == 1.0
 
 
-@pytest.mark.parametrize("kind", ["fresh", pytest.param("image", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", ["fresh", pytest.param("image", marks=LONG)])
 async def test_a_declarative_one(tmp_path, sandboxes, kind):
     environment = declarative(tmp_path) if kind == "fresh" else in_image(tmp_path)
     report = await attacked(environment, sandboxes)

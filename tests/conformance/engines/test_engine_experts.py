@@ -23,7 +23,7 @@ from rollout_service.inference.pool.probe import check_backend
 from rollout_service.testing import Shape, write_random_checkpoint
 
 pytestmark = [
-    pytest.mark.extended,
+    pytest.mark.extended("rollout_service/inference/", "rollout_service/tokens/"),
     pytest.mark.anyio,
     pytest.mark.sglang,
     pytest.mark.xdist_group("sglang"),

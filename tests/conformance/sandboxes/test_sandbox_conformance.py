@@ -65,7 +65,7 @@ def test_apptainer_of_an_ordinary_user(user: OrdinaryUser) -> None:
     conformance(user)
 
 
-@pytest.mark.extended
+@pytest.mark.extended("sandboxes/")
 @pytest.mark.apptainer
 @pytest.mark.timeout(480)
 @pytest.mark.xdist_group("conformance of an ordinary user")

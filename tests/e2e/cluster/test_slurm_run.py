@@ -27,7 +27,7 @@ from tests.support.slurm.jobs import Jobs
 from tests.support.slurm.machines import what_is_there
 
 pytestmark = [
-    pytest.mark.extended,
+    pytest.mark.extended("rollout_service/cluster/", "rollout_service/cli/slurm/"),
     pytest.mark.slurm,
     pytest.mark.redis,
     pytest.mark.apptainer,

@@ -159,7 +159,6 @@ def mentioning(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("provider", "store"),
     [
-        ("local", "sqlite"),
         pytest.param("local", "redis", marks=pytest.mark.redis),
         pytest.param("apptainer", "sqlite", marks=pytest.mark.apptainer),
     ],

@@ -12,7 +12,10 @@ import pytest
 from rollout_service.inference.engines.embedded.weights import read_tensors
 from rollout_service.policies.shipped import policy_folder
 
-pytestmark = [pytest.mark.extended, pytest.mark.slow(seconds=110)]
+pytestmark = [
+    pytest.mark.extended("training/", "examples/", "rollout_service/live/"),
+    pytest.mark.slow(seconds=110),
+]
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "live_demo.py"
 PATIENCE_SECONDS = 280

@@ -209,7 +209,9 @@ def test_the_other_routes_answer_as_documented(documented: Documented, server: S
     ("phases", "examples"),
     [
         ("examples,fuzzing,stateful", FEW_EXAMPLES),
-        pytest.param("examples,coverage,fuzzing,stateful", EXAMPLES, marks=pytest.mark.extended),
+        pytest.param(
+            "examples,coverage,fuzzing,stateful", EXAMPLES, marks=pytest.mark.extended("rollout_service/api/")
+        ),
     ],
 )
 def test_generated_requests_find_nothing(tmp_path: Path, phases: str, examples: str) -> None:

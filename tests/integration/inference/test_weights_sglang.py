@@ -32,7 +32,7 @@ from rollout_service.testing import write_random_checkpoint
 from sandboxes.host.ports import free_port
 
 pytestmark = [
-    pytest.mark.extended,
+    pytest.mark.extended("rollout_service/inference/"),
     pytest.mark.anyio,
     pytest.mark.sglang,
     pytest.mark.xdist_group("sglang"),

@@ -47,6 +47,7 @@ async def test_attack(provider: SandboxProvider, name: str) -> None:
         await CHECKS[name](provider)
 
 
+@pytest.mark.extended("sandboxes/")
 @pytest.mark.parametrize("first", range(0, len(NAMES), AT_A_TIME), ids=NAMES[::AT_A_TIME])
 def test_attacks_as_an_ordinary_user(user: OrdinaryUser, first: int) -> None:
     names = NAMES[first : first + AT_A_TIME]

@@ -59,7 +59,7 @@ def test_a_job_serves_rollouts_from_an_engine_of_its_own_and_stops(cluster, jobs
     assert list(jobs.scratch.glob(f"rollout-*-{job}-*")) == []
 
 
-@pytest.mark.extended
+@pytest.mark.extended("rollout_service/cluster/", "rollout_service/cli/slurm/")
 def test_an_engine_that_dies_is_replaced(cluster, jobs):
     jobs.submit("replaced")
     check_rewards(jobs.roll_out("replaced", 2), 2)
@@ -70,7 +70,7 @@ def test_an_engine_that_dies_is_replaced(cluster, jobs):
     jobs.slurm("stop", "replaced")
 
 
-@pytest.mark.extended
+@pytest.mark.extended("rollout_service/cluster/", "rollout_service/cli/slurm/")
 def test_a_preempted_job_drains_is_requeued_and_resumes_with_its_work(cluster, jobs):
     job = jobs.submit("preempted", "--partition", "low", "--drain", "20")
     first = jobs.roll_out("preempted", 2)
@@ -103,7 +103,7 @@ def test_a_trainer_finds_the_service_and_its_end_is_the_jobs(cluster, jobs):
     assert "ExitCode=7:0" in cluster.run("scontrol", "show", "job", job).stdout
 
 
-@pytest.mark.extended
+@pytest.mark.extended("rollout_service/cluster/", "rollout_service/cli/slurm/")
 def test_two_users_share_a_node_without_harm(cluster):
     if not cluster.network.is_root:
         return
@@ -174,7 +174,7 @@ def test_a_job_that_joins_another_does_its_work(cluster, jobs):
         jobs.slurm("stop", name)
 
 
-@pytest.mark.extended
+@pytest.mark.extended("rollout_service/cluster/", "rollout_service/cli/slurm/")
 @pytest.mark.redis
 def test_nodes_share_a_redis_of_the_job_through_the_death_of_one(cluster, jobs):
     job = jobs.submit("many", "--nodes", "3", "--redis-server", redis_program(), delay=1.0)
@@ -200,7 +200,7 @@ def test_nodes_share_a_redis_of_the_job_through_the_death_of_one(cluster, jobs):
     cluster.wait_for(lambda: cluster.idle() == 3)
 
 
-@pytest.mark.extended
+@pytest.mark.extended("rollout_service/cluster/", "rollout_service/cli/slurm/")
 @pytest.mark.redis
 @pytest.mark.timeout(400)
 def test_nodes_and_their_redis_are_requeued_and_preempted_and_lose_nothing(cluster, jobs):

@@ -100,7 +100,8 @@ def _turn_name(item: pytest.Item) -> str:
 
 def _is_touched(item: pytest.Item, changed: Iterable[str]) -> bool:
     module = item.nodeid.partition("::")[0]
-    beginnings = (module, *(path for part in parts(item) for path in part.paths))
+    own = [path for mark in item.iter_markers("extended") for path in mark.args]
+    beginnings = (module, *own, *(path for part in parts(item) for path in part.paths))
     return any(name.startswith(beginnings) for name in changed)
 
 
