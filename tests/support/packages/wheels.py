@@ -20,7 +20,8 @@ MEBIBYTE = 2**20
 
 def uv(*arguments: str | Path, stdin: str | None = None) -> str:
     """Run uv as the scripts do, and return what it printed."""
-    code = 'source "$1/scripts/lib.sh"; shift; lock; ensure_uv >&2; unlock; "$uv" "$@" 2>&1'
+    # Without the lock of the scripts, which they hold while they install what later tests need.
+    code = 'source "$1/scripts/lib.sh"; shift; ensure_uv >&2; "$uv" "$@" 2>&1'
     command = ["bash", "-c", f"set -euo pipefail; {code}", "bash", ROOT, *arguments]
     # uv must use the scripts' Python, not that of the tests' environment.
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
