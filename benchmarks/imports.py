@@ -1,6 +1,6 @@
 """Measure what a start costs: CPU time of `--version`, `--help`, and `serve` until it listens, and the loaded modules.
 
-Run: python benchmarks/imports.py [--json FILE] [--quick]
+Run: python benchmarks/imports.py [--json FILE] [--quick | --smoke]
 
 Figures are medians of several starts, each kind in turn, after one start that compiles the modules. CPU time is user
 and system time of the process and its children, because the time by the clock depends on other work. `serve` has no
@@ -40,7 +40,7 @@ IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| *(\S+)$", re.MULTILINE)
 
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
-    starts = 3 if given.quick else 11
+    starts = given.plan(11, 3, 1)
     figures: dict[str, float | int | None] = {}
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         folder = Path(name)

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.plugins import parts as parts_module
+from tests.support.plugins.parts import PARTS
+
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 INSTALLS_NOTHING = {"architecture", "vendor"}  # they are Python, and run on any system
 
 
 @pytest.mark.parametrize(
     "script",
-    sorted({path.name for path in SCRIPTS.iterdir() if os.access(path, os.X_OK)} - INSTALLS_NOTHING),
+    sorted(
+        {path.name for path in SCRIPTS.iterdir() if path.is_file() and os.access(path, os.X_OK)}
+        - INSTALLS_NOTHING
+    ),
 )
 def test_an_operating_system_other_than_linux_is_named(tmp_path: Path, script: str) -> None:
     uname = tmp_path / "uname"
@@ -56,23 +62,15 @@ def test_a_plug_in_is_installed_next_to_the_locked_packages(tmp_path: Path, vers
 
 
 ALWAYS = ["trainer", "systemd"]
-REAL = [
-    "apptainer",
-    "base_image",
-    "harnesses",
-    "vllm",
-    "swe",
-    "sglang",
-    "bridges",
-    "trl",
-    "harbor",
-    "browser",
-    "docker",
-    "redis",
-    "perfetto",
-    "prometheus",
-    "slurm",
-]
+FIRST, SECOND = ([part.name for part in PARTS if part.tier == tier] for tier in (1, 2))
+FIRST.insert(1, "base_image")
+
+
+def copy_scripts(folder: Path) -> None:
+    """Copy the scripts, and the list of parts, which they read."""
+    shutil.copytree(SCRIPTS, folder / "scripts")
+    (folder / "tests" / "support" / "plugins").mkdir(parents=True)
+    shutil.copy(parts_module.__file__, folder / "tests" / "support" / "plugins")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,8 @@ REAL = [
         (["tests/unit"], [], ALWAYS),
         (["tests/some"], ["apptainer"], [*ALWAYS, "apptainer", "base_image"]),
         (["tests/some"], ["sglang", "trl"], [*ALWAYS, "sglang", "trl"]),
-        ([], [], [*ALWAYS, *REAL]),
+        ([], [], [*ALWAYS, *FIRST]),
+        (["--all"], [], [*ALWAYS, *FIRST, *SECOND]),
         (["--fast"], ["apptainer"], []),
         (["--fast", "tests/some"], ["apptainer"], []),
     ],
@@ -90,7 +89,7 @@ def test_only_what_the_chosen_tests_need_is_installed(
     tmp_path: Path, arguments: list[str], marked: list[str], parts: list[str]
 ) -> None:
     """Copy the scripts next to a fake pytest that finds tests with these markers; they ask it at most once."""
-    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    copy_scripts(tmp_path)
     pytest_program = tmp_path / ".venv" / "bin" / "pytest"
     pytest_program.parent.mkdir(parents=True)
     log = tmp_path / "asked"
@@ -109,8 +108,8 @@ def test_only_what_the_chosen_tests_need_is_installed(
 
 
 def test_everything_is_installed_where_the_tests_cannot_be_collected(tmp_path: Path) -> None:
-    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    copy_scripts(tmp_path)
     done = subprocess.run(
         [tmp_path / "scripts" / "test", "--dry-run", "tests/some"], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == [*ALWAYS, *REAL]
+    assert done.stdout.split() == [*ALWAYS, *FIRST, *SECOND]
