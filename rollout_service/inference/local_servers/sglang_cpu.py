@@ -18,7 +18,7 @@ class SGLangCpuServer(CpuServer):
     default_env_dir = DEFAULT_ENVIRONMENT
     env_variable = "ROLLOUT_SGLANG_ENV"
     death_signal = "KILL"  # its workers watch the server themselves
-    start_seconds = 180.0
+    start_seconds = 420.0  # a minute on an idle machine
 
     def __init__(
         self,
