@@ -1,7 +1,7 @@
 """Compare routers by their cache hits, how evenly they spread the load, and how long turns take.
 
 Run: python benchmarks/routing.py [--json FILE] [--quick | --smoke] [--peer none]
-It needs scripts/install-sglang, and scripts/install-sglang-router unless it is told to leave out this peer.
+It needs scripts/install-sglang and, without `--peer none`, scripts/install-sglang-router.
 
 The same sessions (64 of 10 turns, in 8 groups that share a task) go to the same engines through this service's pool,
 and through sglang-router's policies `cache_aware` and `round_robin`. `sim_` figures are for 4 scripted engines with a

@@ -65,7 +65,7 @@ class Plan:
     """The turns of each bare loop with the slow engine."""
     engine_seconds: float = 2.0
     share: int = 1
-    """Of how many rollouts in the names of the figures there is one."""
+    """The names of the figures speak of this many rollouts for each one that is run."""
 
     def at_once(self, concurrency: int) -> int:
         """Return how many rollouts there are at once, instead of as many as the name of a figure says."""

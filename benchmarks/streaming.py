@@ -61,7 +61,7 @@ async def one_turn(pool: BackendPool, found: Round, *, is_streamed: bool) -> Non
 
 
 async def one_round(pool: BackendPool, found: Round, turns: int, *, is_streamed: bool) -> None:
-    """Take so many turns at once, a little apart."""
+    """Sample several turns at once, starting a little apart."""
     before = time.process_time()
     async with anyio.create_task_group() as tasks:
         for _ in range(turns):

@@ -43,7 +43,7 @@ _ASK_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the cluster is made of, and how many faults it has."""
+    """The parts of the cluster, and the number of its faults."""
 
     rounds: int
     turn_seconds: float

@@ -20,7 +20,7 @@ KINDS: Final = {
     "swe": f"{_HERE}.swe.environment:load_swe",
     "verifiers": f"{_HERE}.bridges.verifiers.environment:load_verifiers",
 }
-"""What loads the folder of each kind, imported with the first such folder; `load_folder` loads one that names none."""
+"""The loader of each kind, imported with the first folder of it; `load_folder` loads a folder that names none."""
 
 
 def load_declared(folder: Path) -> Environment:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jupyter_client.session import Session
 
 DELIM = b"<IDS|MSG>"
-"""What Jupyter sends between the addresses of a message and its parts."""
+"""Separates the addresses of a Jupyter message from its parts."""
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 """The exceptions that `Session` raises for a malformed message."""
 MESSAGE_LIMIT = 4 * 1024 * 1024

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.extended
 
 Figures = Mapping[str, Any]
 Check = Callable[[Figures, Mapping[str, Any]], None]
-"""What must hold of the figures and the settings of a benchmark."""
+"""Asserts an invariant of a benchmark's figures and settings."""
 
 
 def zero(*names: str) -> Check:

@@ -53,7 +53,7 @@ class Plan:
     spell_seconds: float
     warm_seconds: float
     turns: int
-    """Of a rollout."""
+    """Per rollout."""
 
 
 FULL = Plan(pairs=16, idle_pairs=3, spell_seconds=5.0, warm_seconds=8.0, turns=60)
