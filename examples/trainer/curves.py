@@ -13,7 +13,6 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws to files and never opens a window
 from matplotlib.figure import Figure
-from tensorboardX import SummaryWriter
 
 from api_schemas.rollouts.figures import ParallelFigures
 
@@ -46,6 +45,9 @@ class Curves:
 
     def __init__(self, folder: Path, *, after_steps: int = 0) -> None:
         """Continue after a step; 0 starts from the beginning."""
+        # It imports torch, which takes seconds, and figures are read without it.
+        from tensorboardX import SummaryWriter
+
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._file = folder / "curve.jsonl"

@@ -1,9 +1,10 @@
 """Chooses the tests of a tier, and orders the second tier for a run whose time is limited.
 
-The first tier is what a change has to pass. The second has the tests of programs that take long to install or to run
-(`parts.py`), and those marked `extended`. Continuous integration begins them until its time is up (`--begin-until`):
-first those of parts that the last commits touched, then the others in an order that turns with each commit, so that
-all have their turn. A test that was not begun counts as neither passed nor failed; the summary and a file name it.
+The first tier is what a change has to pass. Its part 0 is the unit tests that are quick and need no real program. The
+second tier has the tests of programs that take long to install or to run (`parts.py`), and those marked `extended`.
+Continuous integration begins them until its time is up (`--begin-until`): first those of parts that the last commits
+touched, then the others in an order that turns with each commit, so that all have their turn. A test that was not begun
+counts as neither passed nor failed; the summary and a file name it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ NOT_RUN = Path(".cache") / "tests-not-run.txt"
 """Lists the tests of the last run for which there was no time, one in a line."""
 RECENT_COMMITS = 30
 
+_UNIT_TESTS = Path(__file__).parents[2] / "unit"
+_NOT_QUICK = frozenset({"slow", "torch", "extended", *(part.name for part in PARTS)})
+_MODULE_MARKS = re.compile(r"^pytestmark = (?:\[[^]]*]|.*)", re.MULTILINE)
 _SECOND = {part.name: part for part in PARTS if part.tier == 2}
 _NOT_RUN = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", type=int, choices=(1, 2), help="only the tests of this tier")
+    parser.addoption("--tier", type=int, choices=(0, 1, 2), help="only this tier; 0 is the quick unit tests")
     parser.addoption(
         "--begin-until",
         type=float,
@@ -44,24 +48,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of modules that have no test of the second tier, which are most."""
-    if config.getoption("--tier") != 2 or not collection_path.name.startswith("test_"):
+    """Skip the import of modules whose marks say that they have no test of the tier: torch alone takes seconds."""
+    path, wanted = collection_path, config.getoption("--tier")
+    if not path.name.startswith("test_") or wanted not in (0, 2):
         return None
-    texts = [
-        path.read_text()
-        for path in (collection_path, collection_path.with_name("conftest.py"))
-        if path.exists()
-    ]
-    marked = {name for text in texts for name in re.findall(r"mark\.(\w+)", text)}
-    return None if marked & {"extended", *_SECOND} else True
+    if wanted == 0:
+        of_module = _MODULE_MARKS.search(path.read_text())
+        return bool(of_module and _NOT_QUICK & _named(of_module[0])) or None
+    shared = path.with_name("conftest.py")
+    marked = _named(path.read_text()) | (_named(shared.read_text()) if shared.exists() else set())
+    return not marked & {"extended", *_SECOND} or None
+
+
+def _named(text: str) -> set[str]:
+    return set(re.findall(r"mark\.(\w+)", text))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if wanted := config.getoption("--tier"):
-        left_out = [item for item in items if tier(item) != wanted]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if tier(item) == wanted]
+    if (wanted := config.getoption("--tier")) is not None:
+        chosen = {item for item in items if (_is_quick(item) if wanted == 0 else tier(item) == wanted)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     if hasattr(config, "workerinput"):  # only in workers of xdist
         longest_first(items)
         in_turn(items)
@@ -69,6 +77,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def tier(item: pytest.Item) -> int:
     return 2 if parts(item) or item.get_closest_marker("extended") else 1
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    return _UNIT_TESTS in item.path.parents and not _NOT_QUICK & {mark.name for mark in item.iter_markers()}
 
 
 def parts(item: pytest.Item) -> list[Part]:

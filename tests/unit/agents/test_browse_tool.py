@@ -106,5 +106,5 @@ def test_any_source_has_a_text(source):
 def test_a_hostile_page_costs_little():
     for piece in ("<", "<a href=", "<!--", "<title", "&", "<script>", " \t", "<a href='"):
         begun = time.process_time()
-        page_text(piece * (browse.PAGE_BYTES // len(piece)), "http://a.example/")
-        assert time.process_time() - begun < 60, piece  # quadratic time would be hours
+        page_text(piece * (browse.PAGE_BYTES // len(piece) // 8), "http://a.example/")
+        assert time.process_time() - begun < 30, piece  # quadratic time would be many minutes

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from rollout_service.api.app import create_app
 from rollout_service.dashboard import routes
@@ -29,9 +30,13 @@ INJECTS = re.compile(
 )
 
 
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    return create_app(load_settings(keys=[KEY]))
+
+
 @pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(load_settings(keys=[KEY]))
+async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         yield client
 

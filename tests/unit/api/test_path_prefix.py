@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from rollout_service.api.app import create_app
 from rollout_service.errors import ConfigurationError
@@ -48,10 +50,14 @@ SPELLINGS = [
 ]
 
 
-def client(prefix: str = PREFIX) -> httpx.AsyncClient:
+@cache
+def app(prefix: str) -> FastAPI:
     keys = [KEY, {"name": "reader", "role": "read", "key": READER}]
-    app = create_app(load_settings(keys=keys, path_prefix=prefix))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service")
+    return create_app(load_settings(keys=keys, path_prefix=prefix))
+
+
+def client(prefix: str = PREFIX) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app(prefix)), base_url="http://service")
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
