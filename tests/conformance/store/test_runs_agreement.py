@@ -196,7 +196,6 @@ async def visible(store: Store) -> dict[str, Any]:
 
 @pytest.mark.timeout(240)
 @settings(
-    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

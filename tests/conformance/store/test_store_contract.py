@@ -1076,5 +1076,5 @@ class StoreMachine(RuleBasedStateMachine):
 def test_any_sequence_of_calls_keeps_the_contract(kind: Factory) -> None:
     run_state_machine_as_test(
         lambda: StoreMachine(kind),
-        settings=settings(max_examples=100, stateful_step_count=30, deadline=None),
+        settings=settings(stateful_step_count=30, deadline=None),
     )

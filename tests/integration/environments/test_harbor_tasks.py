@@ -42,7 +42,13 @@ from sandboxes.images.dockerfiles import build_many, dockerfile_at
 from sandboxes.images.store import ImageStore
 from tests.support.harbor.attacks import ATTACKS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.apptainer,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("harbor tasks"),  # for one set of images
+    pytest.mark.slow(seconds=200),
+]
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
 TASKS = ("counter-service", "ledger", "word-count")
 SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"

@@ -31,7 +31,11 @@ from sandboxes.images.tree import ImageTree
 from tests.support.processes.children import killed
 from tests.support.users.as_user import ordinary_user
 
-pytestmark = pytest.mark.apptainer
+pytestmark = [
+    pytest.mark.apptainer,
+    pytest.mark.xdist_group("dockerfile"),  # for one set of layers
+    pytest.mark.slow(seconds=100),
+]
 
 STAGES = r"""
 ARG BASE=base
