@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from rollout_service.environments.contract import Environment, EnvironmentSpec
-from rollout_service.environments.harbor.environment import HarborTaskEnvironment
-from rollout_service.environments.harbor.task_folder import load_task
-from rollout_service.environments.harbor.task_toml import FILE_NAME
+from rollout_service.environments.harbor import FILE_NAME
 from rollout_service.episodes import Episode, Score
 from rollout_service.errors import (
     ConfigurationError,
@@ -26,6 +25,9 @@ from rollout_service.errors import (
     did_you_mean,
 )
 from rollout_service.settings.harbor import HarborSettings
+
+if TYPE_CHECKING:
+    from rollout_service.environments.harbor.environment import HarborTaskEnvironment
 
 ALL = "harbor"
 """The environment that has the tasks of all folders."""
@@ -101,17 +103,24 @@ def load_harbor(folder: Path, settings: HarborSettings) -> HarborEnvironment:
     folder = folder.resolve()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name)[:64].strip("._-") or ALL
     if (folder / FILE_NAME).is_file():
-        task = HarborTaskEnvironment(load_task(folder, folder.name), name, settings)
-        return HarborEnvironment(name, {folder.name: task})
+        return HarborEnvironment(name, {folder.name: _load_task(folder, folder.name, name, settings)})
     tasks: dict[str, HarborTaskEnvironment] = {}
     problems: dict[str, ConfigurationError] = {}
     for found in _find(folder):
         below = str(found.relative_to(folder))
         try:
-            tasks[below] = HarborTaskEnvironment(load_task(found, below), name, settings)
+            tasks[below] = _load_task(found, below, name, settings)
         except ConfigurationError as error:
             problems[below] = error
     return HarborEnvironment(name, tasks, problems)
+
+
+def _load_task(folder: Path, task: str, collection: str, settings: HarborSettings) -> HarborTaskEnvironment:
+    # The models of a task's files are imported with the first task, since most services have none in this format.
+    from rollout_service.environments.harbor.environment import HarborTaskEnvironment
+    from rollout_service.environments.harbor.task_folder import load_task
+
+    return HarborTaskEnvironment(load_task(folder, task), collection, settings)
 
 
 def join(collections: Sequence[HarborEnvironment]) -> HarborEnvironment:

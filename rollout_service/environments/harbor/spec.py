@@ -9,10 +9,9 @@ from pydantic import ValidationError
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
-from rollout_service.environments.harbor import variables
+from rollout_service.environments.harbor import FILE_NAME, variables
 from rollout_service.environments.harbor.task_folder import HarborTask, artifact_paths
 from rollout_service.environments.harbor.task_toml import (
-    FILE_NAME,
     EnvironmentTable,
     McpServerTable,
     NetworkKeys,

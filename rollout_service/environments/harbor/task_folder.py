@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_service.environments.declarative.files import PackedFile, read_folder
+from rollout_service.environments.harbor import FILE_NAME
 from rollout_service.environments.harbor.task_toml import (
-    FILE_NAME,
     AgentTable,
     ArtifactTable,
     EnvironmentTable,

@@ -16,7 +16,6 @@ from rollout_service.environments.contract import parse_size
 from rollout_service.errors import ConfigurationError
 from rollout_service.validation import describe_problems
 
-FILE_NAME = "task.toml"
 STEP_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 SIZE = r"^\d+(\.\d+)?[KMGT]$"
 MIB = 1024 * 1024
