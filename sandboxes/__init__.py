@@ -4,16 +4,9 @@
 that a user of the package needs can be imported from here.
 """
 
-from sandboxes.config import (
-    ApptainerConfig,
-    DockerConfig,
-    LimitDefaults,
-    LocalConfig,
-    PressureConfig,
-    ProviderConfig,
-    WarmPoolConfig,
-    default_state_dir,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from sandboxes.contract import (
     DEFAULT_FILE_LIMIT,
     DEFAULT_OUTPUT_LIMIT,
@@ -58,7 +51,19 @@ from sandboxes.errors import (
     SandboxStartError,
     SessionDiedError,
 )
-from sandboxes.factory import make_provider
+
+if TYPE_CHECKING:
+    from sandboxes.config import (
+        ApptainerConfig,
+        DockerConfig,
+        LimitDefaults,
+        LocalConfig,
+        PressureConfig,
+        ProviderConfig,
+        WarmPoolConfig,
+        default_state_dir,
+    )
+    from sandboxes.factory import make_provider
 
 __all__ = [
     "DEFAULT_FILE_LIMIT",
@@ -111,3 +116,12 @@ __all__ = [
     "default_state_dir",
     "make_provider",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load settings and the factory when they are first used: the proxies' process does without pydantic."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "sandboxes.factory" if name == "make_provider" else "sandboxes.config"
+    found = globals()[name] = getattr(import_module(home), name)
+    return found

@@ -57,3 +57,9 @@ def test_no_model_reads_its_source_as_it_is_defined() -> None:
     wrong = {model.__module__ for model in models if model.model_config.get("use_attribute_docstrings")}
     ours = {name for name in wrong if name.split(".")[0] in ("api_schemas", "rollout_service", "sandboxes")}
     assert ours <= {"rollout_service.openenv_server.messages"}  # which few processes import
+
+
+def test_the_process_of_the_proxies_imports_no_pydantic() -> None:
+    """Each service with sandboxes that reach hosts starts one, and the settings' models would double its start."""
+    command = [sys.executable, "-c", "import sandboxes.egress.process, sys; print('pydantic' in sys.modules)"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
