@@ -1,13 +1,13 @@
 """Compare routers by their cache hits, how evenly they spread the load, and how long turns take.
 
 Run: python benchmarks/routing.py [--json FILE] [--quick | --smoke] [--peer none]
-It needs scripts/install-sglang and, without `--peer none`, scripts/install-sglang-router.
+It needs scripts/install-sglang and, without `--peer none`, scripts/install-routers.
 
 The same sessions (64 of 10 turns, in 8 groups that share a task) go to the same engines through this service's pool,
-and through sglang-router's policies `cache_aware` and `round_robin`. `sim_` figures are for 4 scripted engines with a
-simulated prefix cache of bounded size, each in its own process; `sglang_` figures are for 2 real SGLang servers on the
-CPU, with a tiny model and shorter turns. Caches are flushed between runs. Figures are medians over runs with different
-seeds.
+and through the engine vendors' routers: smg, by the authors of sglang-router, and vllm-router. `sim_` figures are for 4
+scripted engines with a simulated prefix cache of bounded size, each in its own process; `sglang_` figures are for 2
+real SGLang servers on the CPU, with a tiny model and shorter turns. Caches are flushed between runs. Figures are
+medians over runs with different seeds; those of a router begin with its name and its policy.
 
 - `cached_vs_ideal`: prompt tokens found in a cache, over those that one engine with an unbounded cache would have found
   for the same prompts, one after the other.
@@ -22,26 +22,31 @@ import re
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import aiohttp
 import anyio
 import httpx
 from common import HERE, Options, child, report, run
-from support.sglang_router import SGLangRouter
+from support.routers import Router
 from support.traffic import Ask, Shape, draw, drive
 
 from rollout_service.inference.contract import GenerateRequest, Generation
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.policies.shipped import policy_folder
 
 MODEL = policy_folder("calc-tuned")
-OURS, PEERS = "service", ("cache_aware", "round_robin")
-POLICIES = (OURS, *PEERS)
-PEER = "sglang-router"
+OURS, PEERS = "service", "routers"
+POLICIES = {
+    "smg_cache_aware": ("smg", "cache_aware"),
+    "smg_round_robin": ("smg", "round_robin"),
+    "vllm_router_cache_aware": ("vllm-router", "cache_aware"),
+    "vllm_router_sessions": ("vllm-router", "consistent_hash"),
+}
+"""The others' routers, each with its program and its policy, by the beginnings of their figures."""
 FIGURES = ("cached_vs_ideal", "imbalance", "p99_ms")
 AIMS = {"cached_vs_ideal": ">= 0.97", "imbalance": "<= 1.1", "p99_ms": "<= the others'"}
 
@@ -67,9 +72,6 @@ class Outcome:
     p99_ms: float
 
 
-Router = Callable[[Sequence[str]], AbstractAsyncContextManager[tuple[Ask, Callable[[str], None]]]]
-
-
 @asynccontextmanager
 async def by_service(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
     """Route through this service's pool, in this process."""
@@ -84,25 +86,19 @@ async def by_service(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[
         yield ask, pool.release
 
 
-def by_sglang_router(policy: str) -> Router:
-    """Return a router that goes through sglang-router."""
+@asynccontextmanager
+async def by_router(
+    program: str, policy: str, urls: Sequence[str]
+) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
+    """Route through another's router, in a process of its own."""
+    connector = aiohttp.TCPConnector(limit=0)  # httpx takes seconds for as many connections
+    async with aiohttp.ClientSession(connector=connector) as http, Router(program, policy, urls) as router:
+        await router.until_ready(http)
 
-    @asynccontextmanager
-    async def router(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
-        async with SGLangRouter(policy, urls) as process:
-            await process.until_ready()
-            backend = SGLangBackend(process.url)
+        async def ask(session: str, request: GenerateRequest) -> Generation:
+            return await router.generate(http, session, request)
 
-            async def ask(session: str, request: GenerateRequest) -> Generation:
-                del session
-                return await backend.generate(request)
-
-            try:
-                yield ask, lambda _: None
-            finally:
-                await backend.close()
-
-    return router
+        yield ask, lambda _: None
 
 
 @asynccontextmanager
@@ -133,8 +129,8 @@ async def real(setting: Setting) -> AsyncIterator[list[str]]:
 
 async def measure(setting: Setting, urls: Sequence[str], policy: str, seed: int) -> Outcome:
     """Measure one run by one policy."""
-    router = by_service if policy == OURS else by_sglang_router(policy)
-    async with httpx.AsyncClient(timeout=60) as http, router(urls) as (ask, release):
+    way = by_service(urls) if policy == OURS else by_router(*POLICIES[policy], urls)
+    async with httpx.AsyncClient(timeout=60) as http, way as (ask, release):
         for url in urls:
             (await http.post(f"{url}/flush_cache")).raise_for_status()
         before = [await served_tokens(http, url) for url in urls]
@@ -159,9 +155,9 @@ async def served_tokens(http: httpx.AsyncClient, url: str) -> float:
 
 async def compare(setting: Setting, urls: Sequence[str], *, with_peer: bool) -> dict[str, float | int | None]:
     """Measure every policy on every seed; policies alternate, so a slow minute of the machine affects them all."""
-    outcomes: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
+    outcomes: dict[str, list[Outcome]] = {policy: [] for policy in (OURS, *POLICIES)}
     for seed in setting.seeds:
-        for policy in POLICIES if with_peer else (OURS,):
+        for policy in outcomes if with_peer else (OURS,):
             outcomes[policy].append(await measure(setting, urls, policy, seed))
     return {
         ("" if policy == OURS else f"{policy}_") + name: statistics.median(
@@ -202,7 +198,7 @@ async def main(options: Options) -> None:
     figures: dict[str, float | int | None] = {}
     for prefix, engines in (("sim", simulated), ("sglang", real)):
         async with engines(chosen[prefix]) as urls:
-            found = await compare(chosen[prefix], urls, with_peer=peer == PEER)
+            found = await compare(chosen[prefix], urls, with_peer=peer == PEERS)
         figures |= {f"{prefix}_{name}": value for name, value in found.items()}
     told = {
         f"{prefix}_{name}": value
@@ -223,5 +219,5 @@ if __name__ == "__main__":
     run(
         main,
         "Compare what routers keep in the engines' caches, and how evenly they spread the load.",
-        {"peer": [PEER, "none"]},
+        {"peer": [PEERS, "none"]},
     )

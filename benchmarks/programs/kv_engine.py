@@ -54,7 +54,7 @@ async def main() -> None:
     parser.add_argument("--time-scale", type=float, default=1.0, help="multiplies all times")
     parser.add_argument("--vocab-size", type=int, default=512)
     given = parser.parse_args()
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # sglang-router also tries gRPC
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # routers also try gRPC
     usual = Hardware()
     hardware = Hardware(
         kv_tokens=given.kv_tokens,

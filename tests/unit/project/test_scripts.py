@@ -40,7 +40,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
         "install-prometheus",
         "install-redis",
         "install-sglang",
-        "install-sglang-router",
+        "install-routers",
         "install-swerex",
         "install-trl",
         "install-vllm",
