@@ -129,6 +129,7 @@ ensure_uv() {
     pip_python=$cache/bootstrap/bin/python
     [[ -x $cache/bootstrap/bin/pip ]] || pip_python=$python
     configure_uv "$pip_python"
+    export ROLLOUT_UV=$uv # images get their Python packages through it, too
 }
 
 # A pip of 22.3 or newer installs into other environments.
