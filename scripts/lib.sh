@@ -118,17 +118,22 @@ configure_uv() {
 }
 
 # uv is installed in its own environment, so a machine needs only pip, or Python's module to make one.
-ensure_uv() {
+ensure_bootstrap() {
     python=$(find_python) || exit 1
     uv=$cache/bootstrap/bin/uv
-    if ! bootstrap_is_ready; then
-        has_pip || "$python" -c 'import ensurepip, venv' 2>/dev/null || install_venv_module
-        step "install uv" bootstrap_uv
-    fi
+    bootstrap_is_ready && return
+    has_pip || "$python" -c 'import ensurepip, venv' 2>/dev/null || install_venv_module
+    step "install uv" bootstrap_uv
+}
+
+# uv with the settings of pip, which take a second to read: only for what installs something.
+ensure_uv() {
+    ensure_bootstrap
     PATH=$cache/bootstrap/bin:$PATH
     pip_python=$cache/bootstrap/bin/python
     [[ -x $cache/bootstrap/bin/pip ]] || pip_python=$python
     configure_uv "$pip_python"
+    export ROLLOUT_UV=$uv # images get their Python packages through it, too
 }
 
 # A pip of 22.3 or newer installs into other environments.
@@ -185,6 +190,15 @@ ensure_venv() {
         --requirement "$root/requirements.lock"
     step "install the project" install_editable "$venv" "$root/packaging/client" "$root"
     venv_fingerprint >"$venv/.installed"
+}
+
+# What the demo imports, compiled while the base image is built. Otherwise its first start would do that.
+ensure_bytecode() {
+    local stamp=$venv/.compiled
+    [[ $stamp -nt $venv/.installed ]] && return
+    step "compile what the demo imports" "$venv/bin/python" -c 'import rollout_service.api.serve, rollout_service.cli.demo.run
+import rollout_service.inference.engines.embedded.server'
+    touch "$stamp"
 }
 
 # deploy/torch/torch.txt says why torch is not in a lock. Its requirements are installed first, so torch comes alone.

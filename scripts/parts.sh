@@ -2,7 +2,8 @@
 
 # What a part needs first.
 declare -A after=(
-    [venv]=uv
+    [venv]=bootstrap
+    [bytecode]=venv
     [trainer]=venv
     [base_image]="venv apptainer"
     [openai_image]=base_image
@@ -14,11 +15,11 @@ declare -A after=(
     [systemd]=programs
     [docker]=programs
     [browser]=programs
-    [harbor]=uv
-    [perfetto]=uv
-    [sglang]=uv
-    [vllm]=uv
-    [trl]=uv
+    [harbor]=bootstrap
+    [perfetto]=bootstrap
+    [sglang]=bootstrap
+    [vllm]=bootstrap
+    [trl]=bootstrap
 )
 part=              # the one that this shell installs beside others
 at_once=4          # more than the CPUs of a small machine, because they often wait for the network

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,10 @@ from sandboxes.host.children import start_process
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.05
+SAY_SECONDS = 2.0
+"""The time between the lines that say what the start waits for."""
 SHOWN_LOG_LINES = 15
+NOT_LISTENING = "it does not listen yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +40,30 @@ class ServerChild:
 
 @asynccontextmanager
 async def running_server(
-    state_dir: Path, flags: Sequence[str] = (), *, start_seconds: float = START_SECONDS
+    state_dir: Path,
+    flags: Sequence[str] = (),
+    *,
+    start_seconds: float = START_SECONDS,
+    say: Callable[[str], None] | None = None,
 ) -> AsyncIterator[RolloutClient]:
     """Start `rollout-service serve` on a free loopback port, and yield a client once it is ready.
 
-    The server's log is `server.log` in `state_dir`.
+    The server's log is `server.log` in `state_dir`. What the start waits for is told to `say` every two seconds.
 
     Raises:
         CommandError: The server does not start; the message has the end of its log.
     """
-    async with running_child(state_dir, flags, start_seconds=start_seconds) as child:
+    async with running_child(state_dir, flags, start_seconds=start_seconds, say=say) as child:
         yield child.client
 
 
 @asynccontextmanager
 async def running_child(
-    state_dir: Path, flags: Sequence[str] = (), *, start_seconds: float = START_SECONDS
+    state_dir: Path,
+    flags: Sequence[str] = (),
+    *,
+    start_seconds: float = START_SECONDS,
+    say: Callable[[str], None] | None = None,
 ) -> AsyncIterator[ServerChild]:
     """Do the same as `running_server`, and yield the process too.
 
@@ -66,7 +78,7 @@ async def running_child(
     with log.open("wb") as file:
         process = await start_process(command, stdout=file, stderr=file, new_session=True)
     try:
-        url = await _ready_address(process, address, log, start_seconds)
+        url = await _ready_address(process, address, log, start_seconds, say or (lambda _: None))
         async with RolloutClient(url) as client:
             yield ServerChild(client, process)
     finally:
@@ -86,21 +98,35 @@ async def stop(process: Process) -> None:
         await process.aclose()
 
 
-async def _ready_address(process: Process, address: Path, log: Path, seconds: float) -> str:
+async def _ready_address(
+    process: Process, address: Path, log: Path, seconds: float, say: Callable[[str], None]
+) -> str:
     """Return the server's URL once it can take work."""
-    why = "it does not listen yet"
+    begun = said = time.monotonic()
+    why = NOT_LISTENING
     with anyio.move_on_after(seconds):
         while process.returncode is None:
-            if (url := _read(address)) is not None:
-                try:
-                    async with RolloutClient(url, patience_seconds=0) as client:
-                        await client.ready()
-                        return url
-                except (UnreachableError, UnavailableError) as error:
-                    why = str(error)
+            url, why = await _look(address)
+            if url is not None:
+                return url
+            if time.monotonic() - said >= SAY_SECONDS:
+                said = time.monotonic()
+                say(f"    waiting for the server, {said - begun:.0f} s: {why}")
             await anyio.sleep(POLL_SECONDS)
         why = f"it ended with exit code {process.returncode}"
     raise CommandError(f"the server did not start: {why}\n{_tail(log)}", hint=f"The whole log is in {log}.")
+
+
+async def _look(address: Path) -> tuple[str | None, str]:
+    """Return the server's URL if it can take work, else what that waits for."""
+    if (url := _read(address)) is None:
+        return None, NOT_LISTENING
+    try:
+        async with RolloutClient(url, patience_seconds=0) as client:
+            await client.ready()
+    except (UnreachableError, UnavailableError) as error:
+        return None, str(error)
+    return url, ""
 
 
 def _prepare(state_dir: Path) -> tuple[Path, Path]:

@@ -31,6 +31,7 @@ OTHER_VARIABLES = {
     "ROLLOUT_SGLANG_ENV": "where `scripts/install-sglang` put SGLang",
     "ROLLOUT_TEST_WORKERS": "the number of processes of `scripts/test`",
     "ROLLOUT_TORCH_INDEX": "where the scripts get torch from",
+    "ROLLOUT_UV": "the uv that installs Python packages in images, by its own settings, instead of pip",
     "ROLLOUT_VLLM_ENV": "where `scripts/install-vllm` put vLLM",
 }
 """Variables with the prefix of settings that are not settings."""

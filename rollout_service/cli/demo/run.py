@@ -123,13 +123,18 @@ async def _stay(client: RolloutClient) -> None:
 async def _serving(plan: DemoPlan, folder: Path) -> AsyncIterator[RolloutClient]:
     flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(plan.concurrency), "--log-level", "warning"]
     if plan.engine is DemoEngine.EMBEDDED:
-        async with running_server(folder, [*flags, "--model", plan.policy]) as client:
+        async with running_server(folder, [*flags, "--model", plan.policy], say=_say) as client:
             yield client
         return
     common.err().print("Starting SGLang on the CPU (takes half a minute or more)")
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(SGLangCpuServer(policy_folder(plan.policy)))
-        yield await stack.enter_async_context(running_server(folder, [*flags, "--backend", engine.url]))
+        flags += ["--backend", engine.url]
+        yield await stack.enter_async_context(running_server(folder, flags, say=_say))
+
+
+def _say(text: str) -> None:
+    common.err().print(text, soft_wrap=True)
 
 
 @asynccontextmanager
