@@ -5,6 +5,6 @@ import pytest
 from rollout_service.cli.demo.run import required_successes
 
 
-@pytest.mark.parametrize(("rollouts", "needed"), [(1, 1), (2, 1), (8, 6), (64, 56), (500, 449)])
+@pytest.mark.parametrize(("rollouts", "needed"), [(1, 1), (2, 1), (8, 6), (32, 27), (64, 56), (500, 449)])
 def test_few_rollouts_may_err_by_chance_and_many_may_not(rollouts: int, needed: int) -> None:
     assert required_successes(rollouts) == needed
