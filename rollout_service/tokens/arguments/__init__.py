@@ -5,3 +5,7 @@ text that looks like its end. This package reads them again. It is needed for `r
 `tests/unit/tokens/arguments/test_library.py` fails once the library reads a format exactly by itself. That format can
 then leave the table in `syntax`.
 """
+
+from rollout_service.tokens.arguments.reader import ArgumentReader
+
+__all__ = ["ArgumentReader"]
