@@ -266,6 +266,20 @@ def test_a_template_alone_gives_the_bridges_of_its_renderer(text, stop, tools, r
     assert prompts[0] == prompts[1]
 
 
+def test_a_tokenizer_that_cleans_up_spaces_changes_no_text(tmp_path):
+    folder = write_model(tmp_path / "model", USUAL)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "clean_up_tokenization_spaces": True,
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    renderer = ChatRenderer.load(folder, "default", {"tool_parser": "qwen3"})
+    code = "ls . ; echo don 't , do n't ?"
+    [call] = renderer.parse(renderer.encode(CALL.replace("print(1)", code)), None, [TOOL]).tool_calls
+    assert call.arguments == {"code": code}
+
+
 def test_a_template_that_raises_is_a_render_error(load):
     with pytest.raises(RenderError, match="roles must alternate"):
         load("{{ raise_exception('roles must alternate') }}").render([Message(role="user", content="q")])
