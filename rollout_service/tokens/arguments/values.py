@@ -100,7 +100,7 @@ def _named_types(schema: Mapping[str, Any]) -> set[str]:
     if isinstance(declared, list):
         return {name for name in declared if isinstance(name, str)}
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {_TYPES[type(value)] for value in listed} if isinstance(listed, list) else set()
+    return {_TYPES.get(type(value), "string") for value in listed} if isinstance(listed, list) else set()
 
 
 def _resolve(reference: str, root: Any) -> Any:

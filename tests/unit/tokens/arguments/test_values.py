@@ -27,6 +27,7 @@ ROOT = {
         ({"type": ["string", "null"]}, {"string", "null"}),
         ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
         ({"const": True}, {"boolean"}),
+        ({"enum": [("a", "b")]}, {"string"}),
         ({"anyOf": [STRING, {"oneOf": [INTEGER, NULL]}]}, {"string", "integer", "null"}),
         ({"allOf": [{"$ref": "#/$defs/Color"}], "description": "d"}, {"string"}),
         ({"$ref": "#/$defs/a~1b"}, {"integer"}),
