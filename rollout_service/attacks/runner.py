@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
-from rollout_service.attacks.scripts import PRELUDE, SCRIPTS, Attack
+from rollout_service.attacks.scripts import CAUSES, PRELUDE, SCRIPTS, Attack
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, PolicyTurn, Score
 from rollout_service.errors import EnvironmentFailedError, describe
@@ -79,6 +79,20 @@ class AttackReport:
             outcome.verdict in (AttackVerdict.FORGED, AttackVerdict.NULLED) for outcome in self.outcomes
         )
 
+    @property
+    def causes(self) -> dict[str, list[str]]:
+        """The attacks that succeeded and should not have, by what probably let them: one mend may hold them all."""
+        found: dict[str, list[str]] = {}
+        for outcome in self.outcomes:
+            if outcome.verdict is AttackVerdict.FORGED:
+                cause = CAUSES.get(outcome.attack, "the grader believes the agent")
+            elif outcome.verdict is AttackVerdict.NULLED:
+                cause = f"there is no reward: {outcome.detail.partition(':')[0]}"
+            else:
+                continue
+            found.setdefault(cause, []).append(outcome.attack)
+        return found
+
     def as_dict(self) -> dict[str, JsonValue]:
         """Return the report as JSON for `--json` and for programs."""
         counts = Counter(outcome.verdict.value for outcome in self.outcomes)
@@ -86,6 +100,7 @@ class AttackReport:
             **asdict(self),
             "attacks": len(self.outcomes),
             "broken": self.broken,
+            "causes": {cause: [*names] for cause, names in self.causes.items()},
             "counts": {verdict.value: counts[verdict.value] for verdict in AttackVerdict},
         }
 

@@ -55,6 +55,13 @@ class InstanceAudit:
             yield f"{where}: an idle agent gets {idle:g}"
         yield from (f"{where}: leak: {leak}" for leak in self.leaks)
 
+    def warnings(self) -> Iterator[str]:
+        """Yield what is unusual about the rewards of this instance."""
+        rewards = {trial.reward for trial in (*self.idle, *self.solved) if trial.reward is not None}
+        if odd := sorted(reward for reward in rewards if not -1 <= reward <= 1):
+            shown = ", ".join(f"{reward:g}" for reward in odd)
+            yield f"rewards beyond -1 and 1: {shown}; in a run with other environments they outweigh all others"
+
     @property
     def pass_rate(self) -> float | None:
         """The share of a policy's rollouts with the reward of the solution, or 1; None if none was scored."""
@@ -90,6 +97,14 @@ class AuditReport:
         return found
 
     @property
+    def warnings(self) -> list[str]:
+        """What may be meant, but seldom is."""
+        found = [f"instance {one.index}: {text}" for one in self.instances for text in one.warnings()]
+        if not self.has_solution:
+            found.append("without [solution] nothing shows that a task can be solved")
+        return found
+
+    @property
     def good(self) -> list[int]:
         """The indices of the instances with no findings."""
         return [one.index for one in self.instances if not any(one.findings())]
@@ -97,7 +112,13 @@ class AuditReport:
     def as_dict(self) -> dict[str, JsonValue]:
         """Return the report as JSON."""
         rates: list[JsonValue] = [one.pass_rate for one in self.instances]
-        return {**asdict(self), "findings": [*self.findings], "good": [*self.good], "pass_rates": rates}
+        return {
+            **asdict(self),
+            "findings": [*self.findings],
+            "warnings": [*self.warnings],
+            "good": [*self.good],
+            "pass_rates": rates,
+        }
 
 
 def _best(trials: list[TrialRecord]) -> float | None:

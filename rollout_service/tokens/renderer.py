@@ -3,7 +3,8 @@
 With `formats`, the only module that uses the `renderers` library. It guarantees that
 
 - `bridge` returns ids that start with exactly those of the previous prompt and output, or None;
-- `parse` never raises, whatever the ids, and tells well-formed tool calls from malformed ones;
+- `parse` never raises, whatever the ids, tells well-formed tool calls from malformed ones, and keeps what was sampled
+  in their arguments, white space and types included;
 - no text of a message becomes a control token, whatever it looks like: a tool's output cannot end its own turn. In a
   system message, which the environment's author writes, this holds only for tokens marked as special.
 """
@@ -21,6 +22,7 @@ from jinja2 import TemplateError
 
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.tokens import template_bridge
+from rollout_service.tokens.arguments import ArgumentReader
 from rollout_service.tokens.errors import RendererMismatchError, RenderError
 from rollout_service.tokens.escaping import SpecialTokenEscaper
 from rollout_service.tokens.formats import ends_of_turn, format_config, resolve_format
@@ -84,6 +86,8 @@ class ChatRenderer:
         self._backend = backend
         self._tokenizer = tokenizer
         self._stop = frozenset(self.stop_token_ids)
+        tool_parser = backend.config.tool_parser if name == "default" else None
+        self._arguments = ArgumentReader(tokenizer, name, tool_parser)
         self._known_begin = lru_cache(_REMEMBERED_ENDS)(self._find_begin)
         escaped = name not in _OWN_ENCODERS
         self._escaper = tokenizer.escaper() if escaped else SpecialTokenEscaper(())
@@ -214,13 +218,14 @@ class ChatRenderer:
         prompt = list(prompt_ids[self._read_from(prompt_ids) :]) if prompt_ids else None
         try:
             parsed = self._backend.parse_response(ids, tools=list(tools) or None, prompt_ids=prompt)
+            found = self._arguments.read(parsed.tool_calls, ids, tools)
         except _LIBRARY_ERRORS:
             raw = self.decode(ids)
             call = ToolCall(id=f"{call_prefix}-0", name=None, arguments=None, raw=raw, error="unparseable")
             return ParsedTurn(content="", reasoning=None, tool_calls=(call,), closed=closed)
         calls: dict[str, ToolCall] = {}
-        for i, found in enumerate(parsed.tool_calls):
-            call = _to_call(found, f"{call_prefix}-{i}", calls)
+        for i, one in enumerate(found):
+            call = _to_call(one, f"{call_prefix}-{i}", calls)
             calls[call.id] = call
         return ParsedTurn(parsed.content, parsed.reasoning_content, tuple(calls.values()), closed)
 

@@ -146,14 +146,16 @@ class TransformersTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD.
+        """Return the text of ids, with spaces untouched; bytes that are not valid UTF-8 become U+FFFD.
 
         Raises:
             ValueError: `clean_up_tokenization_spaces` is given, as for `FastTokenizer`.
         """
         if clean_up_tokenization_spaces is not None:
             raise ValueError("character offsets are not recovered from decoded texts")
-        return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        # Without this, settings of old tokenizers turn "ls ." into "ls.".
+        exact = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._inner.decode(token_ids, **exact))
 
     def convert_tokens_to_ids(self, token: str) -> Any:
         """Return the id of a token, or `unk_token_id` if the vocabulary lacks it."""

@@ -24,4 +24,18 @@ SCRIPTS: tuple[Attack, ...] = (
     *SUBMISSIONS,
 )
 
-__all__ = ["PRELUDE", "SCRIPTS", "Attack"]
+CAUSES: dict[str, str] = {
+    attack.name: cause
+    for attacks, cause in (
+        (PROGRAMS, "the grader runs programs, or obeys settings, that the agent can change"),
+        (PYTHON, "the grader's Python reads folders that the agent can write to"),
+        (PROCESSES, "the agent's processes are alive while it is graded"),
+        (FILES, "the grader trusts the form of the agent's files"),
+        (RESULTS, "the grader believes results that the agent wrote"),
+        (SUBMISSIONS, "the agent's program runs beside the grader, or is believed"),
+    )
+    for attack in attacks
+}
+"""What lets an attack forge a reward, by its name."""
+
+__all__ = ["CAUSES", "PRELUDE", "SCRIPTS", "Attack"]

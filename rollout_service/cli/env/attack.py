@@ -57,13 +57,16 @@ async def attack(
 
 
 def show(report: AttackReport, console: Console) -> None:
-    """Print a line for each attack, and a summary."""
+    """Print a line for each attack, the causes of those that succeeded, and a summary."""
     rows = table(id_column("attack"), "verdict", "reward", "description")
     for outcome in report.outcomes:
         reward = "none" if outcome.reward is None else f"{outcome.reward:g}"
         verdict = Text(outcome.verdict, style=STYLES[outcome.verdict])
         rows.add_row(outcome.attack, verdict, reward, f"{outcome.does} {outcome.detail}".strip())
     console.print(rows)
+    for cause, names in report.causes.items():
+        line = f"{cause} ({common.count(len(names), 'attack')}): {', '.join(names)}"
+        console.print(Text(line, style="red"), soft_wrap=True)
     left = sum(outcome.verdict is AttackVerdict.NOT_PROMISED for outcome in report.outcomes)
     attacks = common.count(len(report.outcomes), "attack")
     console.print(

@@ -72,10 +72,8 @@ def show(report: AuditReport, console: Console) -> None:
     console.print(rows)
     for finding in report.findings:
         console.print(Text(finding, style="red"), soft_wrap=True)
-    if not report.has_solution:
-        console.print(
-            Text("warning: without [solution] nothing shows that a task can be solved", style="yellow")
-        )
+    for warning in report.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     console.print(
         f"{report.environment}: {len(report.good)} of {common.count(len(report.instances), 'instance')} good; "
         f"network {report.network}, {common.count(report.connections, 'connection')}, {report.refused} refused"

@@ -23,7 +23,9 @@ def decode_cursor(cursor: str) -> tuple[float, str]:
     """
     try:
         opened_at, session_id = orjson.loads(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        return float(opened_at), str(session_id)
-    except (ValueError, TypeError) as error:
-        message = "is not the `next_cursor` of a page"
-        raise InvalidFieldError([FieldError(path="query.cursor", message=message)]) from error
+        last = float(opened_at), str(session_id)
+        if encode_cursor(last) == cursor:  # the decoder skips characters, and a time may be NaN
+            return last
+    except (ValueError, TypeError):
+        pass
+    raise InvalidFieldError([FieldError(path="query.cursor", message="is not the `next_cursor` of a page")])

@@ -100,7 +100,11 @@ async def test_what_cannot_be_read_is_explained(read, site):
 
 @given(st.text(alphabet="<>/!-ab\"'= &;\n", max_size=200))
 def test_any_source_has_a_text(source):
-    page_text(source, "http://a.example/")
+    text = page_text(source, "http://a.example/")
+    assert text == text.strip()
+    assert "\n\n\n" not in text
+    if "<" not in source and "&" not in source:
+        assert text.split() == source.split()
 
 
 def test_a_hostile_page_costs_little():

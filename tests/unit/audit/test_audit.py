@@ -42,7 +42,7 @@ async def sandboxes(tmp_path):
 def make(tmp_path):
     def folder(*, reward="reward = given == instance['answer']", solution="echo -n forty-two", init="true"):
         folder = tmp_path / "env"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         toml = (
             'name = "e"\nimage = "base"\nprompt = "What is it?"\n'
             f"[init]\ncommand = {json.dumps(init)}\n"
@@ -108,6 +108,17 @@ async def test_what_is_wrong_is_found(make, sandboxes, options, finding):
         return
     assert any(finding in found for found in report.findings), report.findings
     assert report.good == []
+
+
+async def test_rewards_of_another_scale_are_warned_of(make, sandboxes):
+    report = await audited(make(reward="reward = 57 if given == instance['answer'] else 0"), sandboxes)
+    assert report.findings == []
+    [warning] = report.warnings
+    assert warning.startswith("instance 0: rewards beyond -1 and 1: 57; ")
+    assert report.as_dict()["warnings"] == [warning]
+    assert (await audited(make(solution=None), sandboxes)).warnings == [
+        "without [solution] nothing shows that a task can be solved"
+    ]
 
 
 async def test_a_graders_file_that_the_agent_can_read_is_a_leak(make, sandboxes):

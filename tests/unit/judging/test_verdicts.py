@@ -1,6 +1,7 @@
 """A verdict is read only where the judge marked it, and quoted text never reads as one."""
 
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -48,9 +49,13 @@ def test_reading_never_fails_and_gives_only_known_labels(text: str) -> None:
     assert read_verdict(text, LABELS) in (*LABELS, None)
 
 
-def test_a_long_answer_is_read_in_linear_time() -> None:
-    for part in ("VERDICT", "VERDICT *", r"\boxed{ ", "VERDICT: "):
-        read_verdict(part * 200_000, LABELS)
+@pytest.mark.parametrize("part", ["VERDICT", "VERDICT *", r"\boxed{ ", "VERDICT: ", "<think>", "\n* "])
+def test_a_long_answer_is_read_in_linear_time(part: str) -> None:
+    answer = part * 200_000
+    begun = time.process_time()
+    assert read_verdict(answer, LABELS) is None
+    assert read_verdict(f"{answer}</think>\nVERDICT: correct", LABELS) == "correct"
+    assert time.process_time() - begun < 30  # quadratic time would be hours
 
 
 @given(st.text(), st.integers(64, 200))

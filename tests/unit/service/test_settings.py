@@ -207,9 +207,10 @@ def test_a_pool_is_set_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_of_the_scripts_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = load_settings().model_dump()
     monkeypatch.setenv("ROLLOUT_PYTHON", "python3.12")
     monkeypatch.setenv("ROLLOUT_SGLANG_ENV", "/opt/sglang")
-    load_settings()
+    assert load_settings().model_dump() == without
 
 
 @pytest.mark.parametrize(

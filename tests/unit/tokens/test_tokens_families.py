@@ -249,7 +249,13 @@ def test_a_lone_surrogate_is_refused_and_not_replaced(chat):
 
 @pytest.mark.parametrize("written", WRITTEN)
 def test_parsing_raises_on_no_text(chat, written):
-    chat.parse(chat.encode(written), None, [TOOL])
+    ids = chat.encode(written)
+    turn = chat.parse(ids, None, [TOOL])
+    assert turn.closed == (not set(ids).isdisjoint(chat.stop_token_ids))
+    assert all((call.arguments is None) == (call.error is not None) for call in turn.tool_calls)
+    kept = turn.content + (turn.reasoning or "") + "".join(call.raw for call in turn.tool_calls)
+    assert set(kept) <= set(written)
+    assert kept.strip() == written.strip() or "<" in written
 
 
 def test_compaction_keeps_what_was_sampled_in_its_own_segment(chat):

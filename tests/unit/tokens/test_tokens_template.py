@@ -1,6 +1,7 @@
 """A chat format known only by its template gives a proven extension or a counted fork."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -266,6 +267,20 @@ def test_a_template_alone_gives_the_bridges_of_its_renderer(text, stop, tools, r
     assert prompts[0] == prompts[1]
 
 
+def test_a_tokenizer_that_cleans_up_spaces_changes_no_text(tmp_path):
+    folder = write_model(tmp_path / "model", USUAL)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "clean_up_tokenization_spaces": True,
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    renderer = ChatRenderer.load(folder, "default", {"tool_parser": "qwen3"})
+    code = "ls . ; echo don 't , do n't ?"
+    [call] = renderer.parse(renderer.encode(CALL.replace("print(1)", code)), None, [TOOL]).tool_calls
+    assert call.arguments == {"code": code}
+
+
 def test_a_template_that_raises_is_a_render_error(load):
     with pytest.raises(RenderError, match="roles must alternate"):
         load("{{ raise_exception('roles must alternate') }}").render([Message(role="user", content="q")])
@@ -274,8 +289,9 @@ def test_a_template_that_raises_is_a_render_error(load):
 @pytest.mark.parametrize("name", [*EXTENDS, *FORKS])
 def test_no_template_breaks_a_random_conversation(load, name):
     chat = Format("default", load({**EXTENDS, **FORKS}[name], tool_parser="qwen3"))
-    for seed in range(15):
-        hold(chat, seed)
+    played = sum((hold(chat, seed) for seed in range(15)), Counter())
+    assert played["conversations"] == 15
+    assert played["turns"] >= (1 if name == "wants nothing" else 15)
 
 
 def test_no_text_becomes_a_control_token(load):

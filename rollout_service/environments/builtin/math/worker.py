@@ -18,11 +18,13 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
 from collections.abc import Callable
 from enum import StrEnum
+from math import isclose
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -31,6 +33,9 @@ MEMORY_BYTES: Final = 2 * 1024**3
 WALL_SECONDS: Final = 60.0
 """The limit for a check that hangs without using CPU time; high, since a loaded machine is slow to give any."""
 GOLD_READ: Final = "gold read"
+ROUNDED: Final = 0.02
+"""The relative difference of numbers that may be one number, rounded."""
+_NUMERAL = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*", re.ASCII)
 
 
 class MathVerdict(StrEnum):
@@ -108,6 +113,9 @@ def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
         send("it could not be read")
         return
     send(GOLD_READ)
+    if _equates_different_numbers(answer):
+        send(MathVerdict.DIFFERENT)
+        return
     try:
         given = _parse(answer)
         equal = _equal(expected, given)
@@ -115,6 +123,16 @@ def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
         send(MathVerdict.TOO_COSTLY)
     else:
         send(MathVerdict.EQUAL if equal else MathVerdict.DIFFERENT if given else MathVerdict.UNREADABLE)
+
+
+def _equates_different_numbers(answer: str) -> bool:
+    """Return whether an answer is an equation of numbers that differ, such as `41 = 42`.
+
+    math-verify compares only its last side. Rounded numbers are the same here, as in `0.333 = 0.33`.
+    """
+    sides = answer.replace("$", " ").split("=")
+    numbers = [float(side) for side in sides if _NUMERAL.fullmatch(side)]
+    return not all(isclose(number, numbers[-1], rel_tol=ROUNDED) for number in numbers)
 
 
 def _limit_self(cpu_seconds: int) -> None:

@@ -45,6 +45,9 @@ _BRACES = re.compile(r"[{}$]")
 _NUMBER = re.compile(
     r"\s*([+-]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d*)?)(?:[eE]([+-]?\d{1,3})|\s*\*\s*10\s*\^?\s*\(?([+-]?\d{1,3})\)?)?"
 )
+_LISTED = re.compile(r"\d.*(?:\bor\b|\band\b|[,;])", re.IGNORECASE)
+_ROUNDED: Final = 0.02
+"""The relative difference of quantities that may be one quantity, rounded."""
 _POWER_OF_TEN = re.compile(r"\s*([+-]?)10\s*\^\s*\(?([+-]?\d{1,3})\)?(?![\d.])")
 
 
@@ -80,8 +83,20 @@ def read_quantity(text: str) -> Quantity | None:
     """Return the quantity that a text is, possibly after `x =`, or None."""
     if len(text) > MAX_CHARS:
         return None
-    text = _plain(text)
-    text = text.rpartition("=")[2].strip().rstrip(".")
+    *before, text = (side.strip() for side in _plain(text).split("="))
+    quantity = _read_side(text.rstrip("."))
+    if quantity is None or any(_says_otherwise(side, quantity) for side in before):
+        return None
+    return quantity
+
+
+def _says_otherwise(side: str, quantity: Quantity) -> bool:
+    """Return whether a side of an equation is another quantity, or has one beside it, as in `3 m or x`."""
+    given = _read_side(side)
+    return _LISTED.search(side) is not None if given is None else quantity.equals(given, _ROUNDED) is False
+
+
+def _read_side(text: str) -> Quantity | None:
     number = _POWER_OF_TEN.match(text)
     if number is not None:
         digits, power = f"{number[1]}1", number[2]

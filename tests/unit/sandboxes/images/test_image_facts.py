@@ -156,7 +156,10 @@ def test_no_header_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, d
     root = tmp_path_factory.mktemp("root")
     for content in (data, elf()[:80] + data, b"\x7fELF\x02\x01" + data):
         put(root, "/program", content)
-        ImageTree(root).program("/program")
+        program = ImageTree(root).program("/program")
+        assert program is None or content.startswith(b"\x7fELF\x02\x01")
+        if program is not None and content.startswith(elf()[:80]):
+            assert program.machine == platform.machine()
 
 
 # --- unpacked images and the toolkit ------------------------------------------------------------------------
