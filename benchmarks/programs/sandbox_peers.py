@@ -28,6 +28,9 @@ Peer = Callable[[str], AbstractAsyncContextManager[Run]]
 TIME_OUTS = 10
 """The number of timeouts after which the machine is too busy to measure anything."""
 
+interrupted = asyncio.Event()
+"""Set by a signal, and seen before the next command: a start or a close that is cancelled leaves things behind."""
+
 
 @asynccontextmanager
 async def docker(image: str) -> AsyncIterator[Run]:
@@ -116,6 +119,8 @@ PEERS: Mapping[str, Peer] = {"docker": docker, "inspect": inspect, "nemo_gym": n
 
 async def hello(run: Run) -> None:
     """Run the trivial command."""
+    if interrupted.is_set():
+        raise SystemExit("interrupted")
     if (output := (await run("echo hello")).strip()) != "hello":
         raise SystemExit(f"unexpected output: {output!r}")
 
@@ -146,7 +151,10 @@ async def starts(peer: Peer, image: str, count: int) -> float:
 async def sleepers(peer: Peer, image: str, count: int) -> float:
     """Return the seconds until `sleep 1` has ended in all of these sandboxes."""
     async with AsyncExitStack() as stack:
-        runs = [await stack.enter_async_context(peer(image)) for _ in range(count)]
+        runs = []
+        for _ in range(count):
+            runs.append(await stack.enter_async_context(peer(image)))
+            await hello(runs[-1])
         begun = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for run in runs:
@@ -156,9 +164,8 @@ async def sleepers(peer: Peer, image: str, count: int) -> float:
 
 async def main(peer: Peer, image: str, calls: int, count: int, sleeping: int) -> None:
     """Measure everything, and print it."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
     time_outs = 0
 
     async def measure(figure: Callable[[Peer, str, int], Awaitable[float]], amount: int) -> float:
