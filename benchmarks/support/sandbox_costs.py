@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -13,9 +12,10 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-from common import HERE, Options, percentile, report
+from common import Options, percentile, report
 from support.accounting import Account, Memory, account, host_cpu_seconds, read_memory
 from support.bare_sandbox import bare_apptainer, bare_bash, bare_kernels
+from support.sandbox_peers import PEERS, peer_figures
 
 from sandboxes import ApptainerConfig, WarmPoolConfig, make_provider
 from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec, SessionName
@@ -28,7 +28,6 @@ COMMAND, CELL = "echo hello", "1 + 1"
 BOTH: tuple[SessionName, ...] = ("bash", "python")
 SPEC = SandboxSpec()
 STARTERS = 8
-ROOT = HERE.parent
 AIMS = {
     "bash_p50_ms": "<= 0.5",
     "bash_p99_ms": "<= 5",
@@ -56,17 +55,15 @@ class Plan:
     concurrent_starts: int
     live_python: int
     live_bash: int
-    swerex_calls: int
+    peer_calls: int
+    peer_starts: int
     bare: int
     sleepers: int = 16
 
 
-FULL = Plan(4000, 30, 96, 100, 300, 60, 10)
-QUICK = Plan(1000, 8, 24, 20, 40, 10, 3)
-SMOKE = Plan(4, 1, 1, 1, 1, 1, 1, sleepers=2)
-PEER = "swerex"
-OF_PEER = ("swerex_run_p50_ms", "swerex_parallel_sleep_s", "swerex_time_outs")
-"""The figures of SWE-ReX; null without it."""
+FULL = Plan(4000, 30, 96, 100, 300, 60, 10, 10)
+QUICK = Plan(1000, 8, 24, 20, 40, 10, 2, 3)
+SMOKE = Plan(4, 1, 1, 1, 1, 1, 1, 1, sleepers=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +84,14 @@ class Bench:
 async def main(given: Options) -> None:
     """Measure all figures, and report them."""
     plan, peer = given.plan(FULL, QUICK, SMOKE), given.chosen["peer"]
-    swerex = await swerex_figures(plan) if peer == PEER else dict.fromkeys(OF_PEER)
+    peers = await peer_figures(peer, plan.peer_calls, plan.peer_starts, plan.sleepers)
     with account() as counted:
         figures = await sandbox_figures(counted, plan)
         figures |= await anyio.to_thread.run_sync(bare_figures, counted, plan)
-    figures |= swerex
-    theirs, ours = figures["swerex_run_p50_ms"], figures["bash_p50_ms"]
-    figures["bash_speedup_vs_swerex"] = theirs / ours if theirs and ours else None
+    figures |= peers
+    for name in PEERS:
+        theirs, ours = figures[f"{name}_run_p50_ms"], figures["bash_p50_ms"]
+        figures[f"bash_speedup_vs_{name}"] = theirs / ours if theirs and ours else None
     settings = {"command": COMMAND, "cell": CELL, "peer": peer, "cpu_time_from": counted.source}
     report("What sandboxes cost", given, settings, dict(sorted(figures.items())), AIMS)
 
@@ -144,11 +142,13 @@ async def cold_starts(bench: Bench, *, python: bool) -> Figures:
 
 
 async def round_trips(bench: Bench) -> Figures:
-    """Run a trivial command and a trivial cell many times in one sandbox."""
+    """Run a trivial command, a trivial cell and a program of its own many times in one sandbox."""
     sandbox = await bench.open(python=True)
     bash, python = await sandbox.bash(), await sandbox.python()
     figures = await latencies("bash", lambda: bash.run(COMMAND), bench.plan.calls)
     figures |= await latencies("python", lambda: python.execute(CELL), bench.plan.calls // 4)
+    argv = ["sh", "-c", COMMAND]
+    figures |= await latencies("exec", lambda: sandbox.exec(argv), bench.plan.calls // 4)
     await sandbox.close()
     return figures
 
@@ -272,25 +272,4 @@ def bare_figures(counted: Account, plan: Plan) -> Figures:
         **bare_bash(COMMAND, plan.calls),
         **bare_apptainer(counted, apptainer, image, plan.bare),
         **bare_kernels(counted, apptainer, image, plan.bare),
-    }
-
-
-async def swerex_figures(plan: Plan) -> Figures:
-    """Measure SWE-ReX's local runtime, with a program in a separate environment, which is made if it is missing."""
-    await anyio.run_process([str(ROOT / "scripts" / "install-swerex")], stderr=None)
-    python = ROOT / ".venv-swerex" / "bin" / "python"
-    script = [
-        str(python),
-        str(HERE / "programs" / "swerex_rates.py"),
-        str(plan.swerex_calls),
-        str(plan.sleepers),
-    ]
-    done = await anyio.run_process(script, check=False)
-    if done.returncode:
-        raise SystemExit(f"SWE-ReX failed: {done.stderr.decode(errors='replace')[-2000:]}")
-    answer = json.loads(done.stdout)
-    return {
-        "swerex_run_p50_ms": statistics.median(answer["run_ms"]),
-        "swerex_parallel_sleep_s": answer["parallel_sleep_s"],
-        "swerex_time_outs": answer["time_outs"],
     }

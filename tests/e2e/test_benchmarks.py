@@ -167,7 +167,14 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     ),
     "resume": (Case(("redis",), (positive("rollouts", "pairs_sqlite", "pairs_redis"),)),),
     "routing": (Case(("sglang",), flags=("--peer", "none")),),
-    "sandboxes": (Case(("apptainer",), flags=("--peer", "none")),),
+    "sandboxes": (
+        Case(("apptainer",), flags=("--peer", "none")),
+        Case(
+            ("apptainer", "docker"),
+            (positive("docker_run_p50_ms", "docker_start_p50_s", "docker_parallel_sleep_s"),),
+            ("--peer", "docker"),
+        ),
+    ),
     "scaling": (
         Case(
             ("redis",),
