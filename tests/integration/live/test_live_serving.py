@@ -138,6 +138,28 @@ async def test_the_same_apis_answer_below_the_sessions_url(tmp_path: Path) -> No
         assert (await service.http.get(f"/v1/sessions/{quote(odd, safe='')}")).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_keeps_the_cached_prefixes_of_tenants_apart(tmp_path: Path, stream: bool) -> None:
+    async with scripted(*["Hi."] * 3) as engine, live_service(tmp_path, [engine]) as service:
+        for tenant in ("one", "two", "one"):
+            opened = await service.open(tenant=tenant)
+            assert opened.key is not None
+            assert (await service.ask(opened.key, "a", stream=stream)).status_code == 200
+        first, second, third = engine.cache_keys[-3:]
+        assert first == third != second
+        assert "one" not in first
+
+
+async def test_tenants_may_be_told_to_share_cached_prefixes(tmp_path: Path) -> None:
+    live = {"share_prefixes": True}
+    async with scripted("Hi.", "Hi.") as engine, live_service(tmp_path, [engine], live=live) as service:
+        for tenant in ("one", "two"):
+            opened = await service.open(tenant=tenant)
+            assert opened.key is not None
+            await service.ask(opened.key, "a")
+        assert len(set(engine.cache_keys[-2:])) == 1
+
+
 async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_session(tmp_path: Path) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     admin, reader = "an-admin-key-for-tests", "a-reader-key-for-tests"
