@@ -160,6 +160,7 @@ class SessionEngines:
             metrics=self.metrics,
             retry_seconds=self.gateway.retry_seconds,
             observer=observer,
+            is_private=True,
         )
         return GatewaySession(capture, policy, LIMITS, place)
 

@@ -8,8 +8,11 @@ from urllib.parse import quote
 import anyio
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
+from rollout_service.gateway.capture import PlannedTurn, TurnCapture
+from rollout_service.gateway.contract import ModelCall
 from rollout_service.live.replay import rebuild
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
@@ -220,6 +223,31 @@ async def test_nothing_is_recorded_without_consent(tmp_path: Path) -> None:
         assert yes.headers["x-rollout-recorded"] == "yes"
         [turn] = await delivered(service, opened.session.session_id, 1)
         assert (turn.kind, turn.mask) == (TurnKind.SIDE, MaskReason.SIDE)
+
+
+class QuotingError(RuntimeError):
+    """A defect whose message quotes what it choked on."""
+
+
+async def test_no_error_puts_a_users_words_into_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choke(_: TurnCapture, call: ModelCall) -> PlannedTurn:
+        raise QuotingError(f"cannot take {call.messages[-1].text!r}")
+
+    monkeypatch.setattr(TurnCapture, "plan", choke)
+    async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
+        assert opened.key is not None
+        with capture_logs() as lines:
+            assert (await service.ask(opened.key, "sesame words")).status_code == 500
+    told = [line for line in lines if line.get("error") == "QuotingError"]
+    assert {line["event"] for line in told} == {
+        "a call to the gateway failed",
+        "unhandled error in a live session",
+    }
+    assert all("in choke" in line["stack"] for line in told), "a defect can still be found"
+    assert "sesame" not in repr(lines)
 
 
 @pytest.mark.parametrize(("field", "value"), [("X-Turn-Type", "Other"), ("X-Train", "perhaps")])
