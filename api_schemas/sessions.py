@@ -54,7 +54,7 @@ class SessionRequest(WireModel):
     """Sessions with the same value work on the same task: a run with `group_size` n gets them as groups of n, once all
     have ended."""
     metadata: dict[str, JsonValue] = {}
-    """Data of the caller, returned unchanged."""
+    """Data of the caller, returned unchanged but for texts with secrets, which become `[redacted]`."""
 
     @field_validator("session_id")
     @classmethod

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -30,10 +31,12 @@ from rollout_service.live.contract import KINDS, LiveStore, SessionRecord, TurnR
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.next_state import next_state
-from rollout_service.live.replay import encode
+from rollout_service.live.replay import PackedTurn, pack
 from rollout_service.tokens.output import check_output
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 OPTED_OUT = "opted-out"
 INLINE_IDS = 32_768
@@ -180,13 +183,16 @@ class LiveTurn:
         planned = self.planned
         check_output(generation.output_ids, generation.logprobs, generation.versions)
         planned.complete(generation)
-        found = await parts.detectors.search(list(self._texts(generation)))
-        if found:
+        packed = await self._make(
+            generation, partial(pack, recorder.capture, planned, generation, delivered=delivered)
+        )
+        texts = await self._make(generation, partial(self._texts, packed, generation))
+        if found := await parts.detectors.search(texts):
             parts.metrics.redacted(found)
             await parts.store.record(self._record(generation, None, delivered=delivered))
             recorder.capture.skip()
             return
-        body = await self._encode(generation, delivered=delivered)
+        body = await self._make(generation, packed.encode)
         turn = recorder.capture.next_id
         await parts.store.record(self._record(generation, body, delivered=delivered))
         recorder.capture.record(planned, generation, delivered=delivered)
@@ -197,22 +203,16 @@ class LiveTurn:
         if self.turn is not None:
             self.recorder.note_sent(self.turn)
 
-    async def _encode(self, generation: Generation, *, delivered: bool) -> bytes:
-        make = partial(encode, self.recorder.capture, self.planned, generation, delivered=delivered)
+    async def _make(self, generation: Generation, make: Callable[[], T]) -> T:
+        """Make something of the turn, in a thread if it is long."""
         new = len(self.planned.prompt_ids) - self.planned.known + len(generation.output_ids)
         return await anyio.to_thread.run_sync(make) if new > INLINE_IDS else make()
 
-    def _texts(self, generation: Generation) -> Iterator[str]:
-        """Yield all texts of the turn that no stored turn has."""
-        planned = self.planned
-        messages = planned.messages
-        if planned.prompt.parent is not None:
-            messages = messages[planned.match.begin :]
-        for message in messages:
-            yield message.text
-            yield message.reasoning or ""
-            yield from (call.arguments for call in message.calls)
-        yield self.recorder.capture.renderer.decode(generation.output_ids)
+    def _texts(self, packed: PackedTurn, generation: Generation) -> list[str]:
+        """Return all texts that would be stored with the turn."""
+        sent = self.planned.splitter.sent
+        said = self.recorder.capture.renderer.decode(generation.output_ids)
+        return [*packed.texts(), said, answer_text(sent), *_calls(sent)]
 
     def _record(self, generation: Generation, body: bytes | None, *, delivered: bool) -> TurnRecord:
         """Return the turn for the store; without a body, nothing that was said is part of it."""

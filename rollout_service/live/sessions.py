@@ -115,6 +115,7 @@ class LiveSessions:
             RateLimitedError: Too many sessions are open.
         """
         session_id = request.session_id or f"s-{uuid4().hex}"
+        request = await self._without_secrets(request)
         if (known := await self._store.session(session_id)) is not None:
             return await self._reopened(known, request)
         self._parts.engines.check(request.pool)
@@ -124,6 +125,14 @@ class LiveSessions:
         if not await self._register.add(record):  # another request has opened it just now
             return await self.open(request.model_copy(update={"session_id": session_id}))
         return await self.show(record), key
+
+    async def _without_secrets(self, request: SessionRequest) -> SessionRequest:
+        recording = self._parts.recording
+        metadata, found = await recording.detectors.redact(request.metadata)
+        if not found:
+            return request
+        recording.metrics.redacted(found)
+        return request.model_copy(update={"metadata": metadata})
 
     async def _reopened(self, known: SessionRecord, request: SessionRequest) -> tuple[LiveSession, None]:
         same = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-import anyio
 import httpx
 import pytest
 from structlog.testing import capture_logs
@@ -16,34 +15,11 @@ from rollout_service.gateway.contract import ModelCall
 from rollout_service.live.replay import rebuild
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
-from tests.support.live.service import LiveService, live_service
+from tests.support.live.service import delivered, live_service, stored, until
 
 pytestmark = pytest.mark.anyio
 BARE = "a-configured-key-of-an-operator"
 KEYS = {"keys": [{"name": "chat", "key": BARE, "train": True}]}
-
-
-def stored(folder: Path) -> bytes:
-    """Return the bytes of all files of a service."""
-    return b"".join(path.read_bytes() for path in folder.glob("*") if path.is_file())
-
-
-async def until(check, seconds: float = 10.0):
-    """Wait until a coroutine function returns something true, and return it."""
-    with anyio.fail_after(seconds):
-        while not (result := await check()):
-            await anyio.sleep(0.01)
-    return result
-
-
-async def delivered(service: LiveService, session_id: str, count: int):
-    """Wait until so many turns of a session were delivered, and return all."""
-
-    async def look():
-        turns = await service.turns(session_id)
-        return turns if sum(turn.delivered for turn in turns) >= count else None
-
-    return await until(look)
 
 
 async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_next(tmp_path: Path) -> None:
@@ -379,29 +355,3 @@ async def test_deleting_a_user_leaves_no_byte(tmp_path: Path) -> None:
     files = stored(tmp_path)
     for opened in (*mine, other):
         assert opened.session.session_id.encode() not in files
-
-
-async def test_a_secret_is_stored_in_no_form(tmp_path: Path) -> None:
-    secret = "ghp_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
-    async with scripted("One.", "Two.", "Three.") as engine, live_service(tmp_path, [engine]) as service:
-        opened = await service.open()
-        assert opened.key is not None
-        await service.ask(opened.key, "a")
-        await service.ask(opened.key, "a", "One.", f"use {secret}")
-        await service.ask(opened.key, "a", "One.", f"use {secret}", "Two.", "thanks")
-
-        async def all_recorded():
-            turns = await service.turns(opened.session.session_id)
-            return turns if len(turns) == 3 else None
-
-        turns = await until(all_recorded)
-        assert [turn.mask for turn in turns][1:] == [MaskReason.REDACTED] * 2
-        assert [bool(turn.body) for turn in turns] == [True, False, False]
-
-        async def is_masked() -> bool:
-            first = await service.store.turn(opened.session.session_id, 0)
-            return first is not None and first.mask is MaskReason.REDACTED and first.next_state is None
-
-        await until(is_masked)
-        rebuilt = rebuild(ChatRenderer.load(POLICY), turns)
-        assert (rebuilt.next_id, list(rebuilt.turns)) == (3, [0])
