@@ -8,7 +8,7 @@ part, and a part in at most one rollout; deleting leaves no byte of a session in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -41,6 +41,8 @@ class SessionRecord:
     train: bool
     explicit: bool
     """Whether it was opened by a request of its own."""
+    client: str = ""
+    """The hash of the id by which a client began it; empty for one that was opened by a request."""
     quarantined: bool = False
     retention_seconds: float
     continues: str | None = None
@@ -168,6 +170,10 @@ class LiveStore(Protocol):
 
     async def session_of_key(self, key_hash: bytes) -> SessionRecord | None: ...
 
+    async def latest_of_client(self, client: str) -> SessionRecord | None:
+        """Return the newest session of a client's own id, by its hash."""
+        ...
+
     async def sessions(
         self,
         *,
@@ -185,6 +191,17 @@ class LiveStore(Protocol):
 
     async def sessions_of(self, user: str) -> int:
         """Return how many sessions a user has had, deleted ones not counted."""
+        ...
+
+    async def tenants(self) -> Sequence[str]:
+        """Return the tenants that have sessions."""
+        ...
+
+    async def separate_users(self, in_tenant: Callable[[str, str], str]) -> None:
+        """Give users hashes of their own in each tenant, in sessions that earlier releases stored; idempotent.
+
+        `in_tenant` returns such a hash from the stored one and the tenant.
+        """
         ...
 
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:

@@ -14,7 +14,7 @@ from rollout_service.errors import NotFoundError
 from rollout_service.live.contract import LiveStore, SessionRecord
 from rollout_service.live.errors import RateLimitedError
 from rollout_service.live.serving.users import UserHashes
-from rollout_service.settings.live import LiveSettings
+from rollout_service.settings.live import LiveKey, LiveSettings
 
 PAGE = 1_000
 """How many records are read at once."""
@@ -46,15 +46,19 @@ class SessionRegister:
             self.open_sessions += len(page)
             before = (page[-1].opened_at, page[-1].session_id)
 
-    def user_of(self, user: str | None, session_id: str) -> str:
+    def user_of(self, user: str | None, tenant: str, session_id: str) -> str:
         """Return the hash of a user; without one, a session is a user of its own."""
         users = self._users
-        return users.hash(user) if user is not None else users.of_session(session_id)
+        return users.hash(user, tenant) if user is not None else users.of_session(session_id)
+
+    def client_of(self, key: LiveKey, client_id: str) -> str:
+        """Return the hash of a client's own id."""
+        return self._users.of_client(key.tenant, key.name, client_id)
 
     async def make(
-        self, request: SessionRequest, session_id: str, user: str, *, key_hash: bytes
+        self, request: SessionRequest, session_id: str, user: str, *, key_hash: bytes = b"", client: str = ""
     ) -> SessionRecord:
-        """Return the record of a new session, which is not stored yet.
+        """Return the record of a new session, which is not stored yet; it has either a key or a client.
 
         Raises:
             RateLimitedError: Too many sessions are open.
@@ -75,6 +79,7 @@ class SessionRegister:
             tenant=request.tenant,
             train=settings.train if request.train is None else request.train,
             explicit=bool(key_hash),
+            client=client,
             quarantined=quarantine > 0 and await self._store.sessions_of(user) < quarantine,
             retention_seconds=min(
                 request.retention_seconds or settings.retention_seconds, settings.retention_seconds

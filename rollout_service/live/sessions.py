@@ -17,6 +17,7 @@ from uuid import uuid4
 import anyio.to_thread
 import structlog
 
+from api_schemas.errors import FieldError
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.sessions import (
     DeletedSessions,
@@ -26,7 +27,7 @@ from api_schemas.sessions import (
     SessionPage,
     SessionRequest,
 )
-from rollout_service.errors import ConflictError, StoreError
+from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.live.contract import LiveStore, SessionRecord
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
@@ -35,7 +36,7 @@ from rollout_service.live.serving.connecting import SessionEngines
 from rollout_service.live.serving.cursors import decode_cursor, encode_cursor
 from rollout_service.live.serving.feedback import take_feedback
 from rollout_service.live.serving.served import KEY_PREFIX, ServedSessions
-from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.serving.users import DEFAULT_TENANT, UserHashes
 from rollout_service.live.serving.views import show_counts, show_part, show_session, show_turn
 from rollout_service.settings.live import LiveSettings
 
@@ -103,7 +104,8 @@ class LiveSessions:
         return self._parts.engines.url
 
     async def start(self) -> None:
-        """Count the sessions that are open since before the start."""
+        """Bring sessions of earlier releases up to date, and count those that are open."""
+        await self._store.separate_users(self._parts.users.in_tenant)
         await self._register.count_open()
 
     async def open(self, request: SessionRequest) -> tuple[LiveSession, str | None]:
@@ -120,7 +122,7 @@ class LiveSessions:
             return await self._reopened(known, request)
         self._parts.engines.check(request.pool)
         key = f"{KEY_PREFIX}{secrets.token_urlsafe(_KEY_BYTES)}"
-        user = self._register.user_of(request.user, session_id)
+        user = self._register.user_of(request.user, request.tenant, session_id)
         record = await self._register.make(request, session_id, user, key_hash=hash_of(key))
         if not await self._register.add(record):  # another request has opened it just now
             return await self.open(request.model_copy(update={"session_id": session_id}))
@@ -138,7 +140,7 @@ class LiveSessions:
         same = (
             known.explicit
             and known.tenant == request.tenant
-            and known.user == self._register.user_of(request.user, known.session_id)
+            and known.user == self._register.user_of(request.user, request.tenant, known.session_id)
             and (known.group, known.continues) == (request.group, request.continues)
             and dict(known.metadata) == request.metadata
         )
@@ -197,22 +199,35 @@ class LiveSessions:
         await self._register.close(session_id, because)
         await self._active.end(session_id)
 
-    async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
+    async def delete(
+        self, *, session_id: str | None = None, user: str | None = None, tenant: str | None = None
+    ) -> DeletedSessions:
         """Delete a session, or all of a user, and return what had left the service before.
 
         `user` is the name with which sessions were opened, or the hash that they show.
 
         Raises:
             NotFoundError: There is no such session.
+            InvalidFieldError: Several tenants have a user of this name, and `tenant` is not given.
         """
         if session_id is not None:
             await self._register.known(session_id)
             await self._close(session_id, ClosedBecause.DELETED)
             return await self._parts.deletion.delete(session_id=session_id)
-        named = self._parts.users.hash(user or "")
-        hashed = named if await self._store.sessions_of(named) else user or ""
+        hashed = await self._hash_of(user or "", tenant)
         await self._close_all_of(hashed)
         return await self._parts.deletion.delete(user=hashed)
+
+    async def _hash_of(self, user: str, tenant: str | None) -> str:
+        """Return the hash of the user that has had sessions under a name; what is none is taken for a hash."""
+        configured = (DEFAULT_TENANT, *(key.tenant for key in self._settings.keys))
+        tenants = [tenant] if tenant is not None else {*configured, *await self._store.tenants()}
+        hashes = {each: self._parts.users.hash(user, each) for each in sorted(tenants)}
+        known = {each: hashed for each, hashed in hashes.items() if await self._store.sessions_of(hashed)}
+        if len(known) > 1:
+            message = f"is needed: users of this name are in the tenants {', '.join(known)}"
+            raise InvalidFieldError([FieldError(path="query.tenant", message=message)])
+        return next(iter(known.values()), user)
 
     async def _close_all_of(self, user: str) -> None:
         before: tuple[float, str] | None = None

@@ -49,13 +49,13 @@ class LiveKey(Section):
     """A key for clients that send `X-Session-Id` instead of opening sessions."""
 
     name: str = Field(min_length=1, max_length=128)
-    """A name for people."""
+    """A name for people. Keys of one name and tenant share their clients' sessions, so that a key can be replaced."""
     key: SecretStr
     """At least 16 characters of visible ASCII."""
     tenant: Name = "default"
     """The tenant of its sessions."""
     user: str | None = Field(None, max_length=256)
-    """The user of its sessions; left out, each session is a user of its own."""
+    """The user of its sessions; left out, each id that a client sends is a user of its own."""
     pool: Name = "policy"
     """The pool that answers."""
     train: bool = False

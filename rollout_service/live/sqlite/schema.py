@@ -133,8 +133,14 @@ END;
 CREATE TABLE earlier_sessions (user TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 """
 
+_VERSION_2 = """
+ALTER TABLE sessions ADD COLUMN client TEXT;
+CREATE INDEX sessions_by_client ON sessions (client, seq) WHERE client != '';
+"""
+"""Sessions that clients began are found by a hash of the client's id. It is null for those of earlier releases."""
+
 LIVE = DatabaseSchema(
-    migrations=(_VERSION_1,),
+    migrations=(_VERSION_1, _VERSION_2),
     application_id=0x526F6C4C,
     synchronous="NORMAL",
     page_size=PAGE_SIZE,

@@ -86,6 +86,9 @@ class SqliteLiveStore(LiveStore):
     async def session_of_key(self, key_hash: bytes) -> SessionRecord | None:
         return await self._read(lambda db: session_statements.of_key(db, key_hash))
 
+    async def latest_of_client(self, client: str) -> SessionRecord | None:
+        return await self._read(lambda db: session_statements.latest_of_client(db, client))
+
     async def sessions(
         self,
         *,
@@ -101,6 +104,12 @@ class SqliteLiveStore(LiveStore):
 
     async def sessions_of(self, user: str) -> int:
         return await self._read(lambda db: session_statements.had(db, user))
+
+    async def tenants(self) -> Sequence[str]:
+        return await self._read(session_statements.tenants)
+
+    async def separate_users(self, in_tenant: Callable[[str, str], str]) -> None:
+        await self._write(lambda db: session_statements.separate_users(db, in_tenant))
 
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=opted_out))

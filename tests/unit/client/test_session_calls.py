@@ -151,11 +151,13 @@ async def test_feedback_and_deletion_name_only_what_was_given():
         assert (await client.feedback("s", 0.5, turn=0, text="shorter")).value == -1.0
         assert (await client.delete_session("s")).turns == 2
         assert (await client.delete_sessions(user="a b")).sessions == 1
+        assert (await client.delete_sessions(user="a", tenant="t")).sessions == 1
     assert seen == [
         ("POST", "/v1/sessions/s/feedback", {}, {"value": -1.0}),
         ("POST", "/v1/sessions/s/feedback", {}, {"value": 0.5, "turn": 0, "text": "shorter"}),
         ("DELETE", "/v1/sessions/s", {}, None),
         ("DELETE", "/v1/sessions", {"user": "a b"}, None),
+        ("DELETE", "/v1/sessions", {"user": "a", "tenant": "t"}, None),
     ]
 
 
