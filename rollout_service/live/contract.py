@@ -58,6 +58,19 @@ class SessionRecord:
     """Those of them that were not stored."""
 
 
+DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OptOuts:
+    """What of a conversation was not to be stored."""
+
+    digests: frozenset[bytes] = frozenset()
+    """Hashes of messages, of `DIGEST_BYTES` each, from which nothing can be read."""
+    is_complete: bool = True
+    """False if there are others, of which nothing is known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextStateRecord:
     """All messages since a turn's answer, up to the next request that follows it."""
@@ -208,6 +221,18 @@ class LiveStore(Protocol):
         """Note that a turn was served. One that is opted out is counted here, and leaves nothing else; others are
         counted when they are recorded.
         """
+        ...
+
+    async def opt_out(self, conversation: str, added: OptOuts, at: float) -> None:
+        """Remember what of a conversation was not to be stored. Of too much, some is kept, and noted as incomplete."""
+        ...
+
+    async def opt_outs(self, conversation: str) -> OptOuts:
+        """Return what of a conversation was not to be stored, also once its sessions are gone."""
+        ...
+
+    async def forget_opt_outs(self, before: float) -> None:
+        """Forget what was not to be stored of conversations that had no such turn since a time."""
         ...
 
     async def use(self, session_id: str, at: float) -> None:

@@ -1,8 +1,9 @@
 """Records the turns of one live session, as its gateway session serves them.
 
 Guarantees: a turn is in the store before its last event can leave, or its client gets an error instead. Nothing of a
-request without consent is stored, nor of a later one that contains its answer, nor of a turn in which a detector finds
-something; such turns are counted. What followed an answer is set when the next request arrives, and waits for nothing.
+request without consent is stored, nor of a later one whose history has something of it, nor of a turn in which a
+detector finds something; such turns are counted. What followed an answer is set when the next request arrives, and
+waits for nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from rollout_service.gateway.capture.answer import SentAnswer
 from rollout_service.gateway.capture.history import canonical
 from rollout_service.gateway.contract import ClientMessage, ModelCall
 from rollout_service.inference.contract import Generation
-from rollout_service.live.contract import KINDS, LiveStore, SessionRecord, TurnRecord
+from rollout_service.live.consent import ConversationConsent, MessageHashes
+from rollout_service.live.contract import KINDS, LiveStore, OptOuts, SessionRecord, TurnRecord
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.next_state import next_state
@@ -49,6 +51,7 @@ class RecordingParts:
 
     store: LiveStore
     detectors: Detectors
+    hashes: MessageHashes
     metrics: LiveMetrics
     tasks: TaskGroup
     """Runs the writes that no client waits for."""
@@ -77,30 +80,35 @@ class SessionRecorder:
     session: SessionRecord
     capture: TurnCapture
     parts: RecordingParts
+    consent: ConversationConsent
     default_kind: TurnKind
-    has_opted_out: bool = False
-    """Whether a turn of the session was not stored for want of consent."""
     sent: set[int] = field(default_factory=set)
     """The turns whose last token was sent."""
     latest: dict[bytes, int] = field(default_factory=dict)
     """The number of the last call with the same messages, by their state."""
     calls: int = 0
 
-    def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
-        """Note what a request says of the answer before it, and return what keeps its turn."""
+    async def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
+        """Note what a request says of the answer before it, and return what keeps its turn.
+
+        Raises:
+            StoreError: It is not to be stored, and that cannot be noted: then it is not answered either.
+        """
         kind = self._kind(call, planned)
-        is_recorded = self._consents(call, planned)
+        agreed = self.session.train if call.train is None else call.train
+        is_recorded = agreed and await self.consent.allows(planned)
         self._note_echo(planned)
         if is_recorded:
             self._note_repeat(planned)
             if kind is TurnKind.MAIN:
                 self._follow(planned)
-        else:
-            self.has_opted_out = True
         self.calls += 1
+        turn = LiveTurn(self, planned, kind, "" if is_recorded else OPTED_OUT, self.calls)
         if is_recorded:
-            self.latest[planned.match.state] = self.calls
-        return LiveTurn(self, planned, kind, "" if is_recorded else OPTED_OUT, self.calls)
+            self.latest[planned.match.state] = turn.number
+        else:
+            await self.opt_out(await self.consent.refuse(planned))
+        return turn
 
     def _kind(self, call: ModelCall, planned: PlannedTurn) -> TurnKind:
         if call.kind:
@@ -110,10 +118,13 @@ class SessionRecorder:
         is_main = self.capture.role_of(planned) is SegmentRole.MAIN
         return TurnKind.MAIN if is_main else TurnKind.SIDE
 
-    def _consents(self, call: ModelCall, planned: PlannedTurn) -> bool:
-        """Whether a turn may be stored; one whose history has an answer that was not stored may not."""
-        agreed = self.session.train if call.train is None else call.train
-        return agreed and not (self.has_opted_out and planned.match.has_foreign)
+    async def opt_out(self, added: OptOuts) -> None:
+        """Remember what was not to be stored.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        await self.parts.store.opt_out(self.consent.conversation, added, self.parts.clock())
 
     def _note_echo(self, planned: PlannedTurn) -> None:
         """A client that sends an answer back has received it."""
@@ -178,6 +189,8 @@ class LiveTurn:
         """
         recorder, parts = self.recorder, self.recorder.parts
         if self.unrecorded_because:
+            self.planned.complete(generation)
+            await recorder.opt_out(recorder.consent.refuse_answer(self.planned.splitter.sent))
             await parts.store.served(recorder.session.session_id, parts.clock(), opted_out=True)
             return
         planned = self.planned

@@ -68,6 +68,8 @@ class LiveSessionParts:
     deletion: Deletion
     choose_pool: Callable[[str, str], str]
     """Returns the pool that serves a new session, from the pool that it asks for and its id."""
+    has_neighbors: bool = False
+    """Whether other nodes may have sessions that this one does not know."""
     clock: Callable[[], float] = time.time
 
 
@@ -80,7 +82,12 @@ class LiveSessions:
         self._store = parts.store
         self._active = ActiveSessions()
         self._register = SessionRegister(
-            parts.settings, parts.store, parts.users, parts.choose_pool, parts.clock
+            parts.settings,
+            parts.store,
+            parts.users,
+            parts.choose_pool,
+            parts.clock,
+            has_neighbors=parts.has_neighbors,
         )
         self.served = ServedSessions(
             parts.settings,
@@ -270,6 +277,7 @@ class LiveSessions:
             with _trying_again():
                 while await self._store.prune(self._parts.clock(), self._settings.retention_bytes):
                     pass  # the store removes some at a time
+                await self._store.forget_opt_outs(self._parts.clock() - self._settings.opt_out_seconds)
             await anyio.sleep(pause)
 
 

@@ -85,6 +85,9 @@ class LiveSettings(Section):
     """The first sessions of a new user that are judged and not trained on."""
     retention_seconds: float = Field(604_800.0, gt=0)
     """How long turns are kept that no run took."""
+    opt_out_seconds: float = Field(7_776_000.0, gt=0)
+    """How long it is known which messages of a conversation were not to be stored, since its last request without
+    consent. They are kept as salted hashes."""
     retention_bytes: int | None = Field(None, ge=1)
     """The most bytes that are kept for one user; the oldest closed sessions go first. Left out sets no limit."""
     detectors: list[str] = ["secrets"]

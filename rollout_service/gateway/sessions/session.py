@@ -182,9 +182,9 @@ class GatewaySession:
         """Sample an answer and record it; it ends early once its client is gone for good or the agent has ended."""
         began = time.perf_counter()
         planned = await self._plan(answer.call)
-        budget = self._budget(answer.call, planned)
         if self._place.observer is not None:
-            answer.observer = self._place.observer.planned(answer.call, planned)
+            answer.observer = await self._place.observer.planned(answer.call, planned)
+        budget = self._budget(answer.call, planned)
         answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
         self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
         generation, is_read = None, False

@@ -64,7 +64,7 @@ class Unrecorded:
 
     unrecorded_because: str
 
-    def planned(self, call: ModelCall, planned: PlannedAnswer) -> Unrecorded:
+    async def planned(self, call: ModelCall, planned: PlannedAnswer) -> Unrecorded:
         """Note nothing."""
         _ = call, planned
         return self

@@ -21,6 +21,7 @@ from rollout_service.errors import InvalidFieldError
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.sessions.keys import unknown_key
 from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.live.consent import ConversationConsent
 from rollout_service.live.contract import LiveStore, SessionRecord
 from rollout_service.live.errors import SessionEndedError
 from rollout_service.live.recorder import RecordingParts, SessionRecorder
@@ -168,12 +169,17 @@ class ServedSessions:
         if turns:
             capture = await anyio.to_thread.run_sync(rebuild, renderer, turns)
         default = TurnKind.MAIN if record.explicit else TurnKind(self._settings.turn_kind)
+        consent = ConversationConsent(
+            self._register.conversation_of(record.session_id),
+            self._recording.hashes,
+            await self._register.opt_outs_of(record.session_id),
+        )
         recorder = SessionRecorder(
             record,
             capture,
             self._recording,
+            consent,
             default,
-            has_opted_out=record.opted_out > 0,
             sent={turn.turn for turn in turns if turn.delivered},
         )
         return ActiveSession(record, engines.open(record, capture, recorder), recorder)

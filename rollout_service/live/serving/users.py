@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rollout_service.private_files import write_private
 _SALT_BYTES = 32
 _HASH_BYTES = 16
 DEFAULT_TENANT = "default"
+_NUMBER = re.compile(r"~[0-9]{1,9}$")
 
 
 class UserHashes:
@@ -44,6 +46,14 @@ class UserHashes:
                 hint="Restore it, or remove it; users of before are then others.",
             )
         return cls(salt)
+
+    def message_key(self) -> bytes:
+        """Return a key for hashes of what users say."""
+        return hashlib.blake2b(digest_size=_SALT_BYTES, key=self._salt, person=b"messages").digest()
+
+    def of_conversation(self, session_id: str) -> str:
+        """Return the hash of the conversation of a session, the same for all that a client went on in by its own id."""
+        return self._digest(b"conversation", _NUMBER.sub("", session_id))
 
     def hash(self, user: str, tenant: str) -> str:
         """Return the hash of a user of a tenant, by name."""

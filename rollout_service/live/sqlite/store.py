@@ -19,6 +19,7 @@ from rollout_service.live.contract import (
     Deleted,
     LiveStore,
     NextStateRecord,
+    OptOuts,
     PartRecord,
     SessionRecord,
     TurnFate,
@@ -26,6 +27,7 @@ from rollout_service.live.contract import (
     TurnRecord,
 )
 from rollout_service.live.sqlite import (
+    consent_statements,
     part_statements,
     removal_statements,
     session_statements,
@@ -113,6 +115,15 @@ class SqliteLiveStore(LiveStore):
 
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=opted_out))
+
+    async def opt_out(self, conversation: str, added: OptOuts, at: float) -> None:
+        await self._write(lambda db: consent_statements.opt_out(db, conversation, added, at))
+
+    async def opt_outs(self, conversation: str) -> OptOuts:
+        return await self._read(lambda db: consent_statements.opt_outs(db, conversation))
+
+    async def forget_opt_outs(self, before: float) -> None:
+        await self._write(lambda db: consent_statements.forget(db, before))
 
     async def use(self, session_id: str, at: float) -> None:
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=False))

@@ -11,7 +11,8 @@ import pytest
 
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
 from rollout_service.errors import StoreError
-from rollout_service.live.contract import LiveStore
+from rollout_service.live.contract import DIGEST_BYTES, LiveStore, OptOuts
+from rollout_service.live.sqlite.consent_statements import MAX_DIGESTS
 from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
@@ -67,6 +68,36 @@ async def test_the_tenants_with_sessions_are_listed(store: LiveStore) -> None:
     for number, tenant in enumerate(("b", "a", "b")):
         await store.open(a_session(f"s{number}", tenant=tenant))
     assert await store.tenants() == ["a", "b"]
+
+
+def digests(*numbers: int) -> frozenset[bytes]:
+    return frozenset(number.to_bytes(DIGEST_BYTES) for number in numbers)
+
+
+async def test_what_was_not_to_be_stored_outlives_its_session(store: LiveStore) -> None:
+    assert await store.opt_outs("c") == OptOuts()
+    await store.open(a_session())
+    await store.opt_out("c", OptOuts(digests(1, 2)), 5.0)
+    await store.opt_out("c", OptOuts(digests(2, 3)), 6.0)
+    await store.opt_out("d", OptOuts(is_complete=False), 7.0)
+    await store.delete(user="u")
+    assert await store.opt_outs("c") == OptOuts(digests(1, 2, 3))
+    assert await store.opt_outs("d") == OptOuts(is_complete=False)
+    await store.forget_opt_outs(6.0)
+    assert await store.opt_outs("c") == OptOuts(digests(1, 2, 3))
+    await store.forget_opt_outs(6.5)
+    assert await store.opt_outs("c") == OptOuts()
+    assert not (await store.opt_outs("d")).is_complete
+
+
+async def test_of_too_much_some_is_kept_and_noted(store: LiveStore) -> None:
+    await store.opt_out("c", OptOuts(digests(*range(MAX_DIGESTS))), 5.0)
+    assert (await store.opt_outs("c")).is_complete
+    await store.opt_out("c", OptOuts(digests(MAX_DIGESTS)), 5.0)
+    found = await store.opt_outs("c")
+    assert (len(found.digests), found.is_complete) == (MAX_DIGESTS, False)
+    await store.opt_out("c", OptOuts(), 5.0)
+    assert not (await store.opt_outs("c")).is_complete
 
 
 async def test_sessions_come_newest_first_and_in_pages(store: LiveStore) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from api_schemas.rollouts.sessions import MaskReason, TurnKind
+from api_schemas.rollouts.sessions import MaskReason
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.live.replay import rebuild
@@ -163,42 +163,6 @@ async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_sessi
         assert (
             await service.http.get("/v1/sessions", headers={"authorization": f"Bearer {one['key']}"})
         ).status_code == 401
-
-
-async def test_opting_out_in_the_middle_leaves_later_turns_nowhere(tmp_path: Path) -> None:
-    async with (
-        scripted("One.", "Two.", "Three.", "Four.") as engine,
-        live_service(tmp_path, [engine]) as service,
-    ):
-        opened = await service.open(user="alice")
-        assert opened.key is not None
-        await service.ask(opened.key, "first words")
-        no = await service.ask(opened.key, "first words", "One.", "sesame words", headers={"X-Train": "no"})
-        assert no.headers["x-rollout-recorded"] == "no; reason=opted-out"
-        later = await service.ask(opened.key, "first words", "One.", "sesame words", "Two.", "more of it")
-        assert later.headers["x-rollout-recorded"] == "no; reason=opted-out"
-        fresh = await service.ask(opened.key, "other words")
-        assert fresh.headers["x-rollout-recorded"] == "yes"
-        turns = await delivered(service, opened.session.session_id, 2)
-        assert [turn.answer for turn in turns] == ["One.", "One."]
-        assert turns[0].next_state is None
-        counts = (await service.show(opened.session.session_id)).counts
-        assert (counts.served, counts.recorded) == (4, 2)
-        assert counts.dropped == {MaskReason.OPTED_OUT: 2}
-    files = stored(tmp_path)
-    for text in (b"sesame", b"more of it", b"alice"):
-        assert text not in files
-
-
-async def test_nothing_is_recorded_without_consent(tmp_path: Path) -> None:
-    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine]) as service:
-        opened = await service.open(train=None)
-        assert opened.key is not None
-        assert (await service.ask(opened.key, "a")).headers["x-rollout-recorded"] == "no; reason=opted-out"
-        yes = await service.ask(opened.key, "b", train="yes", turn_type="side")
-        assert yes.headers["x-rollout-recorded"] == "yes"
-        [turn] = await delivered(service, opened.session.session_id, 1)
-        assert (turn.kind, turn.mask) == (TurnKind.SIDE, MaskReason.SIDE)
 
 
 class QuotingError(RuntimeError):
