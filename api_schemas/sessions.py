@@ -29,8 +29,8 @@ from api_schemas.runs import BatchId, RunId
 SessionId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """Any text of up to 256 characters; nothing is read into it."""
 
-RESERVED_IDS = frozenset({"canary", "feedback"})
-"""What stands at the place of an id in the paths of other routes."""
+RESERVED_IDS = frozenset({"canary", "feedback", ".", ".."})
+"""What stands at the place of an id in the paths of other routes, or never arrives in a path."""
 
 
 class SessionRequest(WireModel):
@@ -54,13 +54,13 @@ class SessionRequest(WireModel):
     """Sessions with the same value work on the same task: a run with `group_size` n gets them as groups of n, once all
     have ended."""
     metadata: dict[str, JsonValue] = {}
-    """Data of the caller, returned unchanged."""
+    """Data of the caller, returned unchanged but for texts with secrets, which become `[redacted]`."""
 
     @field_validator("session_id")
     @classmethod
     def _is_no_route(cls, session_id: str | None) -> str | None:
         if session_id in RESERVED_IDS:
-            raise ValueError(f"{session_id!r} is the name of a route; choose another id")
+            raise ValueError(f"{session_id!r} cannot stand in a path; choose another id")
         return session_id
 
 

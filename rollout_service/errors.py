@@ -34,6 +34,7 @@ log, and the metrics show.
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
@@ -281,6 +282,14 @@ def describe(error: BaseException, *, stage: str | None = None, attempt: int | N
         stage=stage,
         attempt=attempt,
     )
+
+
+def without_message(error: BaseException) -> dict[str, str]:
+    """Return what a log says of an error whose message may quote a user; a defect has its stack."""
+    told = {"code": describe(error).code, "error": type(error).__name__}
+    if told["code"] == DefectError.code:
+        told["stack"] = "".join(traceback.format_tb(error.__traceback__))
+    return told
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -98,9 +98,14 @@ class SessionCalls:
         """
         return await self._connection.call(wire.DeletedSessions, "DELETE", _path(session_id))
 
-    async def delete_sessions(self, *, user: str) -> wire.DeletedSessions:
-        """Delete all sessions of a user, and return what was leased before."""
-        return await self._connection.call(wire.DeletedSessions, "DELETE", PATH, params={"user": user})
+    async def delete_sessions(self, *, user: str, tenant: str | None = None) -> wire.DeletedSessions:
+        """Delete all sessions of a user, and return what was leased before.
+
+        Raises:
+            InvalidRequestError: Several tenants have a user of this name: name one.
+        """
+        params = {"user": user} | ({} if tenant is None else {"tenant": tenant})
+        return await self._connection.call(wire.DeletedSessions, "DELETE", PATH, params=params)
 
     async def feedback_by_version(self) -> list[wire.FeedbackByVersion]:
         """Return how turns were judged, by the pool and the version of the weights that sampled them."""

@@ -101,6 +101,10 @@ def delete(
     user: Annotated[
         str | None, typer.Option(help="Delete all sessions of this user instead.", show_default=False)
     ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="The user's tenant, if several have one of this name.", show_default=False),
+    ] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
@@ -108,11 +112,11 @@ def delete(
     """Delete a session, or all of a user, and show which batches with parts of them a trainer has leased."""
 
     async def main() -> None:
-        if (session_id is None) == (user is None):
+        if (session_id is None) == (user is None) or (user is None and tenant is not None):
             raise common.CommandError("name what to delete", hint="Pass either a session's id or --user.")
         async with common.connect(url, key) as client:
             if user is not None:
-                deleted = await client.delete_sessions(user=user)
+                deleted = await client.delete_sessions(user=user, tenant=tenant)
             else:
                 deleted = await client.delete_session(str(session_id))
         _show_deleted(deleted, as_json)

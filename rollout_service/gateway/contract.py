@@ -276,5 +276,9 @@ class TurnObserver(Protocol):
 class CallObserver(Protocol[Seen]):
     """Sees the calls of one session, such as to keep their turns beyond this process."""
 
-    def planned(self, call: ModelCall, planned: Seen) -> TurnObserver:
-        """Take note of a call whose prompt was made, and return what keeps its turn. Must be quick and not raise."""
+    async def planned(self, call: ModelCall, planned: Seen) -> TurnObserver:
+        """Take note of a call whose prompt was made, and return what keeps its turn. Must be quick.
+
+        Raises:
+            ServiceError: It cannot be noted; the call fails.
+        """

@@ -21,6 +21,8 @@ CANCELLED = "cancelled"
 """The sample was cancelled, by a person or because it was not needed."""
 SURPLUS = "surplus"
 """The group was not needed, and its run does not carry groups over."""
+DELETED = "deleted"
+"""The sample was erased on a person's demand; a group of which too little is left is dropped."""
 NOT_A_NUMBER = "reward_not_finite"
 """The reward is infinite or not a number."""
 

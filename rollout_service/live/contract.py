@@ -8,7 +8,7 @@ part, and a part in at most one rollout; deleting leaves no byte of a session in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -41,6 +41,8 @@ class SessionRecord:
     train: bool
     explicit: bool
     """Whether it was opened by a request of its own."""
+    client: str = ""
+    """The hash of the id by which a client began it; empty for one that was opened by a request."""
     quarantined: bool = False
     retention_seconds: float
     continues: str | None = None
@@ -54,6 +56,19 @@ class SessionRecord:
     """The turns that were served, stored or not."""
     opted_out: int = 0
     """Those of them that were not stored."""
+
+
+DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OptOuts:
+    """What of a conversation was not to be stored."""
+
+    digests: frozenset[bytes] = frozenset()
+    """Hashes of messages, of `DIGEST_BYTES` each, from which nothing can be read."""
+    is_complete: bool = True
+    """False if there are others, of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +183,10 @@ class LiveStore(Protocol):
 
     async def session_of_key(self, key_hash: bytes) -> SessionRecord | None: ...
 
+    async def latest_of_client(self, client: str) -> SessionRecord | None:
+        """Return the newest session of a client's own id, by its hash."""
+        ...
+
     async def sessions(
         self,
         *,
@@ -187,10 +206,33 @@ class LiveStore(Protocol):
         """Return how many sessions a user has had, deleted ones not counted."""
         ...
 
+    async def tenants(self) -> Sequence[str]:
+        """Return the tenants that have sessions."""
+        ...
+
+    async def separate_users(self, in_tenant: Callable[[str, str], str]) -> None:
+        """Give users hashes of their own in each tenant, in sessions that earlier releases stored; idempotent.
+
+        `in_tenant` returns such a hash from the stored one and the tenant.
+        """
+        ...
+
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:
         """Note that a turn was served. One that is opted out is counted here, and leaves nothing else; others are
         counted when they are recorded.
         """
+        ...
+
+    async def opt_out(self, conversation: str, added: OptOuts, at: float) -> None:
+        """Remember what of a conversation was not to be stored. Of too much, some is kept, and noted as incomplete."""
+        ...
+
+    async def opt_outs(self, conversation: str) -> OptOuts:
+        """Return what of a conversation was not to be stored, also once its sessions are gone."""
+        ...
+
+    async def forget_opt_outs(self, before: float) -> None:
+        """Forget what was not to be stored of conversations that had no such turn since a time."""
         ...
 
     async def use(self, session_id: str, at: float) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 
 import anyio.to_thread
 import structlog
+from pydantic import JsonValue
 
 from rollout_service.live.plugins import load_functions
 
@@ -30,6 +31,8 @@ Find = str | tuple[int, int]
 Detector = Callable[[str], Iterable[Find]]
 """Finds something in a text, each time that it occurs. It runs in a thread."""
 
+REDACTED: Final = "[redacted]"
+"""What stands in the place of a text that may not be stored."""
 INLINE_CHARS: Final = 4_096
 """Texts of up to this many characters together are searched at once; longer ones in a thread."""
 _WINDOW: Final = 65_536
@@ -145,6 +148,40 @@ class Detectors:
         if sum(map(len, texts)) <= INLINE_CHARS and self._detectors.keys() <= BUILT_IN.keys():
             return self.find(texts)
         return await anyio.to_thread.run_sync(self.find, texts)
+
+    async def redact(self, value: JsonValue) -> tuple[JsonValue, dict[str, int]]:
+        """Return a value in which every text with a find is replaced, and how often each kind was found."""
+        found = await self.search(texts_in(value))
+        return (await anyio.to_thread.run_sync(self._redacted, value) if found else value), found
+
+    def _redacted(self, value: JsonValue) -> JsonValue:
+        if isinstance(value, dict):
+            return {self._redacted_text(name): self._redacted(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self._redacted(each) for each in value]
+        if isinstance(value, str):
+            return self._redacted_text(value)
+        return REDACTED if self.find(texts_in(value)) else value
+
+    def _redacted_text(self, text: str) -> str:
+        return REDACTED if self.find([text]) else text
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield all texts and whole numbers of a value as JSON has it, names of fields included."""
+    left = [value]
+    while left:
+        match left.pop():
+            case str(text):
+                yield text
+            case bool() | None:
+                pass
+            case int(number):
+                yield str(number)
+            case Mapping() as fields:
+                left += [*fields.keys(), *fields.values()]
+            case list() | tuple() as values:
+                left += values
 
 
 def _find(patterns: Sequence[_Pattern], text: str) -> Iterator[str]:

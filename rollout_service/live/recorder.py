@@ -1,8 +1,9 @@
 """Records the turns of one live session, as its gateway session serves them.
 
 Guarantees: a turn is in the store before its last event can leave, or its client gets an error instead. Nothing of a
-request without consent is stored, nor of a later one that contains its answer, nor of a turn in which a detector finds
-something; such turns are counted. What followed an answer is set when the next request arrives, and waits for nothing.
+request without consent is stored, nor of a later one whose history has something of it, nor of a turn in which a
+detector finds something; such turns are counted. What followed an answer is set when the next request arrives, and
+waits for nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -26,14 +28,17 @@ from rollout_service.gateway.capture.answer import SentAnswer
 from rollout_service.gateway.capture.history import canonical
 from rollout_service.gateway.contract import ClientMessage, ModelCall
 from rollout_service.inference.contract import Generation
-from rollout_service.live.contract import KINDS, LiveStore, SessionRecord, TurnRecord
+from rollout_service.live.consent import ConversationConsent, MessageHashes
+from rollout_service.live.contract import KINDS, LiveStore, OptOuts, SessionRecord, TurnRecord
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.next_state import next_state
-from rollout_service.live.replay import encode
+from rollout_service.live.replay import PackedTurn, pack
 from rollout_service.tokens.output import check_output
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 OPTED_OUT = "opted-out"
 INLINE_IDS = 32_768
@@ -46,6 +51,7 @@ class RecordingParts:
 
     store: LiveStore
     detectors: Detectors
+    hashes: MessageHashes
     metrics: LiveMetrics
     tasks: TaskGroup
     """Runs the writes that no client waits for."""
@@ -74,30 +80,35 @@ class SessionRecorder:
     session: SessionRecord
     capture: TurnCapture
     parts: RecordingParts
+    consent: ConversationConsent
     default_kind: TurnKind
-    has_opted_out: bool = False
-    """Whether a turn of the session was not stored for want of consent."""
     sent: set[int] = field(default_factory=set)
     """The turns whose last token was sent."""
     latest: dict[bytes, int] = field(default_factory=dict)
     """The number of the last call with the same messages, by their state."""
     calls: int = 0
 
-    def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
-        """Note what a request says of the answer before it, and return what keeps its turn."""
+    async def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
+        """Note what a request says of the answer before it, and return what keeps its turn.
+
+        Raises:
+            StoreError: It is not to be stored, and that cannot be noted: then it is not answered either.
+        """
         kind = self._kind(call, planned)
-        is_recorded = self._consents(call, planned)
+        agreed = self.session.train if call.train is None else call.train
+        is_recorded = agreed and await self.consent.allows(planned)
         self._note_echo(planned)
         if is_recorded:
             self._note_repeat(planned)
             if kind is TurnKind.MAIN:
                 self._follow(planned)
-        else:
-            self.has_opted_out = True
         self.calls += 1
+        turn = LiveTurn(self, planned, kind, "" if is_recorded else OPTED_OUT, self.calls)
         if is_recorded:
-            self.latest[planned.match.state] = self.calls
-        return LiveTurn(self, planned, kind, "" if is_recorded else OPTED_OUT, self.calls)
+            self.latest[planned.match.state] = turn.number
+        else:
+            await self.opt_out(await self.consent.refuse(planned))
+        return turn
 
     def _kind(self, call: ModelCall, planned: PlannedTurn) -> TurnKind:
         if call.kind:
@@ -107,10 +118,13 @@ class SessionRecorder:
         is_main = self.capture.role_of(planned) is SegmentRole.MAIN
         return TurnKind.MAIN if is_main else TurnKind.SIDE
 
-    def _consents(self, call: ModelCall, planned: PlannedTurn) -> bool:
-        """Whether a turn may be stored; one whose history has an answer that was not stored may not."""
-        agreed = self.session.train if call.train is None else call.train
-        return agreed and not (self.has_opted_out and planned.match.has_foreign)
+    async def opt_out(self, added: OptOuts) -> None:
+        """Remember what was not to be stored.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        await self.parts.store.opt_out(self.consent.conversation, added, self.parts.clock())
 
     def _note_echo(self, planned: PlannedTurn) -> None:
         """A client that sends an answer back has received it."""
@@ -175,18 +189,23 @@ class LiveTurn:
         """
         recorder, parts = self.recorder, self.recorder.parts
         if self.unrecorded_because:
+            self.planned.complete(generation)
+            await recorder.opt_out(recorder.consent.refuse_answer(self.planned.splitter.sent))
             await parts.store.served(recorder.session.session_id, parts.clock(), opted_out=True)
             return
         planned = self.planned
         check_output(generation.output_ids, generation.logprobs, generation.versions)
         planned.complete(generation)
-        found = await parts.detectors.search(list(self._texts(generation)))
-        if found:
+        packed = await self._make(
+            generation, partial(pack, recorder.capture, planned, generation, delivered=delivered)
+        )
+        texts = await self._make(generation, partial(self._texts, packed, generation))
+        if found := await parts.detectors.search(texts):
             parts.metrics.redacted(found)
             await parts.store.record(self._record(generation, None, delivered=delivered))
             recorder.capture.skip()
             return
-        body = await self._encode(generation, delivered=delivered)
+        body = await self._make(generation, packed.encode)
         turn = recorder.capture.next_id
         await parts.store.record(self._record(generation, body, delivered=delivered))
         recorder.capture.record(planned, generation, delivered=delivered)
@@ -197,22 +216,16 @@ class LiveTurn:
         if self.turn is not None:
             self.recorder.note_sent(self.turn)
 
-    async def _encode(self, generation: Generation, *, delivered: bool) -> bytes:
-        make = partial(encode, self.recorder.capture, self.planned, generation, delivered=delivered)
+    async def _make(self, generation: Generation, make: Callable[[], T]) -> T:
+        """Make something of the turn, in a thread if it is long."""
         new = len(self.planned.prompt_ids) - self.planned.known + len(generation.output_ids)
         return await anyio.to_thread.run_sync(make) if new > INLINE_IDS else make()
 
-    def _texts(self, generation: Generation) -> Iterator[str]:
-        """Yield all texts of the turn that no stored turn has."""
-        planned = self.planned
-        messages = planned.messages
-        if planned.prompt.parent is not None:
-            messages = messages[planned.match.begin :]
-        for message in messages:
-            yield message.text
-            yield message.reasoning or ""
-            yield from (call.arguments for call in message.calls)
-        yield self.recorder.capture.renderer.decode(generation.output_ids)
+    def _texts(self, packed: PackedTurn, generation: Generation) -> list[str]:
+        """Return all texts that would be stored with the turn."""
+        sent = self.planned.splitter.sent
+        said = self.recorder.capture.renderer.decode(generation.output_ids)
+        return [*packed.texts(), said, answer_text(sent), *_calls(sent)]
 
     def _record(self, generation: Generation, body: bytes | None, *, delivered: bool) -> TurnRecord:
         """Return the turn for the store; without a body, nothing that was said is part of it."""

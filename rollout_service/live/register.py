@@ -11,10 +11,10 @@ from hashlib import sha256
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.sessions import SessionRequest
 from rollout_service.errors import NotFoundError
-from rollout_service.live.contract import LiveStore, SessionRecord
+from rollout_service.live.contract import LiveStore, OptOuts, SessionRecord
 from rollout_service.live.errors import RateLimitedError
 from rollout_service.live.serving.users import UserHashes
-from rollout_service.settings.live import LiveSettings
+from rollout_service.settings.live import LiveKey, LiveSettings
 
 PAGE = 1_000
 """How many records are read at once."""
@@ -30,13 +30,18 @@ class SessionRegister:
         users: UserHashes,
         choose_pool: Callable[[str, str], str],
         clock: Callable[[], float],
+        *,
+        has_neighbors: bool,
     ) -> None:
-        """Take `choose_pool`, which returns the pool of a new session from the one it asks for and its id."""
+        """Take `choose_pool`, which returns the pool of a new session from the one it asks for and its id, and whether
+        other nodes may have sessions that this one does not know.
+        """
         self._settings = settings
         self._store = store
         self._users = users
         self._choose_pool = choose_pool
         self._clock = clock
+        self._has_neighbors = has_neighbors
         self.open_sessions = 0
 
     async def count_open(self) -> None:
@@ -46,15 +51,19 @@ class SessionRegister:
             self.open_sessions += len(page)
             before = (page[-1].opened_at, page[-1].session_id)
 
-    def user_of(self, user: str | None, session_id: str) -> str:
+    def user_of(self, user: str | None, tenant: str, session_id: str) -> str:
         """Return the hash of a user; without one, a session is a user of its own."""
         users = self._users
-        return users.hash(user) if user is not None else users.of_session(session_id)
+        return users.hash(user, tenant) if user is not None else users.of_session(session_id)
+
+    def client_of(self, key: LiveKey, client_id: str) -> str:
+        """Return the hash of a client's own id."""
+        return self._users.of_client(key.tenant, key.name, client_id)
 
     async def make(
-        self, request: SessionRequest, session_id: str, user: str, *, key_hash: bytes
+        self, request: SessionRequest, session_id: str, user: str, *, key_hash: bytes = b"", client: str = ""
     ) -> SessionRecord:
-        """Return the record of a new session, which is not stored yet.
+        """Return the record of a new session, which is not stored yet; it has either a key or a client.
 
         Raises:
             RateLimitedError: Too many sessions are open.
@@ -75,6 +84,7 @@ class SessionRegister:
             tenant=request.tenant,
             train=settings.train if request.train is None else request.train,
             explicit=bool(key_hash),
+            client=client,
             quarantined=quarantine > 0 and await self._store.sessions_of(user) < quarantine,
             retention_seconds=min(
                 request.retention_seconds or settings.retention_seconds, settings.retention_seconds
@@ -88,9 +98,25 @@ class SessionRegister:
 
     async def add(self, record: SessionRecord) -> bool:
         """Store the record of a new session; return False if there is one with this id."""
+        if record.continues is not None:
+            refused = await self.opt_outs_of(record.continues)
+            if refused != OptOuts():
+                await self._store.opt_out(self.conversation_of(record.session_id), refused, self._clock())
         is_new = await self._store.open(record)
         self.open_sessions += is_new
         return is_new
+
+    def conversation_of(self, session_id: str) -> str:
+        """Return under what the store remembers what was not to be stored of a session's conversation."""
+        return self._users.of_conversation(session_id)
+
+    async def opt_outs_of(self, session_id: str) -> OptOuts:
+        """Return what of a session's conversation was not to be stored, whether the session is still there or not."""
+        found = await self._store.opt_outs(self.conversation_of(session_id))
+        record = await self._store.session(session_id)
+        # An earlier release counted such turns, and remembered nothing of them.
+        is_incomplete = self._has_neighbors if record is None else record.opted_out > 0
+        return OptOuts(is_complete=False) if is_incomplete and found == OptOuts() else found
 
     async def close(self, session_id: str, because: ClosedBecause) -> None:
         """Note that a session has ended; idempotent."""

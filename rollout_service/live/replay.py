@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -20,11 +20,12 @@ import orjson
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole
 from rollout_service.errors import RecordLostError
 from rollout_service.gateway.capture import CapturePolicy, PlannedTurn, TurnCapture
-from rollout_service.gateway.capture.history import Head, as_messages
+from rollout_service.gateway.capture.history import Head, as_messages, canonical
 from rollout_service.gateway.capture.matching import Match, RecordedTurn
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, Lane, ModelCall
 from rollout_service.inference.contract import Generation
 from rollout_service.live.contract import TurnRecord
+from rollout_service.live.detectors import texts_in
 from rollout_service.tokens import ChatRenderer, ToolSpec, TreePrompt, TreeTurn
 
 LIVE = CapturePolicy(trains=frozenset(SegmentRole))
@@ -45,8 +46,32 @@ class TurnPrompt:
     output_ids: list[int]
 
 
-def encode(capture: TurnCapture, planned: PlannedTurn, generation: Generation, *, delivered: bool) -> bytes:
-    """Return a turn that is complete, and about to be recorded in a capture, as bytes."""
+@dataclass(frozen=True, slots=True)
+class PackedTurn:
+    """All that is stored of a turn, before it is bytes."""
+
+    head: Mapping[str, Any]
+    columns: Sequence[bytes]
+    """Its new ids of the prompt, its sampled ids, and their log-probabilities."""
+
+    def texts(self) -> Iterator[str]:
+        """Yield every text that a reader of the bytes could find, arguments also by their values."""
+        yield from texts_in(self.head)
+        for message in self.head["messages"]:
+            for _, _, arguments in message.get("calls", ()):
+                yield canonical(arguments)
+
+    def encode(self) -> bytes:
+        """Return the turn as bytes."""
+        written = orjson.dumps(self.head)
+        parts = [len(written).to_bytes(_LENGTH), written, *self.columns]
+        return _FORMAT + zlib.compress(b"".join(parts), _LEVEL)
+
+
+def pack(
+    capture: TurnCapture, planned: PlannedTurn, generation: Generation, *, delivered: bool
+) -> PackedTurn:
+    """Return what is to be stored of a turn that is complete, and about to be recorded in a capture."""
     prompt, call = planned.prompt, planned.call
     base = prompt.parent or prompt.after
     shared = _shared_ids(prompt, base)
@@ -75,14 +100,12 @@ def encode(capture: TurnCapture, planned: PlannedTurn, generation: Generation, *
         "messages": [_pack(message) for message in planned.messages[history:]],
         "call": _pack_call(call),
     }
-    written = orjson.dumps(head)
     columns = (
         array("i", prompt.ids[shared:]),
         array("i", generation.output_ids),
         array("f" if is_single else "d", generation.logprobs),
     )
-    parts = [len(written).to_bytes(_LENGTH), written, *(column.tobytes() for column in columns)]
-    return _FORMAT + zlib.compress(b"".join(parts), _LEVEL)
+    return PackedTurn(head, [column.tobytes() for column in columns])
 
 
 def rebuild(renderer: ChatRenderer, turns: Sequence[TurnRecord]) -> TurnCapture:

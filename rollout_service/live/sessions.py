@@ -17,6 +17,7 @@ from uuid import uuid4
 import anyio.to_thread
 import structlog
 
+from api_schemas.errors import FieldError
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.sessions import (
     DeletedSessions,
@@ -26,7 +27,7 @@ from api_schemas.sessions import (
     SessionPage,
     SessionRequest,
 )
-from rollout_service.errors import ConflictError, StoreError
+from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.live.contract import LiveStore, SessionRecord
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
@@ -35,7 +36,7 @@ from rollout_service.live.serving.connecting import SessionEngines
 from rollout_service.live.serving.cursors import decode_cursor, encode_cursor
 from rollout_service.live.serving.feedback import take_feedback
 from rollout_service.live.serving.served import KEY_PREFIX, ServedSessions
-from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.serving.users import DEFAULT_TENANT, UserHashes
 from rollout_service.live.serving.views import show_counts, show_part, show_session, show_turn
 from rollout_service.settings.live import LiveSettings
 
@@ -67,6 +68,8 @@ class LiveSessionParts:
     deletion: Deletion
     choose_pool: Callable[[str, str], str]
     """Returns the pool that serves a new session, from the pool that it asks for and its id."""
+    has_neighbors: bool = False
+    """Whether other nodes may have sessions that this one does not know."""
     clock: Callable[[], float] = time.time
 
 
@@ -79,7 +82,12 @@ class LiveSessions:
         self._store = parts.store
         self._active = ActiveSessions()
         self._register = SessionRegister(
-            parts.settings, parts.store, parts.users, parts.choose_pool, parts.clock
+            parts.settings,
+            parts.store,
+            parts.users,
+            parts.choose_pool,
+            parts.clock,
+            has_neighbors=parts.has_neighbors,
         )
         self.served = ServedSessions(
             parts.settings,
@@ -103,7 +111,8 @@ class LiveSessions:
         return self._parts.engines.url
 
     async def start(self) -> None:
-        """Count the sessions that are open since before the start."""
+        """Bring sessions of earlier releases up to date, and count those that are open."""
+        await self._store.separate_users(self._parts.users.in_tenant)
         await self._register.count_open()
 
     async def open(self, request: SessionRequest) -> tuple[LiveSession, str | None]:
@@ -115,21 +124,30 @@ class LiveSessions:
             RateLimitedError: Too many sessions are open.
         """
         session_id = request.session_id or f"s-{uuid4().hex}"
+        request = await self._without_secrets(request)
         if (known := await self._store.session(session_id)) is not None:
             return await self._reopened(known, request)
         self._parts.engines.check(request.pool)
         key = f"{KEY_PREFIX}{secrets.token_urlsafe(_KEY_BYTES)}"
-        user = self._register.user_of(request.user, session_id)
+        user = self._register.user_of(request.user, request.tenant, session_id)
         record = await self._register.make(request, session_id, user, key_hash=hash_of(key))
         if not await self._register.add(record):  # another request has opened it just now
             return await self.open(request.model_copy(update={"session_id": session_id}))
         return await self.show(record), key
 
+    async def _without_secrets(self, request: SessionRequest) -> SessionRequest:
+        recording = self._parts.recording
+        metadata, found = await recording.detectors.redact(request.metadata)
+        if not found:
+            return request
+        recording.metrics.redacted(found)
+        return request.model_copy(update={"metadata": metadata})
+
     async def _reopened(self, known: SessionRecord, request: SessionRequest) -> tuple[LiveSession, None]:
         same = (
             known.explicit
             and known.tenant == request.tenant
-            and known.user == self._register.user_of(request.user, known.session_id)
+            and known.user == self._register.user_of(request.user, request.tenant, known.session_id)
             and (known.group, known.continues) == (request.group, request.continues)
             and dict(known.metadata) == request.metadata
         )
@@ -188,22 +206,35 @@ class LiveSessions:
         await self._register.close(session_id, because)
         await self._active.end(session_id)
 
-    async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
+    async def delete(
+        self, *, session_id: str | None = None, user: str | None = None, tenant: str | None = None
+    ) -> DeletedSessions:
         """Delete a session, or all of a user, and return what had left the service before.
 
         `user` is the name with which sessions were opened, or the hash that they show.
 
         Raises:
             NotFoundError: There is no such session.
+            InvalidFieldError: Several tenants have a user of this name, and `tenant` is not given.
         """
         if session_id is not None:
             await self._register.known(session_id)
             await self._close(session_id, ClosedBecause.DELETED)
             return await self._parts.deletion.delete(session_id=session_id)
-        named = self._parts.users.hash(user or "")
-        hashed = named if await self._store.sessions_of(named) else user or ""
+        hashed = await self._hash_of(user or "", tenant)
         await self._close_all_of(hashed)
         return await self._parts.deletion.delete(user=hashed)
+
+    async def _hash_of(self, user: str, tenant: str | None) -> str:
+        """Return the hash of the user that has had sessions under a name; what is none is taken for a hash."""
+        configured = (DEFAULT_TENANT, *(key.tenant for key in self._settings.keys))
+        tenants = [tenant] if tenant is not None else {*configured, *await self._store.tenants()}
+        hashes = {each: self._parts.users.hash(user, each) for each in sorted(tenants)}
+        known = {each: hashed for each, hashed in hashes.items() if await self._store.sessions_of(hashed)}
+        if len(known) > 1:
+            message = f"is needed: users of this name are in the tenants {', '.join(known)}"
+            raise InvalidFieldError([FieldError(path="query.tenant", message=message)])
+        return next(iter(known.values()), user)
 
     async def _close_all_of(self, user: str) -> None:
         before: tuple[float, str] | None = None
@@ -246,6 +277,7 @@ class LiveSessions:
             with _trying_again():
                 while await self._store.prune(self._parts.clock(), self._settings.retention_bytes):
                     pass  # the store removes some at a time
+                await self._store.forget_opt_outs(self._parts.clock() - self._settings.opt_out_seconds)
             await anyio.sleep(pause)
 
 

@@ -15,6 +15,7 @@ from api_schemas.runs import Advantages, OverlongPenalty, RunRequest
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from rollout_service.groups import (
     CANCELLED,
+    DELETED,
     STALE,
     STRAGGLER,
     FilterChain,
@@ -90,6 +91,8 @@ def _parts(
 
 
 def _masked_because(member: GroupMember, rollout: Rollout) -> str | None:
+    if member.is_erased:
+        return DELETED
     if rollout.state is RolloutState.COMPLETED and rollout.reward is not None:
         return None
     if rollout.error is not None:

@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge
 from rollout_service.live.canary import Canaries
+from rollout_service.live.consent import MessageHashes
 from rollout_service.live.contract import LiveStore
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.judging.opening import make_judge_stage, make_teacher
@@ -72,16 +73,21 @@ async def open_live(
         stack.callback(tasks.cancel_scope.cancel)
         judging = await make_judge_stage(live.judge, store, judge, serving, [metrics])
         training = _make_training(foundation, store, serving, canaries, metrics)
-        recording = RecordingParts(store, detectors, metrics, tasks, judging.wake, judging.note_feedback)
+        users = UserHashes.load(state_dir / SALT_FILE)
+        hashes = MessageHashes(users.message_key())
+        recording = RecordingParts(
+            store, detectors, hashes, metrics, tasks, judging.wake, judging.note_feedback
+        )
         sessions = LiveSessions(
             LiveSessionParts(
                 settings=live,
                 store=store,
-                users=UserHashes.load(state_dir / SALT_FILE),
+                users=users,
                 engines=_make_engines(foundation.settings, serving, gateway, tasks, metrics),
                 recording=recording,
                 deletion=training.deletion,
                 choose_pool=canaries.choose,
+                has_neighbors=foundation.store.cluster.is_shared,
             )
         )
         await sessions.start()

@@ -49,13 +49,13 @@ class LiveKey(Section):
     """A key for clients that send `X-Session-Id` instead of opening sessions."""
 
     name: str = Field(min_length=1, max_length=128)
-    """A name for people."""
+    """A name for people. Keys of one name and tenant share their clients' sessions, so that a key can be replaced."""
     key: SecretStr
     """At least 16 characters of visible ASCII."""
     tenant: Name = "default"
     """The tenant of its sessions."""
     user: str | None = Field(None, max_length=256)
-    """The user of its sessions; left out, each session is a user of its own."""
+    """The user of its sessions; left out, each id that a client sends is a user of its own."""
     pool: Name = "policy"
     """The pool that answers."""
     train: bool = False
@@ -85,6 +85,9 @@ class LiveSettings(Section):
     """The first sessions of a new user that are judged and not trained on."""
     retention_seconds: float = Field(604_800.0, gt=0)
     """How long turns are kept that no run took."""
+    opt_out_seconds: float = Field(7_776_000.0, gt=0)
+    """How long it is known which messages of a conversation were not to be stored, since its last request without
+    consent. They are kept as salted hashes."""
     retention_bytes: int | None = Field(None, ge=1)
     """The most bytes that are kept for one user; the oldest closed sessions go first. Left out sets no limit."""
     detectors: list[str] = ["secrets"]

@@ -7,13 +7,13 @@ rule can be tested without a database. Where a store filters rows itself for spe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from api_schemas.runs import InlineTasks, RunState, Surplus, TaskSource
+from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus, TaskSource
 from rollout_service.errors import ConflictError
-from rollout_service.groups import STALE, oldest_allowed_version
+from rollout_service.groups import DELETED, STALE, oldest_allowed_version
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup, NoBatch, RunRecord
 
 DROPPED = "dropped:"
@@ -135,6 +135,21 @@ def closing_counts(closure: GroupClosure) -> dict[str, int]:
 def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:
     """Return the ids of the rollouts whose tokens are delivered: all but the stale ones."""
     return [sample.rollout_id for sample in samples if sample.masked_because != STALE]
+
+
+def without_erased(samples: Sequence[ClosedSample], rollout_ids: Collection[str]) -> list[ClosedSample]:
+    """Return the samples of a closed group after the rollouts of some were erased."""
+    return [
+        replace(sample, usable=False, masked_because=DELETED, reward=None, advantage=None)
+        if sample.rollout_id in rollout_ids
+        else sample
+        for sample in samples
+    ]
+
+
+def is_worth_keeping(samples: Sequence[ClosedSample], request: RunRequest) -> bool:
+    """Return whether a closed group has as many usable samples as its run wants."""
+    return sum(sample.usable for sample in samples) >= max(1, request.min_usable)
 
 
 # -- runs ----------------------------------------------------------------------

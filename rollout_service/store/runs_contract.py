@@ -94,6 +94,8 @@ class GroupMember:
     newest_version: int | None
     is_straggler: bool
     """Whether it is being cut off as a straggler."""
+    is_erased: bool = False
+    """Whether what it contained was erased on a person's demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +301,9 @@ class RunStore(RunLists, Protocol):
         ...
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
-        """Keep or drop an open group; any other group is left unchanged."""
+        """Keep or drop an open group; any other group is left unchanged, and so is one with a usable sample that was
+        erased since the closure was decided.
+        """
         ...
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
@@ -310,7 +314,7 @@ class RunStore(RunLists, Protocol):
         ...
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
-        """Close a waiting group again, with more samples masked; any other group is left unchanged."""
+        """Close a waiting group again, with more samples masked; what `close_group` leaves unchanged, this does too."""
         ...
 
     async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
@@ -376,6 +380,20 @@ class RunStore(RunLists, Protocol):
 
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         """Return rollouts with everything needed to score them again, in this order, without those that are gone."""
+        ...
+
+    async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
+        """Erase what rollouts that have ended contain, on a person's demand; return the batches that had them.
+
+        Each is the first rollout of a sample, and those that replaced it are erased with it: tokens, marks, session,
+        reward, notes and steps are overwritten as far as the store can, and no steps are stored any more. The sample is
+        masked, in an open group once it closes. A group that waits is dropped if it has too few usable samples left; in
+        a batch that is not acknowledged, the sample stays in its place.
+        """
+        ...
+
+    async def overwrite_deleted(self) -> None:
+        """Overwrite whatever is deleted from now on, since it may be a person's, as far as the store can."""
         ...
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:

@@ -40,10 +40,6 @@ class StepStore(Protocol):
         """
         ...
 
-    async def forget_steps(self, rollout_ids: Sequence[str]) -> None:
-        """Delete what is stored of these rollouts, and store nothing more; unknown ones are ignored."""
-        ...
-
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
         """Return what is stored of these rollouts, in the order in which it was; those without any are left out."""
         ...

@@ -80,6 +80,8 @@ class ScriptedEngine(TurnScheduler):
         """Requests to `/generate` so far."""
         self.traceparents: list[str | None] = []
         """The header `traceparent` of each of them; None where there was none."""
+        self.cache_keys: list[str] = []
+        """The key that keeps each one's cached prefixes apart from those of others; empty where there was none."""
         self.aborts: list[str] = []
         """Ids in calls of `/abort_request` so far; "*" for all requests."""
         self.died = anyio.Event()
@@ -159,6 +161,7 @@ class ScriptedEngine(TurnScheduler):
     async def _generate(self, body: dict[str, Any], request: web.BaseRequest) -> web.StreamResponse:
         self.requests += 1
         self.traceparents.append(request.headers.get("traceparent"))
+        self.cache_keys.append(body.get("extra_key") or body.get("cache_salt") or "")
         asked = self._read(body)
         if len(asked.ids) + asked.budget > self._context_length:
             return refusal(f"exceeds the model's context length of {self._context_length} tokens")

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request
 
+from api_schemas.base import Name
 from api_schemas.sessions import (
     DeletedSessions,
     FeedbackAnswer,
@@ -65,12 +66,16 @@ async def list_sessions(
 async def delete_sessions(
     service: ServiceDep,
     user: Annotated[str, Query(min_length=1, max_length=256, description="The user's name, or its hash.")],
+    tenant: Annotated[
+        Name | None,
+        Query(description="The user's tenant, which is needed if several have a user of this name."),
+    ] = None,
 ) -> DeletedSessions:
     """Delete all sessions of a user, and everything that was recorded, judged, or not delivered yet.
 
     The answer lists what a trainer had leased before.
     """
-    return await service.live.sessions.delete(user=user)
+    return await service.live.sessions.delete(user=user, tenant=tenant)
 
 
 @router.post("/sessions/{session_id:path}/end", responses=raises(NotFoundError))

@@ -25,7 +25,7 @@ from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.activity import current_activity, current_lane, in_lane
 from rollout_service.episodes import EpisodeLimits, PolicyTurn
-from rollout_service.errors import EnvironmentFailedError
+from rollout_service.errors import EnvironmentFailedError, without_message
 from rollout_service.gateway.contract import (
     AnswerBegin,
     CallObserver,
@@ -73,6 +73,8 @@ class SessionPlace:
     """How long an answer is kept for a client that went away."""
     observer: CallObserver[Any] | None = None
     """What sees the calls, and keeps their turns."""
+    is_private: bool = False
+    """Whether a user talks here, of whom nothing may be in the log."""
 
 
 class GatewaySession:
@@ -180,9 +182,9 @@ class GatewaySession:
         """Sample an answer and record it; it ends early once its client is gone for good or the agent has ended."""
         began = time.perf_counter()
         planned = await self._plan(answer.call)
-        budget = self._budget(answer.call, planned)
         if self._place.observer is not None:
-            answer.observer = self._place.observer.planned(answer.call, planned)
+            answer.observer = await self._place.observer.planned(answer.call, planned)
+        budget = self._budget(answer.call, planned)
         answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
         self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
         generation, is_read = None, False
@@ -262,7 +264,12 @@ class GatewaySession:
         """Fail the rollout, unless the program's own request is to blame."""
         is_infrastructure = isinstance(error, InferenceError | RecordError)
         is_requests_own = isinstance(error, BackendRejected) and call.json_schema is not None
-        log.warning("a call to the gateway failed", client=call.lane.client, error=str(error), exc_info=error)
+        if self._place.is_private:
+            log.warning("a call to the gateway failed", client=call.lane.client, **without_message(error))
+        else:
+            log.warning(
+                "a call to the gateway failed", client=call.lane.client, error=str(error), exc_info=error
+            )
         if is_infrastructure and not is_requests_own:
             self._failure = self._failure or error
             self._failed.notify()

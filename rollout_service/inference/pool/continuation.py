@@ -62,14 +62,19 @@ class Continuation:
         request_id = f"{self.request.request_id}-{self.attempts % _MAX_ATTEMPTS:04d}"
         self.attempts += 1
         self._began = time.perf_counter()
-        sampling = self.request.sampling
-        prompt = self.request.input_ids
+        request = self.request
+        sampling, prompt = request.sampling, request.input_ids
         if self.output_ids:
             sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.output_ids))
             prompt = [*prompt, *self.output_ids]
-        request = self.request
-        extras = self._extras.next()
-        return GenerateRequest(request_id, prompt, sampling, extras, request.known, request.chunk_tokens)
+        # All else stays as asked, also what is added to a request one day.
+        return replace(
+            request,
+            request_id=request_id,
+            input_ids=prompt,
+            sampling=sampling,
+            extras=self._extras.next(),
+        )
 
     def add(self, part: Generation, read_by: int | None = None) -> Generation | None:
         """Add an engine's answer, and return the whole generation once it is complete.

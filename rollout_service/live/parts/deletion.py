@@ -1,14 +1,15 @@
 """Deletes sessions, or a user, with everything that was made of them: turns, judgments, hints, parts in runs.
 
-Guarantees: no byte of what was said stays in the files of either store, as far as the store of runs can erase (SQLite
-can); rollouts that have a part are ended before they are erased; what a trainer may hold is named. A deletion that
-fails has changed only what it is to change, and can be repeated.
+Guarantees: no byte of what was said stays in either store, in whatever state its group is; rollouts that have a part
+are ended before they are erased; what a trainer may hold is named. A deletion that fails has changed only what it is to
+change, and can be repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
+from itertools import count
 
 import anyio
 import structlog
@@ -18,8 +19,6 @@ from rollout_service.errors import UnavailableError
 from rollout_service.ids import SampleId
 from rollout_service.live.contract import LiveStore, PartRecord
 from rollout_service.store.contract import Store
-from rollout_service.store.runs_contract import ClosedSample, GroupClosure, RunStore
-from rollout_service.store.sqlite.erasure_statements import DELETED
 
 log = structlog.get_logger(__name__)
 
@@ -28,53 +27,12 @@ CANCEL_SECONDS = 10.0
 _PAGE = 1_000
 
 
-class Eraser(Protocol):
-    """Erases what rollouts contain; `store.sqlite.runs.SqliteRuns` is one."""
-
-    async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
-        """Erase what these rollouts contain; return the ids of the batches that had them, by rollout."""
-        ...
-
-
-class GroupDropping(Eraser):
-    """Drops groups that wait for a batch, in a store that cannot erase; its retention deletes what they had."""
-
-    def __init__(self, runs: RunStore) -> None:
-        self._runs = runs
-
-    async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
-        """Drop the groups of these rollouts that are in no batch; return the batches of the others."""
-        batches: dict[str, str] = {}
-        for rollout_id in rollout_ids:
-            sample = SampleId.parse(rollout_id)
-            state = (await self._runs.group_states(sample.run)).get(sample.number)
-            if state == "ready":
-                await self._drop(sample)
-            elif state in ("batched", "acknowledged"):
-                exported = await self._runs.exported_samples(sample.run, sample.number)
-                for one in exported:
-                    if one.batch_id is not None:
-                        batches[rollout_id] = one.batch_id
-        return batches
-
-    async def _drop(self, sample: SampleId) -> None:
-        group = await self._runs.group(sample.run, sample.number)
-        masked = [
-            ClosedSample(one.sample, one.rollout.rollout_id, False, DELETED, None, None)
-            for one in group.samples
-        ]
-        closure = GroupClosure(sample.number, DELETED, masked, None, None, None, None)
-        await self._runs.reclose_group(sample.run, closure)
-
-
 class SessionDeletion:
     """Deletes sessions from the store of sessions and from that of runs."""
 
-    def __init__(self, live: LiveStore, store: Store, eraser: Eraser | None = None) -> None:
-        """Take `eraser`; without one, groups are dropped, and the retention of runs deletes what they had."""
+    def __init__(self, live: LiveStore, store: Store) -> None:
         self._live = live
         self._store = store
-        self._eraser = eraser or GroupDropping(store.runs)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
         """Remove a session, or all of a user by its hash, and return what had left the service before.
@@ -117,18 +75,20 @@ class SessionDeletion:
     async def _erase(self, parts: Sequence[PartRecord]) -> Mapping[str, str]:
         names = [part.rollout_id for part in parts if part.rollout_id is not None]
         for name in names:
-            await self._end(name)
-        if not names:
-            return {}
-        batches = await self._eraser.erase(names)
-        await self._store.forget_steps(names)  # also in a store that cannot erase
-        return batches
+            await self._end(SampleId.parse(name))
+        return await self._store.runs.erase(names) if names else {}
 
-    async def _end(self, rollout_id: str) -> None:
-        """End a rollout that is under way, so that it writes nothing after the erasure."""
-        rollout = await self._store.get(rollout_id)
-        if rollout is None or rollout.state.terminal:
-            return
+    async def _end(self, sample: SampleId) -> None:
+        """End the rollouts of a sample that are under way, so that they write nothing after the erasure."""
+        for retry in count():
+            rollout_id = str(replace(sample, retry=retry))
+            rollout = await self._store.get(rollout_id)
+            if rollout is None:
+                return
+            if not rollout.state.terminal:
+                await self._cancel(rollout_id)
+
+    async def _cancel(self, rollout_id: str) -> None:
         await self._store.cancel(rollout_id)
         with anyio.move_on_after(CANCEL_SECONDS):
             await self._store.wait_for_result(rollout_id)

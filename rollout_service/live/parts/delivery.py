@@ -9,7 +9,7 @@ is appended only when it fills a batch, and the next one once the groups of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 from pydantic import JsonValue
@@ -39,21 +39,20 @@ class PartDelivery:
         runs: RunStore,
         *,
         node: str | None = None,
-        overwrite_deleted: Callable[[], Awaitable[None]] | None = None,
         handed_over: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take `node`, the name of this node if others share the store of runs, and `overwrite_deleted`, which lets the
-        store of runs overwrite what it deletes, once a run has sessions.
+        """Take `node`, the name of this node if others share the store of runs.
 
         `handed_over` is told for how many seconds each part has waited for its run.
         """
         self._store = store
         self._node = node
-        self._overwrite_deleted = overwrite_deleted
         self._runs = runs
         self._handed_over = handed_over
         self._clock = clock
+        self._is_protected = False
+        """Whether the store of runs overwrites what it deletes."""
         self._reconciled: set[str] = set()
         """The runs of which every stored offset is known to be that of a task."""
         self._warned: dict[str, str] = {}
@@ -86,10 +85,9 @@ class PartDelivery:
 
     async def _protect(self) -> None:
         """Let nothing that was deleted stay in the files of runs, from the first run of sessions on."""
-        if self._overwrite_deleted is None or not any(run.request.live for run in await self._runs.list()):
-            return
-        await self._overwrite_deleted()
-        self._overwrite_deleted = None
+        if not self._is_protected and any(run.request.live for run in await self._runs.list()):
+            await self._runs.overwrite_deleted()
+            self._is_protected = True
 
     async def _give_back(self, parts: Sequence[PartRecord]) -> None:
         for part in parts:

@@ -23,7 +23,6 @@ from rollout_service.live.parts.orders import TrainedPool
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
-from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.tokens import ChatRenderer
 
 LOOK_SECONDS = 0.2
@@ -74,7 +73,6 @@ class SessionTraining:
         """Make them; `trained_pool` returns the pool whose runs train on what a pool serves."""
         shared_by = node if store.cluster.is_shared else None
         judge = InService(serving, judge_pool)
-        runs = store.runs if isinstance(store.runs, SqliteRuns) else None
 
         def renderer_of(pool: str) -> ChatRenderer:
             # A candidate's pool may be gone, and has the format of the pool that it was for.
@@ -83,15 +81,9 @@ class SessionTraining:
         parts = SessionParts(live, store.runs, renderer_of, teacher, shared_by)
         return cls(
             closer=PartCloser(live, store.runs, judging_since=judge.since, trained_pool=trained_pool),
-            delivery=PartDelivery(
-                live,
-                store.runs,
-                node=shared_by,
-                overwrite_deleted=None if runs is None else runs.overwrite_deleted,
-                handed_over=metrics.handed_over,
-            ),
+            delivery=PartDelivery(live, store.runs, node=shared_by, handed_over=metrics.handed_over),
             environment=SessionEnvironment(parts),
-            deletion=SessionDeletion(live, store, runs),
+            deletion=SessionDeletion(live, store),
         )
 
     async def run(self) -> None:

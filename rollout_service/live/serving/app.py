@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 from urllib.parse import unquote
 
+import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollout_service.errors import ServiceError, without_message
 from rollout_service.gateway.contract import ModelCall
-from rollout_service.gateway.dialects import DialectCodec
+from rollout_service.gateway.dialects import DialectCodec, client_name
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
 from rollout_service.gateway.server.delivery import AnswerResponse
@@ -25,6 +27,8 @@ from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.live.serving.wishes import SESSION_HEADER, read_wishes
 from rollout_service.settings.gateway import GatewaySettings
+
+log = structlog.get_logger(__name__)
 
 PREFIX = "/v1/sessions/"
 OWN_ROUTES = frozenset({"end", "feedback"})
@@ -93,6 +97,11 @@ class LiveApp(GatewayApp):
         wishes, body = read_wishes(request.headers, body)
         call = await super()._parse(request, codec, body)
         return replace(call, **wishes.apply(call))
+
+    def _note(self, request: GatewayRequest, error: Exception) -> None:
+        if not isinstance(error, ServiceError):
+            log.error("unhandled error in a live session", **without_message(error))
+        self._metrics.count_refused(request.dialect, client_name(request.headers))
 
     def _response(self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer]) -> ASGIApp:
         return AnswerResponse(

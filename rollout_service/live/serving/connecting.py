@@ -64,7 +64,7 @@ class Unrecorded:
 
     unrecorded_because: str
 
-    def planned(self, call: ModelCall, planned: PlannedAnswer) -> Unrecorded:
+    async def planned(self, call: ModelCall, planned: PlannedAnswer) -> Unrecorded:
         """Note nothing."""
         _ = call, planned
         return self
@@ -160,6 +160,7 @@ class SessionEngines:
             metrics=self.metrics,
             retry_seconds=self.gateway.retry_seconds,
             observer=observer,
+            is_private=True,
         )
         return GatewaySession(capture, policy, LIMITS, place)
 

@@ -6,9 +6,11 @@ session and no other; there is no default session. An ended session takes no req
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable
 from hashlib import sha256
+from itertools import count
 
 import anyio.to_thread
 
@@ -19,6 +21,7 @@ from rollout_service.errors import InvalidFieldError
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.sessions.keys import unknown_key
 from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.live.consent import ConversationConsent
 from rollout_service.live.contract import LiveStore, SessionRecord
 from rollout_service.live.errors import SessionEndedError
 from rollout_service.live.recorder import RecordingParts, SessionRecorder
@@ -31,6 +34,7 @@ from rollout_service.settings.live import LiveKey, LiveSettings
 
 KEY_PREFIX = "sk-live-"
 _MAX_ID = 256
+_NUMBER = re.compile(r"~([0-9]{1,9})$")
 
 
 class ServedSessions:
@@ -95,7 +99,7 @@ class ServedSessions:
 
     async def _serve_client_id(self, key: LiveKey, client_id: str) -> GatewaySession:
         if not client_id:
-            self._rate.take(self._register.user_of(key.user, f"{key.name}:"))
+            self._rate.take(self._register.user_of(key.user, key.tenant, self._register.client_of(key, "")))
             self._recording.metrics.unrecorded("no_session")
             return self._engines.open_unrecorded(key.pool, key.tenant, Unrecorded("no-session"))
         if len(client_id) > _MAX_ID:
@@ -104,28 +108,45 @@ class ServedSessions:
         return await self._serve(await self._record_of_client(key, client_id))
 
     async def _record_of_client(self, key: LiveKey, client_id: str) -> SessionRecord:
-        """Return the open session of a client's id; one that has expired goes on as a new one."""
-        continues: str | None = None
-        number = 1
-        while True:
-            session_id = _client_session_id(key.name, client_id, number)
-            record = await self._store.session(session_id)
-            if record is None:
-                record = await self._open_client(key, session_id, continues)
-            if record.closed_at is None or record.closed_because is ClosedBecause.EXPLICIT:
-                return record
-            continues, number = session_id, number + 1
+        """Return the newest session of a client's id; one that has expired goes on as a new one."""
+        client = self._register.client_of(key, client_id)
+        latest = await self._store.latest_of_client(client)
+        if latest is None:
+            latest = await self._of_earlier_releases(key, client_id)
+        if latest is not None and latest.closed_because in (None, ClosedBecause.EXPLICIT):
+            return latest
+        return await self._open_client(key, client_id, client, latest)
 
-    async def _open_client(self, key: LiveKey, session_id: str, continues: str | None) -> SessionRecord:
+    async def _of_earlier_releases(self, key: LiveKey, client_id: str) -> SessionRecord | None:
+        """Return the newest session of a client that an earlier release stored, which knew its id alone."""
+        latest: SessionRecord | None = None
+        for number in count(1):
+            record = await self._store.session(_client_session_id(key.name, client_id, number))
+            if record is None or record.explicit or record.client or record.tenant != key.tenant:
+                break
+            latest = record
+        return latest
+
+    async def _open_client(
+        self, key: LiveKey, client_id: str, client: str, latest: SessionRecord | None
+    ) -> SessionRecord:
+        """Open a session for a client under the first id that is free."""
         self._engines.check(key.pool)
-        request = SessionRequest(
-            session_id=session_id, pool=key.pool, tenant=key.tenant, train=key.train, continues=continues
-        )
-        record = await self._register.make(
-            request, session_id, self._register.user_of(key.user, session_id), key_hash=b""
-        )
-        await self._register.add(record)
-        return await self._register.known(session_id)
+        user = self._register.user_of(key.user, key.tenant, client)
+        continues = None if latest is None else latest.session_id
+        for number in count(1 if continues is None else _number_of(continues) + 1):
+            session_id = _client_session_id(key.name, client_id, number)
+            request = SessionRequest(
+                session_id=session_id, pool=key.pool, tenant=key.tenant, train=key.train, continues=continues
+            )
+            record = await self._register.make(request, session_id, user, client=client)
+            if await self._register.add(record):
+                return record
+            # The id is somebody else's, or another request of this client was faster.
+            other = await self._store.latest_of_client(client)
+            if other is not None and other.closed_at is None:
+                return other
+        raise AssertionError("numbers do not end")
 
     async def _serve(self, record: SessionRecord) -> GatewaySession:
         if record.closed_because is not None:
@@ -148,20 +169,31 @@ class ServedSessions:
         if turns:
             capture = await anyio.to_thread.run_sync(rebuild, renderer, turns)
         default = TurnKind.MAIN if record.explicit else TurnKind(self._settings.turn_kind)
+        consent = ConversationConsent(
+            self._register.conversation_of(record.session_id),
+            self._recording.hashes,
+            await self._register.opt_outs_of(record.session_id),
+        )
         recorder = SessionRecorder(
             record,
             capture,
             self._recording,
+            consent,
             default,
-            has_opted_out=record.opted_out > 0,
             sent={turn.turn for turn in turns if turn.delivered},
         )
         return ActiveSession(record, engines.open(record, capture, recorder), recorder)
 
 
 def _client_session_id(key_name: str, client_id: str, number: int) -> str:
-    """Return the id of the n-th session of a client's own id; the same for the same key, and no other key's."""
+    """Return a name for the n-th session of a client's own id, for people: what tells clients apart is their hash."""
     session_id = f"{key_name}:{client_id}" + (f"~{number}" if number > 1 else "")
     if len(session_id) <= _MAX_ID:
         return session_id
     return f"{key_name}:{sha256(session_id.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def _number_of(session_id: str) -> int:
+    """Return which session of its client's id one is by its name, 1 if it does not say."""
+    found = _NUMBER.search(session_id)
+    return 1 if found is None else int(found[1])

@@ -1,8 +1,14 @@
-"""Users as salted hashes. Guarantee: the salt never leaves the node's state folder, and only its owner can read it."""
+"""Users as salted hashes.
+
+Guarantees: the salt never leaves the node's state folder, and only its owner can read it. Users of two tenants are two
+users, whatever their names.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import secrets
 from pathlib import Path
 
@@ -11,6 +17,8 @@ from rollout_service.private_files import write_private
 
 _SALT_BYTES = 32
 _HASH_BYTES = 16
+DEFAULT_TENANT = "default"
+_NUMBER = re.compile(r"~[0-9]{1,9}$")
 
 
 class UserHashes:
@@ -39,13 +47,31 @@ class UserHashes:
             )
         return cls(salt)
 
-    def hash(self, user: str) -> str:
-        """Return the hash of a user's name."""
-        return self._digest(b"user", user)
+    def message_key(self) -> bytes:
+        """Return a key for hashes of what users say."""
+        return hashlib.blake2b(digest_size=_SALT_BYTES, key=self._salt, person=b"messages").digest()
+
+    def of_conversation(self, session_id: str) -> str:
+        """Return the hash of the conversation of a session, the same for all that a client went on in by its own id."""
+        return self._digest(b"conversation", _NUMBER.sub("", session_id))
+
+    def hash(self, user: str, tenant: str) -> str:
+        """Return the hash of a user of a tenant, by name."""
+        return self.in_tenant(self._digest(b"user", user), tenant)
+
+    def in_tenant(self, user: str, tenant: str) -> str:
+        """Return the hash of a user from the one that earlier releases had for all tenants' users of one name."""
+        if tenant == DEFAULT_TENANT:
+            return user  # so that most users keep theirs
+        return self._digest(b"tenant", json.dumps([tenant, user]))
 
     def of_session(self, session_id: str) -> str:
         """Return the hash that stands for the unknown user of a session."""
         return self._digest(b"session", session_id)
+
+    def of_client(self, tenant: str, key_name: str, client_id: str) -> str:
+        """Return the hash of a client's own id: no other key's and no other tenant's."""
+        return self._digest(b"client", json.dumps([tenant, key_name, client_id]))
 
     def _digest(self, kind: bytes, text: str) -> str:
         data = text.encode("utf-8", "surrogatepass")

@@ -133,8 +133,19 @@ END;
 CREATE TABLE earlier_sessions (user TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 """
 
+_VERSION_2 = """
+ALTER TABLE sessions ADD COLUMN client TEXT;
+CREATE INDEX sessions_by_client ON sessions (client, seq) WHERE client != '';
+CREATE TABLE opt_outs (
+    conversation TEXT PRIMARY KEY, digests BLOB NOT NULL, is_complete INTEGER NOT NULL, used_at REAL NOT NULL
+) STRICT;
+CREATE INDEX opt_outs_by_use ON opt_outs (used_at);
+"""
+"""Sessions that clients began are found by a hash of the client's id, which is null for those of earlier releases. What
+was not to be stored of a conversation outlives its sessions."""
+
 LIVE = DatabaseSchema(
-    migrations=(_VERSION_1,),
+    migrations=(_VERSION_1, _VERSION_2),
     application_id=0x526F6C4C,
     synchronous="NORMAL",
     page_size=PAGE_SIZE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from api_schemas.rollouts.sessions import ClosedBecause
@@ -18,6 +18,7 @@ _COLUMNS = (
     "tenant",
     "train",
     "explicit",
+    "client",
     "quarantined",
     "retention_seconds",
     "continues",
@@ -31,14 +32,17 @@ _COLUMNS = (
 )
 _OPEN = """
 INSERT INTO sessions (
-    session_id, key_hash, pool, user, tenant, train, explicit, quarantined, retention_seconds, continues, "group",
-    opened_at, used_at, closed_at, closed_because, served, opted_out
+    session_id, key_hash, pool, user, tenant, train, explicit, client, quarantined, retention_seconds, continues,
+    "group", opened_at, used_at, closed_at, closed_because, served, opted_out
 ) VALUES (
-    :session_id, :key_hash, :pool, :user, :tenant, :train, :explicit, :quarantined, :retention_seconds, :continues,
-    :group, :opened_at, :used_at, :closed_at, :closed_because, :served, :opted_out
+    :session_id, :key_hash, :pool, :user, :tenant, :train, :explicit, :client, :quarantined, :retention_seconds,
+    :continues, :group, :opened_at, :used_at, :closed_at, :closed_because, :served, :opted_out
 )
 ON CONFLICT (session_id) DO NOTHING RETURNING seq
 """
+_OF_CLIENT = "SELECT * FROM sessions WHERE client = ? AND client != '' ORDER BY seq DESC LIMIT 1"
+_OF_EARLIER_RELEASES = "SELECT seq, user, tenant FROM sessions WHERE client IS NULL"
+_SEPARATE = "UPDATE sessions SET user = ?, client = '' WHERE seq = ?"
 _PAGE = """
 SELECT * FROM sessions
 WHERE (:is_open IS NULL OR (closed_at IS NULL) = :is_open)
@@ -98,6 +102,23 @@ def of_key(db: sqlite3.Connection, key_hash: bytes) -> SessionRecord | None:
     return None if row is None else _session(db, row)
 
 
+def latest_of_client(db: sqlite3.Connection, client: str) -> SessionRecord | None:
+    """Return the newest session of a client's own id."""
+    row = db.execute(_OF_CLIENT, (client,)).fetchone()
+    return None if row is None else _session(db, row)
+
+
+def tenants(db: sqlite3.Connection) -> list[str]:
+    """Return the tenants that have sessions."""
+    return [row["tenant"] for row in db.execute("SELECT DISTINCT tenant FROM sessions ORDER BY tenant")]
+
+
+def separate_users(db: sqlite3.Connection, in_tenant: Callable[[str, str], str]) -> None:
+    """Give users of sessions of earlier releases hashes of their own in each tenant."""
+    for row in db.execute(_OF_EARLIER_RELEASES).fetchall():
+        db.execute(_SEPARATE, (in_tenant(row["user"], row["tenant"]), row["seq"]))
+
+
 def page(
     db: sqlite3.Connection,
     before: tuple[float, str] | None,
@@ -151,9 +172,10 @@ def _session(db: sqlite3.Connection, row: sqlite3.Row) -> SessionRecord:
     values: dict[str, Any] = {name: row[name] for name in _COLUMNS}
     for name in ("train", "explicit", "quarantined"):
         values[name] = bool(values[name])
-    because = values.pop("closed_because")
+    because, client = values.pop("closed_because"), values.pop("client")
     return SessionRecord(
         **values,
+        client=client or "",
         closed_because=None if because is None else ClosedBecause(because),
         metadata=contents.metadata(db, row["seq"]),
     )

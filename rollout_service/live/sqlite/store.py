@@ -19,6 +19,7 @@ from rollout_service.live.contract import (
     Deleted,
     LiveStore,
     NextStateRecord,
+    OptOuts,
     PartRecord,
     SessionRecord,
     TurnFate,
@@ -26,6 +27,7 @@ from rollout_service.live.contract import (
     TurnRecord,
 )
 from rollout_service.live.sqlite import (
+    consent_statements,
     part_statements,
     removal_statements,
     session_statements,
@@ -86,6 +88,9 @@ class SqliteLiveStore(LiveStore):
     async def session_of_key(self, key_hash: bytes) -> SessionRecord | None:
         return await self._read(lambda db: session_statements.of_key(db, key_hash))
 
+    async def latest_of_client(self, client: str) -> SessionRecord | None:
+        return await self._read(lambda db: session_statements.latest_of_client(db, client))
+
     async def sessions(
         self,
         *,
@@ -102,8 +107,23 @@ class SqliteLiveStore(LiveStore):
     async def sessions_of(self, user: str) -> int:
         return await self._read(lambda db: session_statements.had(db, user))
 
+    async def tenants(self) -> Sequence[str]:
+        return await self._read(session_statements.tenants)
+
+    async def separate_users(self, in_tenant: Callable[[str, str], str]) -> None:
+        await self._write(lambda db: session_statements.separate_users(db, in_tenant))
+
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=opted_out))
+
+    async def opt_out(self, conversation: str, added: OptOuts, at: float) -> None:
+        await self._write(lambda db: consent_statements.opt_out(db, conversation, added, at))
+
+    async def opt_outs(self, conversation: str) -> OptOuts:
+        return await self._read(lambda db: consent_statements.opt_outs(db, conversation))
+
+    async def forget_opt_outs(self, before: float) -> None:
+        await self._write(lambda db: consent_statements.forget(db, before))
 
     async def use(self, session_id: str, at: float) -> None:
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=False))

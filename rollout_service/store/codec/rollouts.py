@@ -50,6 +50,10 @@ _RESULT_FIELDS = {
 }
 
 
+_IMPERSONAL_FIELDS = {"stop_reason", "error", "usage", "spans", "kind"}
+"""What is left of a result that was erased."""
+
+
 def when(seconds: float) -> datetime:
     """Convert Unix seconds, as stored, to a time as on the wire."""
     return datetime.fromtimestamp(seconds, UTC)
@@ -82,6 +86,12 @@ def encode_result(result: Rollout) -> str:
     if result.turn_marks:
         text = f'{text[:-1]},"turn_marks":"{turn_marks.encode(result.turn_marks)}"}}'
     return text
+
+
+def erase_result(text: str) -> str:
+    """Return a stored result without what the rollout contained: its tokens, texts, score, and whose it was."""
+    result = json.loads(text)
+    return json.dumps({name: value for name, value in result.items() if name in _IMPERSONAL_FIELDS})
 
 
 def encode_failure(error: ErrorInfo) -> str:

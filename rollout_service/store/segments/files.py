@@ -96,6 +96,19 @@ class SharedFiles:
         finally:
             os.close(descriptor)
 
+    def overwrite(self, name: str, offset: int, length: int) -> None:
+        """Overwrite bytes of a file with zeros, and wait until they are on the disk.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+        descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            self.write(descriptor, [bytes(length)], offset)
+            self.sync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def delete(self, name: str) -> int:
         """Delete a file and its draft, if they exist; return the bytes that this freed."""
         freed = 0

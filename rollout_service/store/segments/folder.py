@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import anyio
+import anyio.to_thread
 
 from rollout_service.errors import RecordLostError
 from rollout_service.store.segments import collector
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentLedger, SegmentTotals
+from rollout_service.store.segments.problems import folder_failed
 from rollout_service.store.segments.proof import prove_shared
 from rollout_service.store.segments.reader import SegmentReader
+from rollout_service.store.segments.reference import SegmentReference
 from rollout_service.store.segments.writer import FILE_BYTES, FILE_SECONDS, SegmentWriter
 
 SWEEP_SECONDS = 86_400.0
@@ -88,6 +91,23 @@ class SegmentFolder:
     async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
         """Return many records. See `SegmentReader.read_all`."""
         return await self._reader.read_all(references)
+
+    async def overwrite(self, references: Sequence[str]) -> None:
+        """Overwrite records to which nothing refers any more; those that are gone, or damaged, are left.
+
+        Raises:
+            StoreError: The folder cannot be written at the moment.
+        """
+        try:
+            await anyio.to_thread.run_sync(self._overwrite, references)
+        except OSError as error:
+            raise folder_failed(self._files.folder, error) from error
+
+    def _overwrite(self, references: Sequence[str]) -> None:
+        for reference in references:
+            with suppress(ValueError, FileNotFoundError):
+                record = SegmentReference.parse(reference)
+                self._files.overwrite(record.file, record.offset, record.framed_length)
 
     async def keep_tidy(self) -> None:
         """Close this service's own file whenever it is old, until cancelled: an idle service holds up no deletion."""

@@ -58,7 +58,8 @@ _START = "INSERT INTO groups (run, number, epoch, members, opened_at, changed_at
 _MEMBERS = """
 SELECT groups.number, groups.cut, groups.reason, groups.summary, member.key AS sample,
     member.value AS rollout_id, rollouts.state, rollouts.reward, rollouts.changed_at,
-    results.oldest_version, results.newest_version
+    results.oldest_version, results.newest_version,
+    EXISTS (SELECT 1 FROM steps WHERE rollout = rollouts.seq AND steps.number = -1) AS is_erased
 FROM groups, json_each(groups.members) AS member
     LEFT JOIN rollouts ON rollouts.rollout_id = member.value LEFT JOIN results ON results.seq = rollouts.seq
 """
@@ -95,6 +96,10 @@ WHERE run = :run AND number = :number AND state = 'ready'
 _KEEP_HEAD = """
 INSERT OR REPLACE INTO group_heads (seq, form, tokens, json)
 SELECT seq, :form, :tokens, :json FROM groups WHERE run = :run AND number = :number AND state = 'ready'
+"""
+_ERASED = """
+SELECT 1 FROM rollouts JOIN steps ON steps.rollout = rollouts.seq AND steps.number = -1
+WHERE rollout_id IN (SELECT value FROM json_each(?)) LIMIT 1
 """
 _READY_SAMPLES = "SELECT samples FROM groups WHERE run = ? AND number = ? AND state = 'ready'"
 _FINISH = "UPDATE runs SET state = 'finished', changed_at = :now WHERE run_id = :id"
@@ -298,6 +303,7 @@ def _member(row: sqlite3.Row) -> GroupMember:
         oldest_version=row["oldest_version"],
         newest_version=row["newest_version"],
         is_straggler=row["sample"] in json.loads(row["cut"]),
+        is_erased=bool(row["is_erased"]),
     )
 
 
@@ -333,6 +339,8 @@ def close_group(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
     """Keep or drop an open group."""
+    if _uses_erased(db, closure):
+        return
     row = row_of(db, run_id)
     run = row["seq"]
     values = _closed(run, closure, now) | {
@@ -349,6 +357,8 @@ def reclose_group(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
     """Close a group that waits for a batch again."""
+    if _uses_erased(db, closure):
+        return
     row = row_of(db, run_id)
     run = row["seq"]
     waiting = db.execute(_READY_SAMPLES, (run, closure.number)).fetchone()
@@ -361,6 +371,12 @@ def reclose_group(
     history.write(db, run, closure.number, encode_record(closure, version=row["version"], now=now))
     finish_if_done(db, run_id, now)
     announce(db, run_id, now)
+
+
+def _uses_erased(db: sqlite3.Connection, closure: GroupClosure) -> bool:
+    """Return whether a sample was erased since it was decided to use it."""
+    ids = [sample.rollout_id for sample in closure.samples if sample.usable]
+    return db.execute(_ERASED, (json.dumps(ids),)).fetchone() is not None
 
 
 def _keep_head(db: sqlite3.Connection, run: int, number: int, head: Mapping[str, Any] | None) -> None:

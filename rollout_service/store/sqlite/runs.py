@@ -278,14 +278,9 @@ class SqliteRuns(RunStore):
         )
 
     async def overwrite_deleted(self) -> None:
-        """Overwrite whatever is deleted from now on, since it may be a person's."""
         await self._write(erasure_statements.overwrite_deleted)
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
-        """Erase what these rollouts contain, so that no byte of it stays in the file or its log.
-
-        Return the ids of the batches that had them, by rollout.
-        """
         now = self._clock()
         batches = await self._write(lambda db: erasure_statements.erase(db, rollout_ids, now))
         await self._thread.truncate_log()

@@ -231,9 +231,6 @@ class SqliteStore(Store):
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         return await self._write(lambda db: turn_statements.save_steps(db, attempts))
 
-    async def forget_steps(self, rollout_ids: Sequence[str]) -> None:
-        await self._write(lambda db: turn_statements.forget_steps(db, rollout_ids))
-
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, builtins.list[bytes]]:
         return await self._read(lambda db: turn_statements.saved_steps(db, rollout_ids))
 

@@ -98,13 +98,6 @@ def save_steps(db: sqlite3.Connection, attempts: Sequence[EncodedSteps]) -> int:
     )
 
 
-def forget_steps(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> None:
-    """Delete the steps of rollouts, and let no more be stored."""
-    values = (json.dumps(list(rollout_ids)),)
-    for statement in _FORGET_STEPS:
-        db.execute(statement, values)
-
-
 def saved_steps(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> dict[str, list[bytes]]:
     """Return the stored steps of rollouts."""
     found: dict[str, list[bytes]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
 from rollout_service.errors import StoreError
-from rollout_service.live.contract import LiveStore
+from rollout_service.live.contract import DIGEST_BYTES, LiveStore, OptOuts
+from rollout_service.live.sqlite.consent_statements import MAX_DIGESTS
+from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
@@ -45,6 +48,56 @@ async def test_sessions_without_a_key_have_none(store: LiveStore) -> None:
     await store.open(a_session())
     assert await store.session_of_key(b"") is None
     assert await store.session("another") is None
+
+
+async def test_the_newest_session_of_a_client_is_found(store: LiveStore) -> None:
+    await store.open(a_session("opened", explicit=True))
+    assert await store.latest_of_client("") is None
+    for number in range(3):
+        await store.open(a_session(f"s{number}", explicit=False, client="c" if number < 2 else "d"))
+    latest = await store.latest_of_client("c")
+    assert latest is not None
+    assert (latest.session_id, latest.client) == ("s1", "c")
+    await store.delete(session_id="s1")
+    earlier = await store.latest_of_client("c")
+    assert earlier is not None
+    assert earlier.session_id == "s0"
+
+
+async def test_the_tenants_with_sessions_are_listed(store: LiveStore) -> None:
+    for number, tenant in enumerate(("b", "a", "b")):
+        await store.open(a_session(f"s{number}", tenant=tenant))
+    assert await store.tenants() == ["a", "b"]
+
+
+def digests(*numbers: int) -> frozenset[bytes]:
+    return frozenset(number.to_bytes(DIGEST_BYTES) for number in numbers)
+
+
+async def test_what_was_not_to_be_stored_outlives_its_session(store: LiveStore) -> None:
+    assert await store.opt_outs("c") == OptOuts()
+    await store.open(a_session())
+    await store.opt_out("c", OptOuts(digests(1, 2)), 5.0)
+    await store.opt_out("c", OptOuts(digests(2, 3)), 6.0)
+    await store.opt_out("d", OptOuts(is_complete=False), 7.0)
+    await store.delete(user="u")
+    assert await store.opt_outs("c") == OptOuts(digests(1, 2, 3))
+    assert await store.opt_outs("d") == OptOuts(is_complete=False)
+    await store.forget_opt_outs(6.0)
+    assert await store.opt_outs("c") == OptOuts(digests(1, 2, 3))
+    await store.forget_opt_outs(6.5)
+    assert await store.opt_outs("c") == OptOuts()
+    assert not (await store.opt_outs("d")).is_complete
+
+
+async def test_of_too_much_some_is_kept_and_noted(store: LiveStore) -> None:
+    await store.opt_out("c", OptOuts(digests(*range(MAX_DIGESTS))), 5.0)
+    assert (await store.opt_outs("c")).is_complete
+    await store.opt_out("c", OptOuts(digests(MAX_DIGESTS)), 5.0)
+    found = await store.opt_outs("c")
+    assert (len(found.digests), found.is_complete) == (MAX_DIGESTS, False)
+    await store.opt_out("c", OptOuts(), 5.0)
+    assert not (await store.opt_outs("c")).is_complete
 
 
 async def test_sessions_come_newest_first_and_in_pages(store: LiveStore) -> None:
@@ -316,6 +369,27 @@ async def test_pruning_keeps_the_newest_bytes_of_each_user(store: LiveStore) -> 
 
 def modes(folder: Path) -> set[int]:
     return {file.stat().st_mode & 0o077 for file in folder.iterdir()}
+
+
+async def test_users_of_earlier_releases_get_hashes_of_their_own_in_each_tenant(tmp_path: Path) -> None:
+    path = tmp_path / "live.sqlite3"
+    old = sqlite3.connect(path, isolation_level=None)
+    old.executescript(str(LIVE.migrations[0]))
+    old.execute(f"PRAGMA application_id = {LIVE.application_id}")
+    old.execute("PRAGMA user_version = 1")
+    for tenant in ("default", "t"):
+        old.execute(
+            "INSERT INTO sessions (session_id, key_hash, pool, user, tenant, train, explicit, quarantined,"
+            " retention_seconds, opened_at, used_at) VALUES (?, x'', 'policy', 'u', ?, 1, 0, 0, 9, 1, 1)",
+            (tenant, tenant),
+        )
+    old.close()
+    async with SqliteLiveStore(path) as store:
+        for _ in range(2):
+            await store.separate_users(lambda user, tenant: f"{user} of {tenant}")
+        await store.open(a_session("new", user="v"))
+        found = {one.session_id: (one.user, one.client) for one in await store.sessions()}
+    assert found == {"default": ("u of default", ""), "t": ("u of t", ""), "new": ("v", "")}
 
 
 async def test_a_file_belongs_to_one_store_and_keeps_what_it_has(tmp_path: Path) -> None:

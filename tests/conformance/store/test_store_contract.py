@@ -534,16 +534,6 @@ async def test_steps_are_kept_however_their_attempt_ended(store: Store, clock: C
     assert await store.saved_steps(["r1"]) == {"r1": [steps_of("r1", 0).data]}
 
 
-async def test_steps_that_are_to_be_forgotten_are_not_stored_again(store: Store) -> None:
-    for name in ("r1", "r2"):
-        await store.submit(order(name))
-    await store.save_steps([steps_of("r1", 0), steps_of("r2", 0)])
-    for _ in range(2):
-        await store.forget_steps(["r1", "unknown"])
-    assert await store.save_steps([steps_of("r1", 1), steps_of("r2", 1)]) == 1
-    assert list(await store.saved_steps(["r1", "r2"])) == ["r2"]
-
-
 async def test_steps_are_deleted_with_their_rollout(store: Store, clock: Clock) -> None:
     await store.submit(order())
     lease = await take(store)

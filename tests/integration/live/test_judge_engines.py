@@ -30,7 +30,7 @@ from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnMarkRecord
 from rollout_service.live.judging.opening import make_judge_stage, make_teacher
 from rollout_service.live.next_state import next_state
-from rollout_service.live.replay import LIVE, encode
+from rollout_service.live.replay import LIVE, pack
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.policies.serving import PolicyServing, backend_id_of_spec
 from rollout_service.policies.text_sampler import PoolTextSampler
@@ -84,7 +84,7 @@ async def recorded_turn(says: str = "no, end with =") -> AsyncIterator[SqliteLiv
     planned.complete(output)
     async with SqliteLiveStore(":memory:") as store:
         await store.open(a_session())
-        await store.record(a_turn(answer="4", body=encode(capture, planned, output, delivered=True)))
+        await store.record(a_turn(answer="4", body=pack(capture, planned, output, delivered=True).encode()))
         await store.deliver("s", 0)
         state = next_state([ClientMessage("user", says)], 1.0)
         assert state is not None

@@ -5,42 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-import anyio
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
-from api_schemas.rollouts.sessions import MaskReason, TurnKind
+from api_schemas.rollouts.sessions import MaskReason
+from rollout_service.gateway.capture import PlannedTurn, TurnCapture
+from rollout_service.gateway.contract import ModelCall
 from rollout_service.live.replay import rebuild
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
-from tests.support.live.service import LiveService, live_service
+from tests.support.live.service import delivered, live_service, stored, until
 
 pytestmark = pytest.mark.anyio
 BARE = "a-configured-key-of-an-operator"
 KEYS = {"keys": [{"name": "chat", "key": BARE, "train": True}]}
-
-
-def stored(folder: Path) -> bytes:
-    """Return the bytes of all files of a service."""
-    return b"".join(path.read_bytes() for path in folder.glob("*") if path.is_file())
-
-
-async def until(check, seconds: float = 10.0):
-    """Wait until a coroutine function returns something true, and return it."""
-    with anyio.fail_after(seconds):
-        while not (result := await check()):
-            await anyio.sleep(0.01)
-    return result
-
-
-async def delivered(service: LiveService, session_id: str, count: int):
-    """Wait until so many turns of a session were delivered, and return all."""
-
-    async def look():
-        turns = await service.turns(session_id)
-        return turns if sum(turn.delivered for turn in turns) >= count else None
-
-    return await until(look)
 
 
 async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_next(tmp_path: Path) -> None:
@@ -138,6 +117,28 @@ async def test_the_same_apis_answer_below_the_sessions_url(tmp_path: Path) -> No
         assert (await service.http.get(f"/v1/sessions/{quote(odd, safe='')}")).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_keeps_the_cached_prefixes_of_tenants_apart(tmp_path: Path, stream: bool) -> None:
+    async with scripted(*["Hi."] * 3) as engine, live_service(tmp_path, [engine]) as service:
+        for tenant in ("one", "two", "one"):
+            opened = await service.open(tenant=tenant)
+            assert opened.key is not None
+            assert (await service.ask(opened.key, "a", stream=stream)).status_code == 200
+        first, second, third = engine.cache_keys[-3:]
+        assert first == third != second
+        assert "one" not in first
+
+
+async def test_tenants_may_be_told_to_share_cached_prefixes(tmp_path: Path) -> None:
+    live = {"share_prefixes": True}
+    async with scripted("Hi.", "Hi.") as engine, live_service(tmp_path, [engine], live=live) as service:
+        for tenant in ("one", "two"):
+            opened = await service.open(tenant=tenant)
+            assert opened.key is not None
+            await service.ask(opened.key, "a")
+        assert len(set(engine.cache_keys[-2:])) == 1
+
+
 async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_session(tmp_path: Path) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     admin, reader = "an-admin-key-for-tests", "a-reader-key-for-tests"
@@ -164,40 +165,29 @@ async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_sessi
         ).status_code == 401
 
 
-async def test_opting_out_in_the_middle_leaves_later_turns_nowhere(tmp_path: Path) -> None:
-    async with (
-        scripted("One.", "Two.", "Three.", "Four.") as engine,
-        live_service(tmp_path, [engine]) as service,
-    ):
-        opened = await service.open(user="alice")
-        assert opened.key is not None
-        await service.ask(opened.key, "first words")
-        no = await service.ask(opened.key, "first words", "One.", "sesame words", headers={"X-Train": "no"})
-        assert no.headers["x-rollout-recorded"] == "no; reason=opted-out"
-        later = await service.ask(opened.key, "first words", "One.", "sesame words", "Two.", "more of it")
-        assert later.headers["x-rollout-recorded"] == "no; reason=opted-out"
-        fresh = await service.ask(opened.key, "other words")
-        assert fresh.headers["x-rollout-recorded"] == "yes"
-        turns = await delivered(service, opened.session.session_id, 2)
-        assert [turn.answer for turn in turns] == ["One.", "One."]
-        assert turns[0].next_state is None
-        counts = (await service.show(opened.session.session_id)).counts
-        assert (counts.served, counts.recorded) == (4, 2)
-        assert counts.dropped == {MaskReason.OPTED_OUT: 2}
-    files = stored(tmp_path)
-    for text in (b"sesame", b"more of it", b"alice"):
-        assert text not in files
+class QuotingError(RuntimeError):
+    """A defect whose message quotes what it choked on."""
 
 
-async def test_nothing_is_recorded_without_consent(tmp_path: Path) -> None:
-    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine]) as service:
-        opened = await service.open(train=None)
+async def test_no_error_puts_a_users_words_into_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choke(_: TurnCapture, call: ModelCall) -> PlannedTurn:
+        raise QuotingError(f"cannot take {call.messages[-1].text!r}")
+
+    monkeypatch.setattr(TurnCapture, "plan", choke)
+    async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
         assert opened.key is not None
-        assert (await service.ask(opened.key, "a")).headers["x-rollout-recorded"] == "no; reason=opted-out"
-        yes = await service.ask(opened.key, "b", train="yes", turn_type="side")
-        assert yes.headers["x-rollout-recorded"] == "yes"
-        [turn] = await delivered(service, opened.session.session_id, 1)
-        assert (turn.kind, turn.mask) == (TurnKind.SIDE, MaskReason.SIDE)
+        with capture_logs() as lines:
+            assert (await service.ask(opened.key, "sesame words")).status_code == 500
+    told = [line for line in lines if line.get("error") == "QuotingError"]
+    assert {line["event"] for line in told} == {
+        "a call to the gateway failed",
+        "unhandled error in a live session",
+    }
+    assert all("in choke" in line["stack"] for line in told), "a defect can still be found"
+    assert "sesame" not in repr(lines)
 
 
 @pytest.mark.parametrize(("field", "value"), [("X-Turn-Type", "Other"), ("X-Train", "perhaps")])
@@ -329,29 +319,3 @@ async def test_deleting_a_user_leaves_no_byte(tmp_path: Path) -> None:
     files = stored(tmp_path)
     for opened in (*mine, other):
         assert opened.session.session_id.encode() not in files
-
-
-async def test_a_secret_is_stored_in_no_form(tmp_path: Path) -> None:
-    secret = "ghp_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
-    async with scripted("One.", "Two.", "Three.") as engine, live_service(tmp_path, [engine]) as service:
-        opened = await service.open()
-        assert opened.key is not None
-        await service.ask(opened.key, "a")
-        await service.ask(opened.key, "a", "One.", f"use {secret}")
-        await service.ask(opened.key, "a", "One.", f"use {secret}", "Two.", "thanks")
-
-        async def all_recorded():
-            turns = await service.turns(opened.session.session_id)
-            return turns if len(turns) == 3 else None
-
-        turns = await until(all_recorded)
-        assert [turn.mask for turn in turns][1:] == [MaskReason.REDACTED] * 2
-        assert [bool(turn.body) for turn in turns] == [True, False, False]
-
-        async def is_masked() -> bool:
-            first = await service.store.turn(opened.session.session_id, 0)
-            return first is not None and first.mask is MaskReason.REDACTED and first.next_state is None
-
-        await until(is_masked)
-        rebuilt = rebuild(ChatRenderer.load(POLICY), turns)
-        assert (rebuilt.next_id, list(rebuilt.turns)) == (3, [0])

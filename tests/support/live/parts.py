@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import anyio
 
-from api_schemas.rollouts import RolloutState
+from api_schemas.errors import ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.runs import Batch, InlineTasks, RunRequest
+from rollout_service.cluster.identity import is_gone
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import describe
 from rollout_service.groups import FilterRegistry
@@ -27,6 +29,9 @@ from rollout_service.pipeline.attempt import Attempt
 from rollout_service.pipeline.context import PolicyFactory
 from rollout_service.runs import Delivery, RunManager
 from rollout_service.settings import PipelineSettings
+from rollout_service.store import Store
+from rollout_service.store.contract import Lease
+from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.runs_contract import BatchLeaseRequest, RunStore
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
@@ -48,7 +53,7 @@ class NoEngines:
 class LiveBench:
     """The parts of a service that make batches of sessions."""
 
-    def __init__(self, store: SqliteStore, live: LiveStore) -> None:
+    def __init__(self, store: Store, live: LiveStore) -> None:
         self.store, self.live = store, live
         self.now = 1_000.0
         self.environment = SessionEnvironment(SessionParts(live, store.runs, lambda _: RENDERER))
@@ -113,9 +118,9 @@ class LiveBench:
             await self.work()
             await self.manager.step()
 
-    async def work(self) -> None:
+    async def work(self, limit: int = 64) -> None:
         """Attempt the rollouts that wait."""
-        for lease in await self.store.claim("here", limit=64, lease_seconds=60):
+        for lease in await self.store.claim("here", limit=limit, lease_seconds=60):
             await self.context.stages.init.places.acquire()
             attempt = Attempt(self.context, lease)
             try:
@@ -125,6 +130,13 @@ class LiveBench:
             finally:
                 await attempt.release()
             await self.store.finish(lease, "here", result)
+
+    async def failed(self, lease: Lease, error: ErrorInfo) -> Rollout:
+        """Return the result of an attempt that failed."""
+        await self.context.stages.init.places.acquire()
+        attempt = Attempt(self.context, lease)
+        await attempt.release()
+        return attempt.result(RolloutState.FAILED, error=error)
 
     async def lease(self, run_id: str = "run", key: str = "k") -> Batch | None:
         leased = await self.batches.lease(BatchLeaseRequest(run_id, key, 60), version=None, timeout=0.01)
@@ -146,9 +158,16 @@ def _stored(seed: str, turns: int) -> Stored:
 
 
 @asynccontextmanager
-async def live_bench(folder: Path | None = None) -> AsyncIterator[LiveBench]:
-    """Open both stores, in a folder or in memory."""
+async def live_bench(
+    folder: Path | None = None, *, redis: RedisConfig | None = None
+) -> AsyncIterator[LiveBench]:
+    """Open both stores, in a folder or in memory; that of runs in a Redis, if one is given."""
     main = ":memory:" if folder is None else folder / "store.sqlite3"
     live = ":memory:" if folder is None else folder / "live.sqlite3"
-    async with await SqliteStore.open(main) as store, SqliteLiveStore(live) as sessions:
-        yield LiveBench(store, sessions)
+    async with AsyncExitStack() as stack:
+        store: Store
+        if redis is not None:
+            store = await stack.enter_async_context(await RedisStore.open(redis, is_gone=is_gone))
+        else:
+            store = await stack.enter_async_context(await SqliteStore.open(main))
+        yield LiveBench(store, await stack.enter_async_context(SqliteLiveStore(live)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 import httpx
 from fastapi import FastAPI
 
@@ -15,6 +16,8 @@ from api_schemas.sessions import LiveSession, OpenedSession
 from rollout_service.live.contract import LiveStore, TurnRecord
 from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import gateway_service
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +74,26 @@ async def live_service(
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as http:
             url = service.app.state.service.live.sessions.gateway_url
             yield LiveService(service.app, http, url)
+
+
+def stored(folder: Path) -> bytes:
+    """Return the bytes of all files of a service."""
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+async def until(check: Callable[[], Awaitable[T]], seconds: float = 10.0) -> T:
+    """Wait until a coroutine function returns something true, and return it."""
+    with anyio.fail_after(seconds):
+        while not (result := await check()):
+            await anyio.sleep(0.01)
+    return result
+
+
+async def delivered(service: LiveService, session_id: str, count: int) -> Sequence[TurnRecord]:
+    """Wait until so many turns of a session were delivered, and return all."""
+
+    async def look() -> Sequence[TurnRecord]:
+        turns = await service.turns(session_id)
+        return turns if sum(turn.delivered for turn in turns) >= count else ()
+
+    return await until(look)

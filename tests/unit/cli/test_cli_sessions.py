@@ -134,7 +134,12 @@ def test_deleting_names_the_batches_that_a_trainer_holds(server, arguments, path
     assert json.loads(invoke("delete", *arguments, "--json").stdout)["leased"][0]["batch_id"] == "run-7.b0"
 
 
-@pytest.mark.parametrize("arguments", [(), ("s-1", "--user", "u")])
+def test_a_users_tenant_is_passed_on(server):
+    assert invoke("delete", "--user", "u", "--tenant", "t").exit_code == 0
+    assert dict(server[0].url.params) == {"user": "u", "tenant": "t"}
+
+
+@pytest.mark.parametrize("arguments", [(), ("s-1", "--user", "u"), ("s-1", "--tenant", "t")])
 def test_deleting_nothing_in_particular_is_refused(server, arguments):
     said = invoke("delete", *arguments)
     assert said.exit_code == 1

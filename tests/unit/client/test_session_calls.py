@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.sessions import (
+    RESERVED_IDS,
     Canary,
     DeletedSessions,
     FeedbackAnswer,
@@ -102,6 +103,12 @@ async def test_a_session_that_the_caller_named_is_not_replaced():
     assert service.open == {"mine": True}
 
 
+@pytest.mark.parametrize("session_id", sorted(RESERVED_IDS))
+def test_an_id_that_cannot_stand_in_a_path_is_refused(session_id):
+    with pytest.raises(ValueError, match="choose another id"):
+        SessionRequest(session_id=session_id)
+
+
 def test_ids_of_any_text_arrive_whole():
     seen: list[str] = []
 
@@ -111,7 +118,7 @@ def test_ids_of_any_text_arrive_whole():
 
     with SyncRolloutClient(URL, transport=httpx.MockTransport(handle), patience_seconds=0) as client:
 
-        @given(st.text(min_size=1, max_size=40))
+        @given(st.text(min_size=1, max_size=40).filter(lambda text: text not in RESERVED_IDS))
         def check(session_id: str) -> None:
             client.session(session_id)
             prefix, found = seen.pop().rsplit("/", 1)
@@ -151,11 +158,13 @@ async def test_feedback_and_deletion_name_only_what_was_given():
         assert (await client.feedback("s", 0.5, turn=0, text="shorter")).value == -1.0
         assert (await client.delete_session("s")).turns == 2
         assert (await client.delete_sessions(user="a b")).sessions == 1
+        assert (await client.delete_sessions(user="a", tenant="t")).sessions == 1
     assert seen == [
         ("POST", "/v1/sessions/s/feedback", {}, {"value": -1.0}),
         ("POST", "/v1/sessions/s/feedback", {}, {"value": 0.5, "turn": 0, "text": "shorter"}),
         ("DELETE", "/v1/sessions/s", {}, None),
         ("DELETE", "/v1/sessions", {"user": "a b"}, None),
+        ("DELETE", "/v1/sessions", {"user": "a", "tenant": "t"}, None),
     ]
 
 

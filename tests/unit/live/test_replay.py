@@ -17,7 +17,7 @@ from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, Lane, ModelCall
 from rollout_service.inference.contract import Generation
 from rollout_service.live.contract import TurnRecord
-from rollout_service.live.replay import LIVE, encode, prompt_of, rebuild
+from rollout_service.live.replay import LIVE, pack, prompt_of, rebuild
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import BASH, OTHER, write
@@ -43,7 +43,7 @@ class Stored:
         output = self.output(planned)
         delivered = self.is_plain or self.random.random() < 0.9
         planned.complete(output)
-        body = encode(self.capture, planned, output, delivered=delivered) if kept else b""
+        body = pack(self.capture, planned, output, delivered=delivered).encode() if kept else b""
         self.records.append(record(self.capture.next_id, body))
         if kept:
             self.capture.record(planned, output, delivered=delivered)

@@ -3,7 +3,7 @@
 -- `r:ID` is a small hash, whose short names keep it compact: `n` number, `s` state, `a` attempts, `t` token, `o` number of
 -- the owner, `c` cancellation requested, `f` fingerprint, `p` pool, `e` environment, `C` created, `Q` queued, `H` changed
 -- (Unix seconds), `w` reward, `S` stop reason, `k` code, `R` run, `G` group, `v` and `V` oldest and newest version, `B` bytes
--- of the trajectory, `z` written by `finish`, `T` turns, `N` sampled tokens, `W` seconds of work, `Y` no steps are kept. Long
+-- of the trajectory, `z` written by `finish`, `T` turns, `N` sampled tokens, `W` seconds of work, `Y` erased, so no steps are kept. Long
 -- texts have keys of their own: `q:ID` request, `x:ID` result, `t:ID` trajectory, `h:ID` retries and spans of earlier
 -- attempts, `u:ID` the turns of one that was interrupted, `y:ID` the steps of all attempts.
 --
@@ -219,6 +219,18 @@ end)
 function rollouts.forget(call, id)
     segments.drop(call, redis.call('GET', at(call, 't', id)))
     redis.call('UNLINK', at(call, 't', id))
+end
+
+-- Erase what a rollout that has ended contains; `result` is what is left of its result, '' if it has none.
+function rollouts.erase(call, id, result)
+    rollouts.forget(call, id)
+    redis.call('UNLINK', at(call, 'u', id), at(call, 'y', id))
+    if result ~= '' then
+        redis.call('SET', at(call, 'x', id), result)
+    end
+    if redis.call('EXISTS', at(call, 'r', id)) == 1 then
+        redis.call('HSET', at(call, 'r', id), 'Y', '1')
+    end
 end
 
 -- Delete a rollout that has ended.
@@ -517,17 +529,6 @@ common.register('rollouts_save_steps', function(call, most, ...)
         end
     end
     return saved
-end)
-
--- Delete the steps of rollouts, and let no more be stored.
-common.register_freeing('rollouts_forget_steps', function(call, ...)
-    for _, id in ipairs({...}) do
-        redis.call('UNLINK', at(call, 'y', id))
-        if redis.call('EXISTS', at(call, 'r', id)) == 1 then
-            redis.call('HSET', at(call, 'r', id), 'Y', '1')
-        end
-    end
-    return 1
 end)
 
 -- Write a result; an empty text stands for none. `again` repeats a call whose answer was lost. Return whether the lease

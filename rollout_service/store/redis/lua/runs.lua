@@ -36,6 +36,11 @@ function writes.forget(call, id)
     rollouts.forget(call, id)
 end
 
+-- Erase what a rollout that has ended contains.
+function writes.erase(call, id, result)
+    rollouts.erase(call, id, result)
+end
+
 -- Delete a rollout that has ended.
 function writes.delete(call, id)
     rollouts.delete(call, id)

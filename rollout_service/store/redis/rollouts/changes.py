@@ -188,9 +188,6 @@ class RedisRollouts(RolloutReads):
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         return await steps.save(self._connection, attempts)
 
-    async def forget_steps(self, rollout_ids: Sequence[str]) -> None:
-        await steps.forget(self._connection, rollout_ids)
-
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         if not result.state.terminal or result.rollout_id != lease.rollout_id:
             raise ValueError(
@@ -262,6 +259,14 @@ class RedisRollouts(RolloutReads):
         """Delete some of the rollouts of no run that ended this long ago; return 0 once none is left."""
         deleted: int = await self._connection.call("rollouts_delete_expired", seconds, EXPIRED_AT_ONCE)
         return deleted
+
+    async def overwrite(self, stored: Sequence[bytes]) -> None:
+        """Overwrite trajectories that no rollout has any more, from what Redis stored of them.
+
+        Raises:
+            StoreError: The folder fails.
+        """
+        await self._place.overwrite(stored)
 
     async def collect_garbage(self) -> None:
         """Delete the files of trajectories that are gone. Call it from one service at a time.

@@ -19,7 +19,6 @@ from rollout_service.store.redis.runs.transaction import RunTransaction
 from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch
 
-BATCHED = "batched"
 ACKNOWLEDGED = "acknowledged"
 
 
@@ -90,7 +89,7 @@ def _new_batch(
     change.put_batch(batch)
     change.batch_moved(batch, batch.state)
     for number in decision.groups:
-        _take(change, number, GroupStatus(BATCHED, str(batch.number)))
+        _take(change, number, GroupStatus(run_changes.BATCHED, str(batch.number)))
     for number in decision.surplus:
         _take(change, number, GroupStatus(rules.DROPPED.rstrip(":"), SURPLUS))
         change.settle_group(number, waiting[number].size)
@@ -113,7 +112,7 @@ def dissolve(change: RunTransaction, batch: BatchRecord) -> Sequence[WaitingGrou
     """Dissolve a batch, so that its groups wait again; return them."""
     change.settle_batch(batch, BatchState.DISSOLVED)
     for group in batch.groups:
-        change.move_group(group.number, BATCHED, run_changes.READY)
+        change.move_group(group.number, run_changes.BATCHED, run_changes.READY)
         change.wait_for_batch(group)
     return batch.groups
 
@@ -143,7 +142,7 @@ def acknowledge(change: RunTransaction, replies: Replies, number: int) -> None:
         return
     change.settle_batch(batch, BatchState.ACKNOWLEDGED)
     for group in batch.groups:
-        change.move_group(group.number, BATCHED, GroupStatus(ACKNOWLEDGED, str(number)))
+        change.move_group(group.number, run_changes.BATCHED, GroupStatus(ACKNOWLEDGED, str(number)))
         change.settle_group(group.number, group.size)
     change.run.count("batches:acknowledged")
     change.finish_if_done()

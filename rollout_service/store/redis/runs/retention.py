@@ -1,20 +1,28 @@
-"""The deletion of what is no longer needed; each step is one change of a run, of a bounded number of groups.
+"""The deletion of what is no longer needed, or may not be kept; each step is one change of a run, of a bounded number
+of groups.
 
-Guarantees: nothing that a trainer still has to acknowledge is deleted, nor any rollout that has not ended.
+Guarantees: nothing that a trainer still has to acknowledge is deleted unless a person demands it, nor any rollout that
+has not ended.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
+from rollout_service.errors import NotFoundError
+from rollout_service.ids import BatchId, SampleId
 from rollout_service.store import rules
+from rollout_service.store.redis.runs import run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import RunKeys, all_runs
 from rollout_service.store.redis.runs.packing import Command
-from rollout_service.store.redis.runs.records import ClosedRecord
+from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
 from rollout_service.store.redis.runs.replies import chunks
+from rollout_service.store.redis.runs.rollouts import StoredRollouts, result_read
 from rollout_service.store.redis.runs.transaction import RunTransaction
 from rollout_service.store.rules import SettledGroup
 from rollout_service.store.runs_contract import RetentionPolicy
@@ -28,10 +36,39 @@ _UNREAD = -1
 
 
 class RunRetention:
-    """Prunes and deletes runs and groups."""
+    """Prunes and deletes runs and groups, and erases rollouts."""
 
-    def __init__(self, database: RunDatabase) -> None:
+    def __init__(self, database: RunDatabase, rollouts: StoredRollouts) -> None:
         self._database = database
+        self._rollouts = rollouts
+
+    async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
+        """Erase what rollouts contain, and those that replaced them; return the ids of the batches that had them."""
+        batches: dict[str, str] = {}
+        for rollout_id in rollout_ids:
+            sample = SampleId.parse(rollout_id)
+            with suppress(NotFoundError):  # the run is gone, and so is all of it
+                batch = await self._erase(sample)
+                if batch is not None:
+                    batches[rollout_id] = str(BatchId(sample.run, batch))
+        return batches
+
+    async def _erase(self, sample: SampleId) -> int | None:
+        keys = self._keys(sample.run)
+        erased: list[bytes] = []
+
+        async def plan(change: RunTransaction, replies: Replies) -> int | None:
+            opened, *closed = replies
+            ids = _rollouts_of(sample, opened, closed[0])
+            _, found = await self._database.read([result_read(self._database.root, one) for one in ids])
+            erased[:] = [trajectory for _, trajectory in found if trajectory is not None]
+            results = {one: result for one, (result, _) in zip(ids, found, strict=True)}
+            return run_changes.erase_sample(change, closed, sample.number, results)
+
+        reads = [("HGET", key, sample.number) for key in (keys.open, keys.closed, keys.states)]
+        batch = await self._database.change_in_steps(sample.run, reads, plan, drains=True)
+        await self._rollouts.overwrite(erased)
+        return batch
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         """Delete the trajectories of settled groups beyond these limits, the oldest first; return how many groups."""
@@ -131,6 +168,17 @@ class RunRetention:
         _, (scores,) = await self._database.read([("ZMSCORE", keys.held, *numbers)])
         held = {number for number, score in zip(numbers, scores, strict=True) if score is not None}
         return await self._records(keys, numbers), held
+
+
+def _rollouts_of(sample: SampleId, opened: bytes | None, closed: bytes | None) -> list[str]:
+    """Return the ids of all rollouts of a sample, from the record of its group, open or closed."""
+    known: list[str] = []
+    if opened is not None:
+        record = OpenRecord.decode(opened)
+        known = [*record.members, *record.earlier]
+    elif closed is not None:
+        known = ClosedRecord.decode(closed).rollout_ids
+    return [one for one in known if replace(SampleId.parse(one), retry=0) == sample]
 
 
 def _oldest(key: str) -> Command:

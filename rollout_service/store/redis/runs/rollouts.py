@@ -24,6 +24,7 @@ class MemberRecord:
     newest_version: int | None
     trajectory_bytes: int
     """The size of the encoded trajectory; 0 without one."""
+    is_erased: bool
 
     def member(self, sample: int, rollout_id: str, *, is_straggler: bool) -> GroupMember:
         """Return the rollout as a member of a group."""
@@ -36,6 +37,7 @@ class MemberRecord:
             oldest_version=self.oldest_version,
             newest_version=self.newest_version,
             is_straggler=is_straggler,
+            is_erased=self.is_erased,
         )
 
 
@@ -48,6 +50,14 @@ class StoredRollouts(Protocol):
         Raises:
             StoreError: The store fails.
             RecordLostError: A trajectory is damaged, or gone without having been pruned.
+        """
+        ...
+
+    async def overwrite(self, stored: Sequence[bytes]) -> None:
+        """Overwrite trajectories that no rollout has any more, from what Redis stored of them.
+
+        Raises:
+            StoreError: The store fails.
         """
         ...
 
@@ -68,7 +78,7 @@ class StoredRollouts(Protocol):
         ...
 
 
-_FIELDS = ("s", "w", "H", "v", "V", "B")
+_FIELDS = ("s", "w", "H", "v", "V", "B", "Y")
 """The fields of a rollout's hash that a member has, as `rollouts.lua` names them."""
 
 
@@ -77,9 +87,19 @@ def member_read(root: str, rollout_id: str) -> Command:
     return ("HMGET", f"{root}:r:{rollout_id}", *_FIELDS)
 
 
+def erased_read(root: str, rollout_id: str) -> Command:
+    """Return the command that reads whether a rollout was erased: `1`, or nothing."""
+    return ("HGET", f"{root}:r:{rollout_id}", "Y")
+
+
+def result_read(root: str, rollout_id: str) -> Command:
+    """Return the command that reads what is stored of a rollout's result and of its trajectory."""
+    return ("MGET", f"{root}:x:{rollout_id}", f"{root}:t:{rollout_id}")
+
+
 def decode_member(reply: Sequence[bytes | None]) -> MemberRecord | None:
     """Return a member from the reply to that command; None if the rollout is gone."""
-    state, reward, changed_at, oldest, newest, size = reply
+    state, reward, changed_at, oldest, newest, size, erased = reply
     if state is None or changed_at is None:
         return None
     return MemberRecord(
@@ -89,4 +109,5 @@ def decode_member(reply: Sequence[bytes | None]) -> MemberRecord | None:
         oldest_version=None if oldest is None else int(oldest),
         newest_version=None if newest is None else int(newest),
         trajectory_bytes=int(size or 0),
+        is_erased=erased is not None,
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
+from rollout_service.groups import DELETED
 from rollout_service.store import rules
+from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.redis.runs.database import Replies
 from rollout_service.store.redis.runs.records import ClosedRecord, GroupStatus, OpenRecord, WaitingGroup
@@ -17,6 +20,7 @@ from rollout_service.store.runs_contract import GroupClosure, NewGroup, RunRecor
 
 OPEN = GroupStatus("open")
 READY = GroupStatus("ready")
+BATCHED = "batched"
 
 
 def update(
@@ -124,15 +128,14 @@ def cancel_groups(change: RunTransaction, groups: Mapping[int, OpenRecord], reas
 
 
 def close_group(
-    change: RunTransaction,
-    stored: bytes | None,
-    closure: GroupClosure,
-    *,
-    size: int,
-    head: bytes | None,
+    change: RunTransaction, replies: Replies, closure: GroupClosure, *, size: int, head: bytes | None
 ) -> None:
-    """Keep or drop an open group; `size` is the bytes of its trajectories."""
-    if stored is None:
+    """Keep or drop an open group; `replies` has its record, and for each usable sample whether it was erased.
+
+    `size` is the bytes of its trajectories.
+    """
+    stored, *erased = replies
+    if stored is None or any(erased):
         return
     number, status = closure.number, GroupStatus(closure.state, closure.reason)
     record = ClosedRecord.close(OpenRecord.decode(stored), closure, size=size)
@@ -148,9 +151,12 @@ def close_group(
 def reclose_group(
     change: RunTransaction, replies: Replies, closure: GroupClosure, *, head: bytes | None
 ) -> None:
-    """Close a group that waits for a batch again; `replies` has what it waits with, and its record."""
-    waiting, stored = replies
-    if waiting is None or stored is None:
+    """Close a group that waits for a batch again.
+
+    `replies` has what it waits with, its record, and for each usable sample whether it was erased.
+    """
+    waiting, stored, *erased = replies
+    if waiting is None or stored is None or any(erased):
         return
     number, before = closure.number, ClosedRecord.decode(stored)
     change.do("HSET", change.keys.closed, number, before.reclose(closure).encode())
@@ -161,6 +167,46 @@ def reclose_group(
     change.write_history(closure)
     masked = rules.masked_counts(closure.samples, run_codec.decode_samples(before.samples))
     _count(change, masked)
+    change.announce()
+
+
+def erase_sample(
+    change: RunTransaction, replies: Replies, number: int, results: Mapping[str, bytes | None]
+) -> int | None:
+    """Erase the rollouts of a sample, of which `results` has what is stored; return the batch of its group, if any.
+
+    `replies` has the record of the group once it is closed, and its state.
+    """
+    for rollout_id, result in results.items():
+        change.do("erase", rollout_id, "" if result is None else rollout_codec.erase_result(result.decode()))
+    stored, status = replies
+    if stored is None or status is None:
+        return None
+    state, record = GroupStatus.parse(status.decode()), ClosedRecord.decode(stored)
+    if state == READY or state.state == BATCHED:
+        _mask(change, number, record, state, list(results))
+    return state.batch
+
+
+def _mask(
+    change: RunTransaction,
+    number: int,
+    record: ClosedRecord,
+    state: GroupStatus,
+    rollout_ids: Sequence[str],
+) -> None:
+    """Mask the sample of these rollouts in a group that can still be delivered."""
+    before = run_codec.decode_samples(record.samples)
+    samples = rules.without_erased(before, rollout_ids)
+    revised = replace(record, samples=run_codec.encode_samples(samples))
+    change.do("HSET", change.keys.closed, number, revised.encode())
+    change.do("HDEL", change.keys.heads, number)
+    if state == READY and not rules.is_worth_keeping(samples, change.run.record.request):
+        change.do("HDEL", change.keys.ready, number)
+        change.move_group(number, READY.counter, GroupStatus("dropped", DELETED))
+        change.settle_group(number, record.size)
+        change.write_reason(number, DELETED)
+    _count(change, rules.masked_counts(samples, before))
     change.announce()
 
 

@@ -36,11 +36,12 @@ from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import active_runs, all_runs
 from rollout_service.store.redis.runs.lists import RunPages
+from rollout_service.store.redis.runs.packing import Command
 from rollout_service.store.redis.runs.reading import GroupReader
 from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
 from rollout_service.store.redis.runs.replies import by_number, chunks
 from rollout_service.store.redis.runs.retention import RunRetention
-from rollout_service.store.redis.runs.rollouts import StoredRollouts
+from rollout_service.store.redis.runs.rollouts import StoredRollouts, erased_read
 from rollout_service.store.redis.runs.transaction import RunTransaction
 from rollout_service.store.runs_contract import (
     BatchLease,
@@ -93,7 +94,7 @@ class RedisRuns(RunStore):
         self._rollouts = rollouts
         self._signals = signals
         self._reader = GroupReader(database, rollouts)
-        self._retention = RunRetention(database)
+        self._retention = RunRetention(database, rollouts)
         self._pages = RunPages(database)
 
     @classmethod
@@ -236,9 +237,16 @@ class RedisRuns(RunStore):
         size, head = await self._reader.closing(run_id, closure)
 
         def plan(change: RunTransaction, replies: Replies) -> None:
-            run_changes.close_group(change, replies[0], closure, size=size, head=head)
+            run_changes.close_group(change, replies, closure, size=size, head=head)
 
-        await self._database.change(run_id, [self._open(run_id, closure.number)], plan)
+        reads = [self._open(run_id, closure.number), *self._erased(closure)]
+        await self._database.change(run_id, reads, plan)
+
+    def _erased(self, closure: GroupClosure) -> Iterator[Command]:
+        """Yield a command for each usable sample, which reads whether it was erased."""
+        for sample in closure.samples:
+            if sample.usable:
+                yield erased_read(self._database.root, sample.rollout_id)
 
     def _open(self, run_id: str, number: int) -> tuple[str, str, int]:
         return ("HGET", self._database.keys(run_id).open, number)
@@ -270,8 +278,8 @@ class RedisRuns(RunStore):
         def plan(change: RunTransaction, replies: Replies) -> None:
             run_changes.reclose_group(change, replies, closure, head=head)
 
-        reads = [("HGET", keys.ready, closure.number), ("HGET", keys.closed, closure.number)]
-        await self._database.change(run_id, reads, plan)
+        reads: list[Command] = [("HGET", keys.ready, closure.number), ("HGET", keys.closed, closure.number)]
+        await self._database.change(run_id, [*reads, *self._erased(closure)], plan)
 
     # -- batches ---------------------------------------------------------------
 
@@ -357,6 +365,12 @@ class RedisRuns(RunStore):
         return await self._reader.recorded_rollouts(rollout_ids)
 
     # -- retention -------------------------------------------------------------
+
+    async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
+        return await self._retention.erase(rollout_ids)
+
+    async def overwrite_deleted(self) -> None:
+        """Do nothing: Redis keeps what it deletes in its append-only file alone, until that is rewritten."""
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         return await self._retention.prune(run_id, seconds=seconds, max_bytes=max_bytes)

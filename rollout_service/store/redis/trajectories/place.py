@@ -31,6 +31,14 @@ class TrajectoryPlace(Protocol):
         """Put the next trajectories elsewhere, since Redis refused to store this."""
         ...
 
+    async def overwrite(self, stored: Sequence[bytes]) -> None:
+        """Overwrite trajectories to which Redis no longer refers; those that are gone are no error.
+
+        Raises:
+            StoreError: The place fails.
+        """
+        ...
+
     async def collect(self) -> int:
         """Free what belongs to no rollout any more; return how many bytes.
 
@@ -61,6 +69,9 @@ class InRedis(TrajectoryPlace):
             f"Redis refused a trajectory of {len(stored)} bytes", hint="Report it with the log."
         )
 
+    async def overwrite(self, stored: Sequence[bytes]) -> None:
+        """Do nothing: Redis itself has deleted them."""
+
     async def collect(self) -> int:
         return 0  # nothing is left behind
 
@@ -82,17 +93,24 @@ class InSharedFolder(TrajectoryPlace):
     async def abandon(self, stored: bytes) -> None:
         await self._segments.abandon(stored.removeprefix(_MARK).decode())
 
+    async def overwrite(self, stored: Sequence[bytes]) -> None:
+        await self._segments.overwrite([_reference(data) for data in stored if data.startswith(_MARK)])
+
     async def collect(self) -> int:
         return await self._segments.collect()
 
     async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
         references = {
-            f"the rollout {rollout_id}": data.removeprefix(_MARK).decode(errors="replace")
+            f"the rollout {rollout_id}": _reference(data)
             for rollout_id, data in stored.items()
             if data.startswith(_MARK)
         }
         found = iter(await self._segments.read_all(references) if references else ())
         return [_whole(next(found)) if data.startswith(_MARK) else data for data in stored.values()]
+
+
+def _reference(stored: bytes) -> str:
+    return stored.removeprefix(_MARK).decode(errors="replace")
 
 
 def _whole(record: bytes | RecordLostError) -> bytes:

@@ -26,12 +26,6 @@ async def save(connection: RedisConnection, attempts: Sequence[EncodedSteps]) ->
     return saved
 
 
-async def forget(connection: RedisConnection, rollout_ids: Sequence[str]) -> None:
-    """Delete the steps of these rollouts; see `StepStore.forget_steps`."""
-    for start in range(0, len(rollout_ids), AT_ONCE):
-        await connection.call("rollouts_forget_steps", *rollout_ids[start : start + AT_ONCE])
-
-
 async def saved(connection: RedisConnection, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
     """Return the stored steps of these rollouts; see `StepStore.saved_steps`."""
     found: dict[str, list[bytes]] = {}

@@ -1,5 +1,7 @@
 """A generation interrupted anywhere, any number of times, has the tokens of one that was left alone."""
 
+from dataclasses import asdict
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +65,24 @@ def test_any_aborts_give_exactly_the_budget(budget, prompt, cuts):
 
 def make(budget):
     return Continuation(GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=budget)))
+
+
+def test_whatever_else_was_asked_for_is_asked_of_each_engine():
+    asked = GenerateRequest(
+        new_request_id(),
+        [1, 2, 3],
+        SamplingOptions(max_new_tokens=4),
+        known=2,
+        chunk_tokens=5,
+        cache_salt="tenant",
+        traceparent="00-1-2-01",
+    )
+    continuation = Continuation(asked)
+    first = continuation.next_request()
+    continuation.add(answer(first, 1, FinishReason.ABORT))
+    for request in (first, continuation.next_request()):
+        changed = {name for name, value in asdict(request).items() if value != asdict(asked)[name]}
+        assert changed <= {"request_id", "input_ids", "sampling"}
 
 
 def test_a_stop_ends_it_early():

@@ -113,12 +113,32 @@ def test_an_unknown_wish_names_its_field(body: bytes) -> None:
 def test_a_users_hash_is_the_same_after_a_restart_and_another_at_another_service(tmp_path: Path) -> None:
     one, again = UserHashes.load(tmp_path / "a"), UserHashes.load(tmp_path / "a")
     other = UserHashes.load(tmp_path / "b")
-    assert one.hash("alice") == again.hash("alice") != other.hash("alice")
-    assert one.hash("x") != one.of_session("x")
+    assert one.hash("alice", "t") == again.hash("alice", "t") != other.hash("alice", "t")
+    assert one.hash("x", "default") != one.of_session("x")
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
     (tmp_path / "a").write_bytes(b"short")
     with pytest.raises(ConfigurationError, match="32 bytes"):
         UserHashes.load(tmp_path / "a")
+
+
+def test_users_of_two_tenants_are_two_users(tmp_path: Path) -> None:
+    users = UserHashes.load(tmp_path / "salt")
+    hashes = [
+        users.hash(name, tenant) for name in ("alice", "default", "t") for tenant in ("default", "t", "u")
+    ]
+    assert len(set(hashes)) == len(hashes)
+    assert users.in_tenant(users.hash("alice", "default"), "t") == users.hash("alice", "t")
+
+
+def test_no_two_clients_have_one_hash(tmp_path: Path) -> None:
+    users = UserHashes.load(tmp_path / "salt")
+    clients = [
+        ("t", "chat", "vip:x1"),
+        ("t", "chat:vip", "x1"),
+        ("u", "chat", "vip:x1"),
+        ("t", "chat", "vip:x1~2"),
+    ]
+    assert len({users.of_client(*client) for client in clients}) == len(clients)
 
 
 @given(at=st.floats(0, 2**40), session_id=st.text(min_size=1))

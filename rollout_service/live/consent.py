@@ -1,0 +1,101 @@
+"""What of a conversation was not to be stored, so that no later turn stores it.
+
+A client sends its whole history with each request, so a turn that agrees may bring the text of one that did not. Such
+texts are known again by keyed hashes of messages and of their paragraphs, since clients edit and join messages.
+
+Guarantees: nothing can be read from the hashes without the key, which is the node's salt. Where some of them are not
+known, a turn is stored only if its history is that of stored turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import anyio.to_thread
+
+from rollout_service.gateway.capture import PlannedTurn
+from rollout_service.gateway.capture.answer import SentAnswer
+from rollout_service.gateway.capture.history import canonical
+from rollout_service.gateway.contract import ClientMessage
+from rollout_service.live.contract import DIGEST_BYTES, OptOuts
+
+MIN_PARAGRAPH = 16
+"""Shorter paragraphs say too little to be known again when other text is around them."""
+INLINE_CHARS = 1_000_000
+"""Longer messages are hashed in a thread."""
+_PARAGRAPHS = "\n\n"
+
+
+class MessageHashes:
+    """Keyed hashes of messages, whoever says them."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def of_messages(self, messages: Iterable[ClientMessage]) -> frozenset[bytes]:
+        """Return hashes of messages; instructions are no part of a conversation."""
+        return frozenset(
+            digest
+            for message in messages
+            if message.role != "system"
+            for digest in self._of(message.text, [(call.name, call.arguments) for call in message.calls])
+        )
+
+    def of_answer(self, sent: SentAnswer) -> frozenset[bytes]:
+        """Return hashes of an answer, as its client may send it back."""
+        return frozenset(self._of(sent.text, [(call.name, call.arguments) for call in sent.calls]))
+
+    def _of(self, text: str, calls: Sequence[tuple[str, str]]) -> Iterator[bytes]:
+        for piece in (text, *text.split(_PARAGRAPHS)):
+            if (said := piece.strip()) and (piece is text or len(said) >= MIN_PARAGRAPH):
+                yield self._digest(said)
+        for name, arguments in calls:
+            yield self._digest(f"{name}\0{canonical(arguments)}")
+
+    def _digest(self, text: str) -> bytes:
+        data = text.encode("utf-8", "surrogatepass")
+        return blake2b(data, digest_size=DIGEST_BYTES, key=self._key).digest()
+
+
+@dataclass(slots=True)
+class ConversationConsent:
+    """What may be stored of one conversation."""
+
+    conversation: str
+    """Names it in the store; the same for all sessions that go on with it."""
+    hashes: MessageHashes
+    refused: OptOuts
+
+    async def allows(self, planned: PlannedTurn) -> bool:
+        """Return whether all that a turn would store may be stored, as far as earlier turns tell."""
+        if self.refused == OptOuts():
+            return True
+        new = _new(planned)
+        if planned.match.has_foreign or not self.refused.digests.isdisjoint(await self._hashed(new)):
+            return False
+        return self.refused.is_complete or sum(message.role == "user" for message in new) <= 1
+
+    async def refuse(self, planned: PlannedTurn) -> OptOuts:
+        """Note that a turn is not to be stored, and return what to remember of it."""
+        return self._add(await self._hashed(_new(planned)))
+
+    def refuse_answer(self, sent: SentAnswer) -> OptOuts:
+        """Note that an answer is not to be stored, and return what to remember of it."""
+        return self._add(self.hashes.of_answer(sent))
+
+    async def _hashed(self, messages: Sequence[ClientMessage]) -> frozenset[bytes]:
+        if sum([len(message.text) for message in messages]) <= INLINE_CHARS:
+            return self.hashes.of_messages(messages)
+        return await anyio.to_thread.run_sync(self.hashes.of_messages, messages)
+
+    def _add(self, digests: frozenset[bytes]) -> OptOuts:
+        known = self.refused
+        self.refused = OptOuts(known.digests | digests, known.is_complete)
+        return OptOuts(digests)
+
+
+def _new(planned: PlannedTurn) -> Sequence[ClientMessage]:
+    """Return the messages of a turn that no stored turn has."""
+    return planned.messages[planned.match.begin :]

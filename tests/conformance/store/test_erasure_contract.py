@@ -1,0 +1,261 @@
+"""Every store erases what a person demands, in whatever state its group is, and delivers nothing of it later."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, TokenExtras
+from api_schemas.rollouts.sessions import NextState, RolloutKind, SessionInfo, TurnMark
+from api_schemas.runs import Group
+from api_schemas.trajectories import Message
+from rollout_service.cluster.identity import is_gone
+from rollout_service.groups import FilterChain
+from rollout_service.runs.closing import close_group
+from rollout_service.store import Store
+from rollout_service.store.redis.store import RedisStore
+from rollout_service.store.runs_contract import GroupClosure, NewGroup
+from rollout_service.store.sqlite import SqliteStore
+from rollout_service.store.steps_contract import EncodedSteps
+from tests.support.redis_server import RedisServer
+from tests.support.runs import TASKS, create_run, lease_batch, leased_batch, trajectory
+from tests.support.searching import holding, redis_values, sqlite_values, traces
+
+pytestmark = pytest.mark.anyio
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class Bench:
+    """A store, and a way to look at all that it keeps."""
+
+    store: Store
+    values: Callable[[], list[bytes]]
+    file: Path | None = None
+
+    async def start(self, *numbers: int) -> None:
+        """Start groups of two."""
+        extras = TokenExtras(turn_marks=True)
+        groups = [
+            NewGroup(
+                number,
+                0,
+                [
+                    RolloutRequest(rollout_id=f"a.{number}.{s}", task=TASKS[0], exports=extras)
+                    for s in range(2)
+                ],
+            )
+            for number in numbers
+        ]
+        assert await self.store.runs.start_groups("a", groups) == len(numbers)
+
+    async def end(self) -> None:
+        """Complete the rollouts that are queued, each with words of its own."""
+        for lease in await self.store.claim("w", limit=100, lease_seconds=1e6):
+            await self.store.save_steps([EncodedSteps(lease.rollout_id, words(lease.rollout_id, "steps"))])
+            assert await self.store.finish(lease, "w", result(lease.rollout_id))
+
+    async def close(self, number: int, **fields: int) -> GroupClosure:
+        """Close a group as the manager of runs does."""
+        closure = await self.decide(number, **fields)
+        await self.store.runs.close_group("a", closure)
+        return closure
+
+    async def decide(self, number: int) -> GroupClosure:
+        """Return the closure of an open group."""
+        run = await self.store.runs.get("a")
+        (group,) = [one for one in await self.store.runs.open_groups("a") if one.number == number]
+        samples = []
+        for member in group.members:
+            rollout = await self.store.get(member.rollout_id, whole_tree=True)
+            assert rollout is not None
+            samples.append((member, rollout))
+        chain = FilterChain((), run.request.min_usable)
+        return close_group(run.request, chain, number, samples, weights=None)
+
+    async def ready(self, *numbers: int) -> None:
+        """Start, end and close groups."""
+        await self.start(*numbers)
+        await self.end()
+        for number in numbers:
+            await self.close(number)
+
+    def keeps(self, rollout_id: str) -> bool:
+        """Return whether anything that a rollout said is kept."""
+        return bool(holding(self.values(), f"words of {rollout_id};".encode()))
+
+
+def words(rollout_id: str, kind: str) -> bytes:
+    noise = sha256(f"{rollout_id} {kind}".encode()).hexdigest()
+    return f"{kind}: words of {rollout_id}; {noise}".encode()
+
+
+def result(rollout_id: str) -> Rollout:
+    text = words(rollout_id, "said").decode()
+    session = SessionInfo(session_id=f"s {text}", user=f"u {text}", tenant="t", opened_at=NOW, part=0)
+    state = NextState(role="user", chars=1, sha256="0", text=text)
+    told = trajectory(1).model_copy(update={"messages": [Message(role="user", content=text)]})
+    return Rollout(
+        rollout_id=rollout_id,
+        state=RolloutState.COMPLETED,
+        task=TASKS[0],
+        pool="policy",
+        reward=float(rollout_id.endswith("1")),
+        reward_parts={"part": 1.0},
+        notes=[text],
+        created_at=NOW,
+        trajectory=told,
+        kind=RolloutKind.SESSION,
+        session=session,
+        turn_marks=[TurnMark(turn=0, usable=True, value=1.0, next_state=state)],
+    )
+
+
+@pytest.fixture(
+    params=["sqlite", *(pytest.param(one, marks=pytest.mark.redis) for one in ("redis", "folder"))]
+)
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    if request.param == "sqlite":
+        path = tmp_path / "store.sqlite3"
+        async with await SqliteStore.open(path) as store:
+            yield Bench(store, lambda: sqlite_values(path), path)
+        return
+    server: RedisServer = request.getfixturevalue("shared_redis")
+    config = server.config()
+    folder = tmp_path if request.param == "folder" else None
+    async with await RedisStore.open(config, is_gone=is_gone, folder=folder) as redis:
+        files = [] if folder is None else [folder]
+        yield Bench(
+            redis,
+            lambda: [*redis_values(server, config.prefix), *(data for one in files for data in read(one))],
+        )
+
+
+def read(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in folder.iterdir() if path.is_file()]
+
+
+async def in_an_open_group(bench: Bench) -> None:
+    await bench.start(0)
+    await bench.end()
+
+
+async def in_a_group_that_waits(bench: Bench) -> None:
+    await bench.ready(0)
+
+
+async def in_a_batch(bench: Bench) -> None:
+    await bench.ready(0)
+    await leased_batch(bench.store)
+
+
+async def in_a_batch_that_is_acknowledged(bench: Bench) -> None:
+    await in_a_batch(bench)
+    await bench.store.runs.acknowledge("a", 0)
+
+
+STATES = [in_an_open_group, in_a_group_that_waits, in_a_batch, in_a_batch_that_is_acknowledged]
+
+
+@pytest.mark.parametrize("reach", STATES)
+async def test_nothing_of_an_erased_sample_is_kept(bench: Bench, reach: Callable[..., object]) -> None:
+    await create_run(bench.store, batch_size=1)
+    await bench.store.runs.overwrite_deleted()
+    await reach(bench)  # type: ignore[misc]
+    assert bench.keeps("a.0.0")
+    shown = traces(bench.values(), b"words of a.0.0;")
+    batches = await bench.store.runs.erase(["a.0.0"])
+    assert batches == ({"a.0.0": "a.b0"} if reach in STATES[2:] else {})
+    assert not bench.keeps("a.0.0")
+    assert bench.keeps("a.0.1"), "the other sample is somebody else's"
+    if bench.file is not None:
+        assert shown
+        assert [trace for trace in shown if any(trace in data for data in read(bench.file.parent))] == []
+    assert await bench.store.save_steps([EncodedSteps("a.0.0", b"later")]) == 0
+    assert await bench.store.runs.erase(["a.0.0", "a.9.0", "gone.0.0"]) == batches
+
+
+async def test_an_erased_sample_of_an_open_group_is_masked_when_it_closes(bench: Bench) -> None:
+    await create_run(bench.store, batch_size=1)
+    await in_an_open_group(bench)
+    await bench.store.runs.erase(["a.0.0"])
+    (group,) = await bench.store.runs.open_groups("a")
+    assert [member.is_erased for member in group.members] == [True, False]
+    await bench.close(0)
+    assert await delivered(bench) == [("deleted", None, False), (None, 1.0, True)]
+    assert (await bench.store.runs.get("a")).count("masked") == 1
+
+
+async def test_a_closure_that_uses_what_was_erased_meanwhile_is_not_taken(bench: Bench) -> None:
+    await create_run(bench.store, batch_size=1)
+    await in_an_open_group(bench)
+    decided = await bench.decide(0)
+    await bench.store.runs.erase(["a.0.0"])
+    await bench.store.runs.close_group("a", decided)
+    assert dict(await bench.store.runs.group_states("a")) == {0: "open"}
+    await bench.close(0)
+    await bench.store.runs.reclose_group("a", decided)
+    assert await delivered(bench) == [("deleted", None, False), (None, 1.0, True)]
+
+
+@pytest.mark.parametrize("min_usable", [1, 2])
+async def test_a_group_that_waits_is_kept_while_it_has_enough(bench: Bench, min_usable: int) -> None:
+    await create_run(bench.store, batch_size=1, min_usable=min_usable)
+    await bench.ready(0)
+    await bench.store.runs.group_heads("a", [0])
+    await bench.store.runs.erase(["a.0.0"])
+    run = await bench.store.runs.get("a")
+    assert (run.count("ready"), run.count("dropped:deleted")) == ((1, 0) if min_usable == 1 else (0, 1))
+    if min_usable == 1:
+        assert await delivered(bench) == [("deleted", None, False), (None, 1.0, True)]
+        await bench.store.runs.acknowledge("a", 0)
+    else:
+        assert not hasattr(await lease_batch(bench.store), "groups")
+    assert await bench.store.runs.erase(["a.0.1"]) == ({"a.0.1": "a.b0"} if min_usable == 1 else {})
+
+
+async def test_a_batch_keeps_its_groups_with_the_sample_masked(bench: Bench) -> None:
+    await create_run(bench.store, batch_size=2)
+    await bench.ready(0, 1)
+    batch = await leased_batch(bench.store)
+    await bench.store.runs.erase(["a.0.0", "a.0.1"])
+    await bench.store.runs.give_back("a", 0)
+    again = await leased_batch(bench.store, "another")
+    assert again.groups == batch.groups == [0, 1]
+    assert await samples_of(bench, 0) == [("deleted", None, False)] * 2
+    assert await samples_of(bench, 1) == [(None, 0.0, True), (None, 1.0, True)]
+
+
+async def test_those_that_replaced_a_rollout_are_erased_with_it(bench: Bench) -> None:
+    await create_run(bench.store, batch_size=1)
+    await in_an_open_group(bench)
+    again = RolloutRequest(rollout_id="a.0.0.1", task=TASKS[0], exports=TokenExtras(turn_marks=True))
+    await bench.store.runs.retry_sample("a", 0, 0, again)
+    await bench.end()
+    assert bench.keeps("a.0.0.1")
+    await bench.store.runs.erase(["a.0.0"])
+    assert not bench.keeps("a.0.0.1")
+    await bench.close(0)
+    assert await delivered(bench) == [("deleted", None, False), (None, 1.0, True)]
+
+
+async def delivered(bench: Bench) -> list[tuple[str | None, float | None, bool]]:
+    batch = await leased_batch(bench.store)
+    assert batch.groups == [0]
+    return await samples_of(bench, 0)
+
+
+async def samples_of(bench: Bench, number: int) -> list[tuple[str | None, float | None, bool]]:
+    """Return why each sample of a group is masked, its reward, and whether it has tokens, the same by both ways."""
+    group = await bench.store.runs.group("a", number)
+    (head,) = await bench.store.runs.group_heads("a", [number])
+    assert [bool(tokens) for tokens in head.tokens] == [bool(one.rollout.trajectory) for one in group.samples]
+    told = Group.model_validate_json(head.json)
+    assert [one.rollout.session for one in told.samples] == [one.rollout.session for one in group.samples]
+    assert all((one.rollout.session is None) == (not one.usable) for one in group.samples)
+    return [(one.masked_because, one.reward, one.rollout.trajectory is not None) for one in group.samples]

@@ -1,0 +1,98 @@
+"""What was not to be stored is known again, in whatever form a client sends it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_service.gateway.capture import TurnCapture
+from rollout_service.gateway.capture.answer import SentAnswer
+from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
+from rollout_service.live.consent import MIN_PARAGRAPH, ConversationConsent, MessageHashes
+from rollout_service.live.contract import OptOuts
+from rollout_service.live.register import SessionRegister
+from rollout_service.live.replay import LIVE
+from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.settings.live import LiveSettings
+from tests.support.live.store import a_session
+from tests.unit.live.test_replay import RENDERER
+
+HASHES = MessageHashes(b"k" * 32)
+TEXTS = st.text(min_size=MIN_PARAGRAPH, max_size=60).filter(
+    lambda text: len(text.strip()) >= MIN_PARAGRAPH and "\n\n" not in text
+)
+
+
+def said(role: Any, text: str = "", *calls: tuple[str, str]) -> ClientMessage:
+    return ClientMessage(role, text, calls=tuple(ClientToolCall(None, *call) for call in calls))
+
+
+@given(
+    text=TEXTS,
+    before=st.text(max_size=20),
+    after=st.text(max_size=20),
+    role=st.sampled_from(["user", "tool"]),
+)
+def test_a_text_is_known_again_among_others(text: str, before: str, after: str, role: str) -> None:
+    refused = HASHES.of_messages([said("user", text)])
+    joined = said(role, f"{before}\n\n{text}\n\n{after}")
+    assert refused & HASHES.of_messages([joined])
+    assert refused & HASHES.of_messages([said("assistant", f" {text}\n")])
+
+
+def test_an_answer_is_known_again_by_its_text_and_by_the_values_of_its_calls() -> None:
+    sent = SentAnswer(text="On it.")
+    sent.begin_call("call_1", "look", 0)
+    sent.add_arguments('{"at": 1, "by": "a"}')
+    refused = HASHES.of_answer(sent)
+    assert refused & HASHES.of_messages([said("assistant", "On it.")])
+    assert refused & HASHES.of_messages([said("assistant", "", ("look", '{"by":"a","at":1.0}'))])
+    assert not refused & HASHES.of_messages([said("assistant", "", ("look", '{"at": 2}'))])
+
+
+def test_instructions_and_what_says_nothing_are_not_remembered() -> None:
+    assert not HASHES.of_messages([said("system", "Be brief, whatever happens."), said("user", " \n ")])
+
+
+def test_hashes_say_nothing_without_their_key() -> None:
+    assert not HASHES.of_messages([said("user", "yes")]) & MessageHashes(b"l" * 32).of_messages(
+        [said("user", "yes")]
+    )
+
+
+@pytest.mark.anyio
+async def test_where_not_all_is_known_only_what_begins_anew_is_stored() -> None:
+    consent = ConversationConsent("c", HASHES, OptOuts(is_complete=False))
+    for messages, is_allowed in (
+        ([said("system", "s"), said("user", "a")], True),
+        ([said("user", "a"), said("user", "b")], False),
+        ([said("user", "a"), said("assistant", "x"), said("user", "b")], False),
+    ):
+        call = ModelCall(dialect=Dialect.CHAT, model="m", messages=tuple(messages))
+        planned = TurnCapture(RENDERER, LIVE).plan(call)
+        assert await consent.allows(planned) is is_allowed, messages
+        whole = replace(consent, refused=OptOuts())
+        assert await whole.allows(planned)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("has_neighbors", [False, True])
+async def test_what_another_node_may_know_is_not_taken_for_agreed(
+    tmp_path: Path, has_neighbors: bool
+) -> None:
+    users = UserHashes.load(tmp_path / "salt")
+    async with SqliteLiveStore(":memory:") as store:
+        register = SessionRegister(
+            LiveSettings(), store, users, cast(Any, None), lambda: 0.0, has_neighbors=has_neighbors
+        )
+        await register.add(a_session("here"))
+        await register.add(a_session("from here", continues="here"))
+        await register.add(a_session("from elsewhere", continues="there"))
+        assert (await register.opt_outs_of("from here")).is_complete
+        assert (await register.opt_outs_of("from elsewhere")).is_complete is not has_neighbors
