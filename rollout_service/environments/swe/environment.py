@@ -27,7 +27,8 @@ from rollout_service.environments.swe.tasks import SweTask, read_task
 from rollout_service.episodes import Episode, Score
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.templates import PromptTemplate
-from sandboxes.errors import LimitExceededError, SandboxClosedError
+from sandboxes.errors import ImagePathError, LimitExceededError, SandboxClosedError
+from sandboxes.image_names import read_image_name
 
 ANY_IMAGE = "an image that each task names"
 PATCH = "swe.patch"
@@ -58,25 +59,28 @@ class SweEnvironment(AgentEnvironment):
         self._proven: set[str] = set()
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        read_task(instance, self._declaration.family)
-        self._image_of(instance)
+        self._task_of(instance)
         super().check(instance)
 
     def for_instance(self, instance: dict[str, JsonValue]) -> SweTaskEnvironment:
-        task = read_task(instance, self._declaration.family)
-        return SweTaskEnvironment(
-            self._declaration, task, self._image_of(instance) or task.image, self._proven
-        )
+        return SweTaskEnvironment(self._declaration, self._task_of(instance), self._proven)
+
+    def _task_of(self, instance: dict[str, JsonValue]) -> SweTask:
+        return read_task(instance, self._declaration.family, image=self._image_of(instance))
 
     def _image_of(self, instance: dict[str, JsonValue]) -> str:
         """Return the image that the settings name for a task; "" if they leave it to the instance."""
         if self._image is None:
             return ""
-        image = self._image.render(instance)
-        if ".." in image.split("/"):
-            message = f"makes the image {image!r}, which leads out of its folder"
-            raise InvalidFieldError([FieldError(path="instance", message=message)])
-        return image
+        image, template = self._image.render(instance), self._declaration.image or ""
+        prefix, brace, _ = template.partition("{")
+        if not brace:
+            return image  # nothing of it is the instance's
+        try:
+            return read_image_name(image, prefix=prefix)
+        except ImagePathError as error:
+            message = f"makes {template!r} of the settings an image that no instance may name: {error}"
+            raise InvalidFieldError([FieldError(path="instance", message=message)], hint=error.hint) from None
 
     async def run(self, episode: Episode) -> StopReason:  # noqa: ARG002 - it always refuses
         """Refuse: a rollout has the environment of its task."""
@@ -95,9 +99,9 @@ class SweTaskEnvironment(AgentEnvironment):
 
     has_solution = True
 
-    def __init__(self, declaration: SweDeclaration, task: SweTask, image: str, proven: set[str]) -> None:
+    def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str]) -> None:
         """Take `proven`, the tasks whose tests are known to run; it grows."""
-        super().__init__(declaration.spec().model_copy(update={"image": image}))
+        super().__init__(declaration.spec().model_copy(update={"image": task.image}))
         self._task = task
         self._proven = proven
 

@@ -118,6 +118,25 @@ def test_an_image_that_holds_the_folder_hides_it(tmp_path):
     assert "binds" not in environment.spec.model_dump()
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[dataset]\npath = "{outside}"\n', "dataset: {outside} is not a file in /environment"),
+        ('[dataset.splits]\ntrain = "own.jsonl"\ntest = "../outside.jsonl"\n', "outside.jsonl is not a file"),
+        ('[search]\nurl = "https://x.org/s"\nkey_file = "/root/key"\n', "search.key_file: an image cannot"),
+    ],
+)
+def test_an_environment_in_an_image_names_no_path_of_the_host(tmp_path, text, message):
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text("{}\n")
+    (tmp_path / "inside").mkdir()
+    text = text.replace("{outside}", str(outside))
+    folder = write(tmp_path / "inside", MINIMAL + text, own__jsonl="{}\n")
+    with pytest.raises(ConfigurationError, match=r"some\.sif:/environment") as caught:
+        load_folder(folder, image=tmp_path / "some.sif")
+    assert message.replace("{outside}", str(outside)) in str(caught.value)
+
+
 def test_the_dataset_is_read_and_its_instances_checked(tmp_path):
     text = 'prompt = "{{ instance.word }}"\n' + MINIMAL + '[dataset]\npath = "d.jsonl"\n'
     environment = load_folder(write(tmp_path, text, d__jsonl='{"word": "a"}\n\n{"text": "b"}\n'))
