@@ -39,7 +39,7 @@ from rollout_service.errors import InvalidFieldError, RecordLostError, StoreErro
 from rollout_service.groups import FilterRegistry
 from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening
-from rollout_service.runs.task_source import JsonLines, open_file
+from rollout_service.runs.task_files import JsonLines, open_file
 from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
