@@ -1,7 +1,10 @@
-"""The files that runs take tasks from, as rows by their index.
+"""The files that runs take tasks from: which may be read, and their rows by their index.
 
-Guarantees: every row was accepted by the environment when the run was created, and one that was not is named. A file
-that has changed since is refused.
+Guarantees:
+- Every row was accepted by the environment when the run was created, and one that was not is named. A file that has
+  changed since is refused.
+- With `folders`, only a file in one of them is read, wherever links lead, and nothing is told of other files. What was
+  checked is what is read, also later: the file is held open, so another in its place changes nothing.
 """
 
 from __future__ import annotations
@@ -9,9 +12,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 import stat
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -50,26 +56,29 @@ class Rows(Protocol):
 class JsonLines(Rows):
     """A file with one object per line; empty lines do not count. The lines' offsets are in memory, not the lines."""
 
-    def __init__(self, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
-        self._path = path
+    def __init__(
+        self, file: BufferedReader, path: Path, check: Callable[[dict[str, JsonValue]], None]
+    ) -> None:
         self._offsets: list[int] = []
         digest, offset = hashlib.sha256(), 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                digest.update(line)
-                if line.strip():
-                    check_row(path, f"line {number}", line, lambda one: check(_instance(one)))
-                    self._offsets.append(offset)
-                offset += len(line)
+        for number, line in enumerate(file, start=1):
+            digest.update(line)
+            if line.strip():
+                check_row(path, f"line {number}", line, lambda one: check(_instance(one)))
+                self._offsets.append(offset)
+            offset += len(line)
         self.digest = digest.hexdigest()
+        self._ends = [*self._offsets[1:], offset]
+        self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def read(self, row: int) -> dict[str, JsonValue]:
-        with self._path.open("rb") as file:
-            file.seek(self._offsets[row])
-            instance: dict[str, JsonValue] = json.loads(file.readline())
+        first = self._offsets[row]
+        lines = os.pread(self._file, self._ends[row] - first, first)
+        instance: dict[str, JsonValue] = json.loads(lines.strip())
         return instance
 
 
@@ -84,19 +93,20 @@ class Parquet(Rows):
     are rejected, since JSON cannot represent them.
     """
 
-    def __init__(self, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
+    def __init__(
+        self, file: BufferedReader, path: Path, check: Callable[[dict[str, JsonValue]], None]
+    ) -> None:
         try:
-            from pyarrow import ArrowException, parquet
+            from pyarrow import ArrowException, memory_map, parquet
         except ImportError as error:
             message = f"{path} is a Parquet file, but pyarrow is not installed"
             raise InvalidFieldError(
                 [FieldError(path=f"{FIELD}.path", message=message)],
                 hint="Install it with the service: pip install 'rollout-service[parquet]'. Or write JSONL instead.",
             ) from error
-        with path.open("rb") as file:
-            self.digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         try:
-            self._table: Any = parquet.read_table(path, memory_map=True)
+            self._table: Any = parquet.read_table(memory_map(_opened(file.fileno())))
         except ArrowException as error:
             problem = FieldError(path=f"{FIELD}.path", message=f"{path} is not a whole Parquet file: {error}")
             raise InvalidFieldError([problem], hint="Write the file again.") from error
@@ -147,29 +157,64 @@ def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> Non
         raise InvalidFieldError([problem]) from error
 
 
-_KINDS: dict[str, Callable[[Path, Callable[[dict[str, JsonValue]], None]], Rows]] = {
+_KINDS: dict[str, Callable[[BufferedReader, Path, Callable[[dict[str, JsonValue]], None]], Rows]] = {
     ".jsonl": JsonLines,
     ".parquet": Parquet,
 }
 
 
-def _regular(path: Path) -> Path:
-    """Return the path of a regular file; opening a FIFO would wait for a writer.
+def _opened(descriptor: int) -> str:
+    """Return a path that leads to an open file, whatever has taken its own path."""
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _open_regular(path: Path, folders: Sequence[Path] | None) -> BufferedReader:
+    """Open a regular file for reading; with `folders`, only one below them.
+
+    The path alone is checked first, so that nobody learns which other files there are. The file is then found, which
+    does nothing to a FIFO or a device, and what was found is checked, and opened.
 
     Raises:
+        InvalidFieldError: It is below none of the folders.
         OSError: The path is not a regular file, or there is none.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path} is not a regular file")
-    return path
+    _require_below(folders, Path(os.path.realpath(path)), path)
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        _require_below(folders, Path(_opened(found)).readlink(), path)
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return Path(_opened(found)).open("rb")
+    finally:
+        os.close(found)
 
 
-def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) -> Rows:
+def _require_below(folders: Sequence[Path] | None, real: Path, path: Path) -> None:
+    if folders is None or any(real.is_relative_to(one.expanduser().resolve()) for one in folders):
+        return
+    message = f"{path} is in none of the folders that runs may read"
+    raise InvalidFieldError(
+        [FieldError(path=f"{FIELD}.path", message=message)],
+        hint="An administrator adds its folder to the setting `data_dirs`, or creates the run with a key of the role "
+        "admin, which may name any file. Or send the tasks in the request, as a source of the kind inline.",
+    )
+
+
+def open_file(
+    source: FileTasks,
+    check: Callable[[dict[str, JsonValue]], None],
+    folders: Sequence[Path] | None = None,
+) -> Rows:
     """Return the instances of a file, each validated; call it in a thread.
 
+    Args:
+        source: names the file.
+        check: raises an InvalidFieldError for an instance that the environment cannot use.
+        folders: the folders whose files may be read, with all below them; None are all.
+
     Raises:
-        InvalidFieldError: The file cannot be read, is empty, or contains a row that is not a valid instance; or
-            it is a Parquet file and pyarrow is not installed.
+        InvalidFieldError: The file may not or cannot be read, is empty, or contains a row that is not a valid instance;
+            or it is a Parquet file and pyarrow is not installed.
     """
     path = Path(source.path)
     kind = _KINDS.get(path.suffix)
@@ -177,10 +222,12 @@ def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) 
         problem = FieldError(path=f"{FIELD}.path", message=f"{path} is neither .jsonl nor .parquet")
         raise InvalidFieldError([problem])
     try:
-        path = _regular(path.expanduser())
-        rows = kind(path, check)
+        path = path.expanduser()
+        with _open_regular(path, folders) as file:
+            rows = kind(file, path, check)
     except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path; the home of nobody
-        problem = FieldError(path=f"{FIELD}.path", message=str(error))
+        why = f"{path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+        problem = FieldError(path=f"{FIELD}.path", message=why)
         raise InvalidFieldError([problem], hint="The path is on the service's machine.") from error
     if not len(rows):
         raise InvalidFieldError([FieldError(path=f"{FIELD}.path", message=f"{path} contains no instances")])
@@ -189,6 +236,8 @@ def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) 
 
 def reopen_file(source: FileTasks, digest: str | None) -> Rows:
     """Return the instances of the same file as before; call it in a thread.
+
+    It may be read, wherever it is now: the run's creator has had the same content.
 
     Raises:
         SourceChangedError: The file has changed, or cannot be read.

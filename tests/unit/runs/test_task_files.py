@@ -1,0 +1,111 @@
+"""A run reads the files that its creator may name, and what was checked is what is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet, table
+
+from api_schemas.runs import FileTasks
+from rollout_service.errors import InvalidFieldError
+from rollout_service.runs.task_files import Rows, open_file
+
+
+def opened(path: Path | str, *folders: Path) -> Rows:
+    return open_file(FileTasks(path=str(path), environment="calc"), lambda _: None, folders)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Return a data folder beside a secret."""
+    (tmp_path / "data/below").mkdir(parents=True)
+    (tmp_path / "data/below/tasks.jsonl").write_text('{"n": 0}\n{"n": 1}\n')
+    (tmp_path / "secret.jsonl").write_text('{"secret": 0}\n{"secret": 1}\n')
+    (tmp_path / "data-too").mkdir()
+    (tmp_path / "data-too/tasks.jsonl").write_text('{"secret": 2}\n')
+    return tmp_path / "data"
+
+
+def test_files_below_the_folders_are_read(data: Path) -> None:
+    (data / "link.jsonl").symlink_to("below/tasks.jsonl")
+    (data.parent / "again").symlink_to(data)
+    for path in (data / "below/tasks.jsonl", data / "below/../link.jsonl", data.parent / "again/link.jsonl"):
+        for folder in (data, data.parent / "again"):
+            assert opened(path, data.parent / "nowhere", folder).read(1) == {"n": 1}
+
+
+OUTSIDE = [
+    *(
+        "../secret.jsonl",
+        "../data-too/tasks.jsonl",
+        "../none.jsonl",
+        "{root}/secret.jsonl",
+        "/etc/none.jsonl",
+    ),
+    *("link.jsonl", "dangling.jsonl", "loop.jsonl", "folder/secret.jsonl", "/dev/zero.jsonl"),
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_other_file_is_read_and_nothing_is_told_of_it(data: Path, name: str) -> None:
+    (data / "link.jsonl").symlink_to("../secret.jsonl")
+    (data / "dangling.jsonl").symlink_to("../none.jsonl")
+    (data / "loop.jsonl").symlink_to("../loop/x.jsonl")
+    (data / "folder").symlink_to("..")
+    path = data / name.replace("{root}", str(data.parent))
+    for named, *folders in ([path, data], [path], [path, data / "below"], ["~/none.jsonl", data]):
+        with pytest.raises(InvalidFieldError) as caught:
+            opened(named, *folders)
+        assert caught.value.fields[0].path == "body.source.path"
+        assert caught.value.fields[0].message.endswith("is in none of the folders that runs may read")
+        assert "data_dirs" in caught.value.hint
+
+
+def test_without_folders_any_regular_file_is_read(data: Path) -> None:
+    source = FileTasks(path=str(data.parent / "secret.jsonl"), environment="calc")
+    assert len(open_file(source, lambda _: None)) == 2
+    os.mkfifo(data / "pipe.jsonl")
+    with pytest.raises(InvalidFieldError, match="is not a regular file"):
+        opened(data / "pipe.jsonl", data)
+    with pytest.raises(InvalidFieldError, match=r"none\.jsonl: No such file"):
+        opened(data / "none.jsonl", data)
+
+
+def test_a_path_that_changes_between_the_two_checks_is_refused(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = data / "below/tasks.jsonl", os.open
+
+    def replaced(found: Path, flags: int, *more: int) -> int:
+        path.unlink()
+        path.symlink_to(data.parent / "secret.jsonl")
+        return real(found, flags, *more)
+
+    monkeypatch.setattr(os, "open", replaced)
+    with pytest.raises(InvalidFieldError, match="none of the folders"):
+        opened(path, data)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_file_that_is_replaced_later_stays_the_one_that_was_checked(data: Path, suffix: str) -> None:
+    path = data / f"mine{suffix}"
+    path.write_text('{"n": 0}\n{"n": 1}\n')
+    if suffix == ".parquet":
+        parquet.write_table(table({"n": [0, 1]}), path)
+    rows = opened(path, data)
+    path.unlink()
+    path.symlink_to(data.parent / "secret.jsonl")
+    assert [rows.read(row) for row in (1, 0)] == [{"n": 1}, {"n": 0}]
+
+
+def test_a_file_is_held_open_only_as_long_as_its_rows(data: Path) -> None:
+    def descriptors() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    before = descriptors()
+    rows = opened(data / "below/tasks.jsonl", data)
+    assert descriptors() == before + 1
+    del rows
+    assert descriptors() == before
