@@ -137,6 +137,14 @@ def test_an_environment_in_an_image_names_no_path_of_the_host(tmp_path, text, me
     assert message.replace("{outside}", str(outside)) in str(caught.value)
 
 
+@pytest.mark.parametrize("question", ["", " \n"])
+def test_an_instance_with_an_empty_prompt_is_refused(tmp_path, question):
+    environment = load_folder(write(tmp_path, 'system = "You answer."\n' + MINIMAL))
+    with pytest.raises(InvalidFieldError, match="makes the prompt of 'e' empty") as caught:
+        environment.check({"question": question})
+    assert [field.path for field in caught.value.fields] == ["instance"]
+
+
 def test_the_dataset_is_read_and_its_instances_checked(tmp_path):
     text = 'prompt = "{{ instance.word }}"\n' + MINIMAL + '[dataset]\npath = "d.jsonl"\n'
     environment = load_folder(write(tmp_path, text, d__jsonl='{"word": "a"}\n\n{"text": "b"}\n'))
