@@ -1,16 +1,17 @@
 """The data set in an environment's folder: JSON Lines, one instance per line.
 
-Guarantee: every instance is a JSON object; a line that is not is reported by its file and number, counted from 1.
+Guarantee: every instance is a JSON object that can be stored; a line that is not is reported by its file and number,
+counted from 1.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import JsonValue
 
+from rollout_service import strict_json
 from rollout_service.environments.splits import SPLIT
 from rollout_service.errors import ConfigurationError
 
@@ -41,11 +42,9 @@ def read_files(files: Iterable[tuple[Path, str | None]]) -> list[dict[str, JsonV
 
 def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue]:
     try:
-        instance = json.loads(line)
+        instance = strict_json.parse_row(line)
     except ValueError as error:
-        raise ConfigurationError(f"{where} is not JSON: {error}") from error
-    if not isinstance(instance, dict):
-        raise ConfigurationError(f"{where} is not a JSON object")
+        raise ConfigurationError(f"{where}: {error}") from error
     if split is None:
         return instance
     if instance.get(SPLIT, split) != split:

@@ -21,7 +21,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.runs import FileTasks
@@ -31,7 +31,6 @@ from rollout_service.errors import InvalidFieldError, ServiceError
 FIELD = "body.source"
 R = TypeVar("R")
 _ROWS_AT_ONCE = 1_024
-_INSTANCE = TypeAdapter(dict[str, JsonValue])
 
 
 class SourceChangedError(ServiceError):
@@ -64,7 +63,7 @@ class JsonLines(Rows):
         for number, line in enumerate(file, start=1):
             digest.update(line)
             if line.strip():
-                check_row(path, f"line {number}", line, lambda one: check(_instance(one)))
+                check_row(path, f"line {number}", line, lambda one: check(strict_json.parse_row(one)))
                 self._offsets.append(offset)
             offset += len(line)
         self.digest = digest.hexdigest()
@@ -80,10 +79,6 @@ class JsonLines(Rows):
         lines = os.pread(self._file, self._ends[row] - first, first)
         instance: dict[str, JsonValue] = json.loads(lines.strip())
         return instance
-
-
-def _instance(line: bytes) -> dict[str, JsonValue]:
-    return _INSTANCE.validate_python(strict_json.parse(line))
 
 
 class Parquet(Rows):
@@ -114,7 +109,7 @@ class Parquet(Rows):
         for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
             for row in batch.to_pylist():
                 number += 1
-                check_row(path, f"row {number}", row, lambda one: check(_instance(_as_json(one).encode())))
+                check_row(path, f"row {number}", row, lambda one: check(strict_json.parse_row(_as_json(one))))
 
     def __len__(self) -> int:
         rows: int = self._table.num_rows
@@ -126,14 +121,21 @@ class Parquet(Rows):
         return instance
 
 
-def _as_json(row: Any) -> str:
+def _as_json(row: dict[str, Any]) -> bytes:
     """Return a row as JSON.
 
     Raises:
-        ValueError: A number is not finite.
-        TypeError: JSON cannot represent a value.
+        ValueError: JSON cannot represent a value; the message names its column.
     """
-    return json.dumps(row, default=_plain, allow_nan=False)
+    columns = []
+    for name, value in row.items():
+        try:
+            columns.append(f"{json.dumps(name)}: {json.dumps(value, default=_plain, allow_nan=False)}")
+        except TypeError as error:
+            raise ValueError(f"column {name!r}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"column {name!r} has {strict_json.NOT_FINITE}") from error
+    return f"{{{', '.join(columns)}}}".encode()
 
 
 def _plain(value: Any) -> str:
@@ -152,7 +154,7 @@ def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> Non
     """
     try:
         check(row)
-    except (ValueError, TypeError, InvalidFieldError) as error:
+    except (ValueError, InvalidFieldError) as error:
         problem = FieldError(path=f"{FIELD}.path", message=f"{path}, {where}: {error}")
         raise InvalidFieldError([problem]) from error
 

@@ -95,8 +95,8 @@ def test_the_hint_lists_the_known_keys(text, hint):
             "the init command needs init, which the folder lacks",
         ),
         (MINIMAL + '[dataset]\npath = "none.jsonl"\n', "cannot be read"),
-        (MINIMAL + '[dataset]\npath = "bad.jsonl"\n', "bad.jsonl:2 is not JSON"),
-        (MINIMAL + '[dataset]\npath = "list.jsonl"\n', "list.jsonl:1 is not a JSON object"),
+        (MINIMAL + '[dataset]\npath = "bad.jsonl"\n', "bad.jsonl:2: not JSON: "),
+        (MINIMAL + '[dataset]\npath = "list.jsonl"\n', "list.jsonl:1: not a JSON object"),
     ],
 )
 def test_a_mismatch_with_the_folder_is_found_too(tmp_path, text, message):

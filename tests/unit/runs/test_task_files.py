@@ -9,7 +9,8 @@ import pytest
 from pyarrow import parquet, table
 
 from api_schemas.runs import FileTasks
-from rollout_service.errors import InvalidFieldError
+from rollout_service.environments.dataset_files import read_instances
+from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.runs.task_files import Rows, open_file
 
 
@@ -86,6 +87,48 @@ def test_a_path_that_changes_between_the_two_checks_is_refused(
     monkeypatch.setattr(os, "open", replaced)
     with pytest.raises(InvalidFieldError, match="none of the folders"):
         opened(path, data)
+
+
+ROWS = [{"n": "a\u2028b\u0085c"}, {"n": "b"}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'\xef\xbb\xbf{"n": "a\\u2028b\\u0085c"}\n{"n": "b"}',
+        b'{"n": "a\\u2028b\\u0085c"}\n\xef\xbb\xbf{"n": "b"}\n',
+        '{"n": "a\u2028b\u0085c"}\r\n\r\n  \r\n{"n": "b"}\r\n'.encode(),
+    ],
+)
+def test_byte_order_marks_line_ends_and_separators_change_no_row(data: Path, content: bytes) -> None:
+    (data / "odd.jsonl").write_bytes(content)
+    rows = opened(data / "odd.jsonl", data)
+    assert [rows.read(row) for row in range(len(rows))] == ROWS
+    assert read_instances(data / "odd.jsonl") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"a": 1, "score": NaN}', "column 'score' has NaN, or an infinite"),
+        (b'{"a": 1, "score": [{"x": -Infinity}]}', "column 'score' has NaN, or an infinite"),
+        (b'{"a": 1, "score": 1e999}', "column 'score' has NaN, or an infinite or too large number"),
+        ('{"a": "\u00e9"}'.encode("latin-1"), "not in UTF-8: byte 8 is 0xe9"),
+        ('{"a": "b"}'.encode("utf-16"), "not in UTF-8: byte 1 is 0xff"),
+        (b'{"a": 1}x', "not JSON: trailing characters"),
+        (b'{"a": "' + b"[" * 90_000, "not JSON: "),
+        (b"[" * 90_000, "not JSON: "),
+        (b"[1]", "not a JSON object"),
+    ],
+)
+def test_a_row_that_cannot_be_stored_is_refused_with_its_cause(data: Path, content: bytes, said: str) -> None:
+    (data / "odd.jsonl").write_bytes(b'{"a": 1}\n' + content + b"\n")
+    with pytest.raises(InvalidFieldError) as caught:
+        opened(data / "odd.jsonl", data)
+    with pytest.raises(ConfigurationError) as of_environment:
+        read_instances(data / "odd.jsonl")
+    assert f"odd.jsonl, line 2: {said}" in str(caught.value)
+    assert f"odd.jsonl:2: {said}" in str(of_environment.value)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
