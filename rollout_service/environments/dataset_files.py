@@ -40,6 +40,11 @@ def read_files(files: Iterable[tuple[Path, str | None]]) -> list[dict[str, JsonV
     return [instance for path, split in files for instance in read_instances(path, split)]
 
 
+def find_empty(files: Iterable[tuple[Path, str | None]]) -> list[str]:
+    """Return a finding for each file without an instance."""
+    return [f"[dataset]: {path} has no instances" for path, _ in files if not path.read_bytes().strip()]
+
+
 def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue]:
     try:
         instance = strict_json.parse_row(line)

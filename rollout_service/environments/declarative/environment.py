@@ -24,7 +24,7 @@ from api_schemas.rollouts import StopReason
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.environments.dataset_files import read_files
+from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import (
     FILE_NAME,
     INSIDE,
@@ -84,7 +84,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         super().__init__(spec)
         self._declaration = declaration
         files = dataset_files(declaration.dataset, folder)
-        self._dataset = read_files(files)
+        self._dataset, self._empty = read_files(files), find_empty(files)
         self._files = read_folder(folder, without=[path for path, _ in files])
         self.has_solution = declaration.solution is not None
         self._init_files = _init_files(declaration, self._files)
@@ -149,10 +149,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         }
 
     def findings(self) -> list[str]:
-        found = list(lint.findings(self._declaration, self._files))
-        if self._declaration.dataset is not None and not self._dataset:
-            found.append("[dataset]: it has no instances")
-        return found
+        return [*lint.findings(self._declaration, self._files), *self._empty]
 
     def warnings(self) -> list[str]:
         return self._warnings

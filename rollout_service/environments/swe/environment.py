@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.dataset_files import read_files
+from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import dataset_files, load_table
 from rollout_service.environments.swe.declaration import SweDeclaration
 from rollout_service.environments.swe.evaluation import SweEvaluation
@@ -41,8 +41,13 @@ class SweEnvironment(AgentEnvironment):
 
     has_solution = True
 
-    def __init__(self, declaration: SweDeclaration, dataset: Sequence[dict[str, JsonValue]] = ()) -> None:
-        """Take the settings, and the instances that ship with them.
+    def __init__(
+        self,
+        declaration: SweDeclaration,
+        dataset: Sequence[dict[str, JsonValue]] = (),
+        findings: Sequence[str] = (),
+    ) -> None:
+        """Take the settings, the instances that ship with them, and what is wrong with these.
 
         Raises:
             ConfigurationError: The settings contradict themselves.
@@ -51,6 +56,7 @@ class SweEnvironment(AgentEnvironment):
         self.spec = declaration.spec()
         self._declaration = declaration
         self._dataset = dataset
+        self._findings = findings
         self._image = (
             PromptTemplate(declaration.image, where=f"the image of {declaration.name!r}")
             if declaration.image
@@ -89,6 +95,9 @@ class SweEnvironment(AgentEnvironment):
     async def evaluate(self, episode: Episode) -> Score:  # noqa: ARG002 - it always refuses
         """Refuse: a rollout has the environment of its task."""
         raise EnvironmentFailedError(f"{self.spec.name!r} scores one task at a time; see `for_instance`")
+
+    def findings(self) -> list[str]:
+        return list(self._findings)
 
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [dict(instance) for instance in self._dataset]
@@ -160,7 +169,8 @@ def load_swe(folder: Path) -> SweEnvironment:
         ConfigurationError: The environment is not valid; the message says why.
     """
     declaration = load_table(SweDeclaration, folder)
-    return SweEnvironment(declaration, read_files(dataset_files(declaration.dataset, folder)))
+    files = dataset_files(declaration.dataset, folder)
+    return SweEnvironment(declaration, read_files(files), find_empty(files))
 
 
 def environment() -> SweEnvironment:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, model_validator
 
 from rollout_service.environments.declarative.declaration import read_declaration, read_table
 from rollout_service.environments.declarative.environment import DeclarativeEnvironment, load_folder
+from rollout_service.environments.kinds import load_declared
 from rollout_service.environments.splits import count_splits
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 
@@ -224,9 +225,21 @@ def test_a_script_that_cannot_be_run_is_found(tmp_path, command, found):
         assert text in finding
 
 
-def test_a_data_set_without_an_instance_is_found(tmp_path):
-    write(tmp_path, MINIMAL + '[dataset]\npath = "tasks.jsonl"\n', tasks__jsonl="\n")
-    assert load_folder(tmp_path).findings() == ["[dataset]: it has no instances"]
+@pytest.mark.parametrize(
+    "head",
+    [
+        MINIMAL,
+        'kind = "swe"\nname = "e"\n',
+        'kind = "openenv"\nname = "e"\nurl = "http://localhost:1"\n',
+        'kind = "game"\nname = "e"\nimage = "base"\ncommand = "true"\n',
+    ],
+)
+def test_each_file_of_a_data_set_without_an_instance_is_found(tmp_path, head):
+    write(tmp_path, f'{head}[dataset]\npath = "tasks.jsonl"\n', tasks__jsonl="\n")
+    assert load_declared(tmp_path).findings() == [f"[dataset]: {tmp_path}/tasks.jsonl has no instances"]
+    text = f'{head}[dataset.splits]\ntrain = "tasks.jsonl"\nheld_out = "more.jsonl"\n'
+    write(tmp_path, text, tasks__jsonl='{"question": "a"}\n', more__jsonl="")
+    assert load_declared(tmp_path).findings() == [f"[dataset]: {tmp_path}/more.jsonl has no instances"]
 
 
 @pytest.mark.parametrize(("key", "warned"), [("", 0), ('image = "whatever"\n', 1)])
