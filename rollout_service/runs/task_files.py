@@ -26,6 +26,7 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.runs import FileTasks
 from rollout_service import strict_json
+from rollout_service.environments.dataset_files import parse_instance
 from rollout_service.errors import InvalidFieldError, ServiceError
 
 FIELD = "body.source"
@@ -63,7 +64,7 @@ class JsonLines(Rows):
         for number, line in enumerate(file, start=1):
             digest.update(line)
             if line.strip():
-                check_row(path, f"line {number}", line, lambda one: check(strict_json.parse_row(one)))
+                check_row(path, f"line {number}", line, lambda one: check(parse_instance(one)))
                 self._offsets.append(offset)
             offset += len(line)
         self.digest = digest.hexdigest()
@@ -109,7 +110,7 @@ class Parquet(Rows):
         for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
             for row in batch.to_pylist():
                 number += 1
-                check_row(path, f"row {number}", row, lambda one: check(strict_json.parse_row(_as_json(one))))
+                check_row(path, f"row {number}", row, lambda one: check(parse_instance(_as_json(one))))
 
     def __len__(self) -> int:
         rows: int = self._table.num_rows
