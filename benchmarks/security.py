@@ -35,6 +35,7 @@ from sandboxes import ApptainerConfig, Sandbox, SandboxProvider, SandboxSpec, ma
 from tests.support.api import attacks as api
 from tests.support.api.server import api_server
 from tests.support.hostile import CHECKS, NOTHING, NothingToAttackError, kernel
+from tests.support.hostile.downloads import DOWNLOADS
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
 RATIO_AIM = 1.5
@@ -48,19 +49,21 @@ class Plan:
 
     sandbox: Sequence[str]
     api: Sequence[str]
+    downloads: Sequence[str]
     hacks: Sequence[Attack]
     environments: Sequence[str]
     """Those whose rewards agents try to forge or void."""
 
 
-FULL = Plan([*CHECKS], [*api.CHECKS], SCRIPTS, ("calc", "code"))
+FULL = Plan([*CHECKS], [*api.CHECKS], [*DOWNLOADS], SCRIPTS, ("calc", "code"))
 QUICK = Plan(
     ("process_1", "other_socket_families", "users_of_the_host", "kill_everything"),
     [*api.CHECKS][:9],
+    [*DOWNLOADS],
     SCRIPTS[:3],
     ("calc",),
 )
-SMOKE = Plan(QUICK.sandbox[:1], QUICK.api[:1], QUICK.hacks[:1], QUICK.environments)
+SMOKE = Plan(QUICK.sandbox[:1], QUICK.api[:1], QUICK.downloads[:1], QUICK.hacks[:1], QUICK.environments)
 
 
 class Outcome(NamedTuple):
@@ -124,6 +127,18 @@ async def api_attacks(plan: Plan) -> AsyncIterator[Outcome]:
             yield Outcome(outcome.name, outcome.why)
 
 
+async def hostile_downloads(plan: Plan) -> AsyncIterator[Outcome]:
+    """Load tasks and Dockerfiles that name paths of the host."""
+    for name in plan.downloads:
+        failure = ""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                await anyio.to_thread.run_sync(DOWNLOADS[name], Path(folder))
+            except Exception:  # noqa: BLE001  any exception means that a path was taken
+                failure = traceback.format_exc()
+        yield Outcome(name, failure)
+
+
 async def reward_hacks(plan: Plan) -> AsyncIterator[Outcome]:
     """Run agents that forge or void their reward in the packaged environments."""
     for environment in plan.environments:
@@ -143,6 +158,7 @@ AREAS: dict[str, Area] = {
     "sandboxes": sandbox_attacks,
     "sandboxes_as_a_user": sandbox_attacks_as_a_user,
     "api": api_attacks,
+    "downloads": hostile_downloads,
     "rewards": reward_hacks,
 }
 """The suites of attacks, each an asynchronous generator of outcomes."""

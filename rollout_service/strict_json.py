@@ -7,14 +7,17 @@ the programs that read what the service writes.
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
-from math import isinf
+from math import isfinite
 
 from pydantic import JsonValue
 from pydantic_core import from_json
 
 MAX_DEPTH = 100
 """The most levels of lists and objects. Responses nest a body a few levels deeper, and their readers stop at 200."""
+NOT_FINITE = "NaN, or an infinite or too large number, which JSON cannot store; write null instead"
 _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
 """What a document contains if one of its numbers is beyond the range of floats, about 1.8e308."""
 
@@ -26,15 +29,43 @@ def parse(content: bytes) -> JsonValue:
         ValueError: The document is not JSON, or not of the kind that can be stored.
     """
     value: JsonValue = from_json(content, allow_inf_nan=False)
-    if _LARGE.search(content) and has_infinity(value):
+    if _LARGE.search(content) and not is_finite(value):
         raise ValueError("a number is too large for 64 bits")
     if measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     return value
 
 
-def has_infinity(value: JsonValue) -> bool:
-    """Return whether a value has an infinite number, without recursion."""
+def parse_row(line: bytes) -> dict[str, JsonValue]:
+    """Return the object in a line of a data file; a byte order mark before it is left out.
+
+    Raises:
+        ValueError: The line is not an object that can be stored. The message says what it is not, or names its column.
+    """
+    line = line.removeprefix(codecs.BOM_UTF8)
+    try:
+        row = parse(line)
+    except ValueError as error:
+        raise ValueError(_explain(line) or f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")  # noqa: TRY004 - one kind of error for a bad line
+    return row
+
+
+def _explain(line: bytes) -> str:
+    """Return why a line is refused that other programs write and read; "" if no program would."""
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return f"not in UTF-8: byte {error.start + 1} is {line[error.start]:#04x}"
+    except (ValueError, RecursionError):
+        return ""
+    columns = row.items() if isinstance(row, dict) else ()
+    return next((f"column {name!r} has {NOT_FINITE}" for name, value in columns if not is_finite(value)), "")
+
+
+def is_finite(value: JsonValue) -> bool:
+    """Return whether all numbers in a value are finite, without recursion."""
     left = [value]
     while left:
         inner = left.pop()
@@ -42,9 +73,9 @@ def has_infinity(value: JsonValue) -> bool:
             left.extend(inner.values())
         elif isinstance(inner, list):
             left.extend(inner)
-        elif isinstance(inner, float) and isinf(inner):
-            return True
-    return False
+        elif isinstance(inner, float) and not isfinite(inner):
+            return False
+    return True
 
 
 def measure_depth(value: JsonValue) -> int:

@@ -5,6 +5,7 @@ SandboxError
  |- ProviderUnavailableError      the provider cannot run on this host at all
  |- ImageError                    an image cannot be used or built
  |   |- ImageNotFoundError        no image has this name, path or reference
+ |   |- ImagePathError            downloaded data names an image by a path of this machine
  |   |- DockerfileError           a Dockerfile cannot be understood, or asks for what cannot be had
  |   `- ImageBuildError           building or pulling an image failed
  |- SandboxStartError             a sandbox did not start                            retryable
@@ -66,6 +67,16 @@ class ImageNotFoundError(ImageError):
 
     code = "image_not_found"
     default_hint = "list the images with `rollout-service image list`"
+
+
+class ImagePathError(ImageError):
+    """A downloaded task, an instance or a Dockerfile names an image by a path of this machine, or by no name at all."""
+
+    code = "image_path"
+    default_hint = (
+        "name an image of `rollout-service image list`, or one of a registry as docker://NAME:TAG; "
+        "only what an administrator writes may name paths"
+    )
 
 
 class DockerfileError(ImageError):

@@ -75,7 +75,8 @@ class FileTasks(WireModel):
 
     kind: Literal["file"] = "file"
     path: str
-    """A `.jsonl` file with one instance (an object) per line, or a `.parquet` file with one instance per row."""
+    """A `.jsonl` file with one instance (an object) per line, or a `.parquet` file with one instance per row.
+    A key with the role `submit` may name only files in the folders of the service's setting `data_dirs`."""
     environment: Name
     seed: Signed = 0
     epochs: Count | None = 1

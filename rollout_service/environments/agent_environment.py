@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
+from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.harnesses.agent import HarnessAgent
@@ -19,7 +20,7 @@ from rollout_service.agents.web.search import search_tool
 from rollout_service.agents.web.tunnel import unreachable
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode
-from rollout_service.errors import ConfigurationError
+from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.templates import PromptTemplate
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError, SandboxClosedError
@@ -77,8 +78,13 @@ class AgentEnvironment(Environment):
             self.replayable = "never"  # what a program, a server or a sub-agent did is not recorded
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject an instance that lacks a field which the prompts use, or whose prompt the agent cannot take."""
+        """Reject an instance that lacks a field which the prompts use, or whose prompt is empty or cannot be taken."""
         messages = self.messages(instance)
+        if not any(message.content.strip() for message in messages if message.role == "user"):
+            raise InvalidFieldError(
+                [FieldError(path="instance", message=f"makes the prompt of {self.spec.name!r} empty")],
+                hint="Give the fields that the prompt uses a text.",
+            )
         if isinstance(self._agent, HarnessAgent):
             self._agent.check(messages)
 
@@ -90,7 +96,7 @@ class AgentEnvironment(Environment):
         """Return the messages that begin the conversation.
 
         Raises:
-            InvalidFieldError: The instance lacks a field which the prompts use.
+            InvalidFieldError: The instance lacks a field which the prompts use, or one that they write is null.
         """
         prompt = Message(role="user", content=self._prompt.render(instance))
         if self._system is None:

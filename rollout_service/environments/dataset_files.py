@@ -1,18 +1,36 @@
 """The data set in an environment's folder: JSON Lines, one instance per line.
 
-Guarantee: every instance is a JSON object; a line that is not is reported by its file and number, counted from 1.
+Guarantee: every instance is a JSON object that can be stored; a line that is not is reported by its file and number,
+counted from 1.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import JsonValue
 
+from rollout_service import strict_json
 from rollout_service.environments.splits import SPLIT
 from rollout_service.errors import ConfigurationError
+
+MAX_INSTANCE_BYTES = 8 * 1024 * 1024
+"""What a request may have by default. Each rollout of a task, and each sample that is delivered, has a copy of it."""
+
+
+def parse_instance(line: bytes) -> dict[str, JsonValue]:
+    """Return the instance in a line of a data file.
+
+    Raises:
+        ValueError: The line is not an object that can be stored, or is too large.
+    """
+    if len(line) > MAX_INSTANCE_BYTES:
+        raise ValueError(
+            f"an instance of {len(line) / 1e6:.1f} MB; it may have {MAX_INSTANCE_BYTES / 1e6:.1f} MB, since every "
+            "sample has a copy. Put large data into the image, or into a file that the instance names"
+        )
+    return strict_json.parse_row(line)
 
 
 def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonValue]]:
@@ -39,13 +57,16 @@ def read_files(files: Iterable[tuple[Path, str | None]]) -> list[dict[str, JsonV
     return [instance for path, split in files for instance in read_instances(path, split)]
 
 
+def find_empty(files: Iterable[tuple[Path, str | None]]) -> list[str]:
+    """Return a finding for each file without an instance."""
+    return [f"[dataset]: {path} has no instances" for path, _ in files if not path.read_bytes().strip()]
+
+
 def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue]:
     try:
-        instance = json.loads(line)
+        instance = parse_instance(line)
     except ValueError as error:
-        raise ConfigurationError(f"{where} is not JSON: {error}") from error
-    if not isinstance(instance, dict):
-        raise ConfigurationError(f"{where} is not a JSON object")
+        raise ConfigurationError(f"{where}: {error}") from error
     if split is None:
         return instance
     if instance.get(SPLIT, split) != split:

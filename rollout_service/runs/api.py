@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 import anyio.to_thread
 import structlog
@@ -24,10 +25,11 @@ from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import ConflictError, InvalidFieldError, prefix_field_paths
 from rollout_service.groups.run_warnings import run_warnings
+from rollout_service.http.api_keys import Role
 from rollout_service.policies.subagent_pools import check_subagent_pool, check_trained_pool
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
-from rollout_service.runs.task_source import Rows, open_file
+from rollout_service.runs.task_files import Rows, open_file
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord, RunStore
 
@@ -48,14 +50,19 @@ class RunService:
         *,
         check_environment: CheckEnvironment,
         check_pool: Callable[[str], None],
+        data_dirs: Sequence[Path] = (),
     ) -> None:
+        """Take `data_dirs`, the folders whose files those who are not administrators may name."""
         self._runs = runs
         self._manager = manager
         self._check_environment = check_environment
         self._check_pool = check_pool
+        self._data_dirs = data_dirs
 
-    async def create(self, request: RunRequest) -> tuple[Run, bool]:
-        """Validate a run and make it durable; return it and whether it is new. `run_id` must be set.
+    async def create(self, request: RunRequest, role: Role) -> tuple[Run, bool]:
+        """Validate a run of a caller of this role, and make it durable; return it and whether it is new.
+
+        `run_id` must be set.
 
         Raises:
             InvalidFieldError: The request is invalid; the error has the paths at fault.
@@ -72,7 +79,7 @@ class RunService:
             await self._check_inline(source)
             tasks = len(source.tasks)
         else:
-            rows = await self._open(source)
+            rows = await self._open(source, role)
             tasks, digest = len(rows), rows.digest
         if request.auxiliary is not None:
             await self._require_subagents(_environments(source))
@@ -94,12 +101,13 @@ class RunService:
         check_subagent_pool(environment.spec, self._check_pool)
         return environment
 
-    async def _open(self, source: FileTasks | DatasetTasks) -> Rows:
+    async def _open(self, source: FileTasks | DatasetTasks, role: Role) -> Rows:
         with prefix_field_paths("body.source"):
             environment = await self._find(source.environment)
         if isinstance(source, DatasetTasks):
             return await anyio.to_thread.run_sync(open_dataset, source, environment)
-        return await anyio.to_thread.run_sync(open_file, source, environment.check)
+        folders = None if role.allows(Role.ADMIN) else self._data_dirs
+        return await anyio.to_thread.run_sync(open_file, source, environment.check, folders)
 
     async def _check_inline(self, source: InlineTasks) -> None:
         if not (source.open or source.tasks):

@@ -16,7 +16,8 @@ from api_schemas.runs import DatasetTasks, FileTasks
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.splits import select_split
 from rollout_service.errors import InvalidFieldError
-from rollout_service.runs.task_source import FIELD, Reopen, Rows, SourceChangedError, reopen_file
+from rollout_service.runs.task_files import FIELD, Rows, SourceChangedError, reopen_file
+from rollout_service.runs.task_source import Reopen
 
 EnvironmentOf = Callable[[str], Environment]
 """Returns the environment of a name; raises InvalidFieldError or ConfigurationError."""
@@ -84,7 +85,10 @@ def _rows(source: DatasetTasks, environment: Environment) -> DatasetRows:
     instances = select_split(environment.dataset(), source.split, field=f"{FIELD}.split")
     if not instances:
         message = f"{source.environment!r} ships without instances"
-        raise InvalidFieldError([FieldError(path=f"{FIELD}.environment", message=message)])
+        raise InvalidFieldError(
+            [FieldError(path=f"{FIELD}.environment", message=message)],
+            hint="`rollout-service env check` names the file that has none; or send tasks of your own.",
+        )
     return DatasetRows(instances)
 
 

@@ -93,7 +93,11 @@ def _service(
         check_environment_here, foundation.environments, foundation.sandboxes, suitability
     )
     run_service = RunService(
-        store.runs, manager, check_environment=check_environment, check_pool=serving.check
+        store.runs,
+        manager,
+        check_environment=check_environment,
+        check_pool=serving.check,
+        data_dirs=foundation.settings.data_dirs,
     )
     return Service(
         settings=foundation.settings,

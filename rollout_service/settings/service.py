@@ -79,6 +79,9 @@ class Settings(BaseSettings):
     """Environments to load: folders with an `environment.toml`, images that contain one, or folders of tasks in
     Harbor's format."""
     harbor: HarborSettings = HarborSettings()
+    data_dirs: Paths = []
+    """The folders whose files, with those below, may be the tasks of a run that a key with the role `submit` creates
+    (`source.kind` = `file`). A key with the role `admin` may name any file that the service can read."""
     images_dir: Path | None = None
     """The folder for named images. Left out, `~/.cache/rollout-service/images`."""
     images_budget_bytes: int | None = Field(None, ge=0)

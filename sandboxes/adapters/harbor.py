@@ -32,6 +32,7 @@ from harbor.models.trial.paths import EnvironmentPaths
 
 from sandboxes import Bind, FileMissingError, Network, Sandbox, SandboxError, SandboxSpec
 from sandboxes.adapters.harbor_settings import HarborSandboxSettings, SharedProvider, shared_provider
+from sandboxes.image_names import find_own_file
 from sandboxes.images.build import ApptainerBuilder
 from sandboxes.images.dockerfiles import build_many, dockerfile_at, find_or_pull
 from sandboxes.images.sources import name_of_reference
@@ -155,8 +156,8 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
 
     def _prebuilt(self, store: ImageStore, named: str) -> Path:
         """Return the task's own file of this name, or the image that `docker_image` means elsewhere."""
-        local: Path = self.environment_dir.parent / named
-        return local.resolve() if local.is_file() else find_or_pull(store, named, self.logger.debug)
+        local = find_own_file(self.environment_dir.parent, named)
+        return local if local is not None else find_or_pull(store, named, self.logger.debug)
 
     def _spec(self, image: Path) -> SandboxSpec:
         table = self.task_env_config

@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 
 from sandboxes.errors import ImageError, ImageNotFoundError, SandboxError
+from sandboxes.image_names import read_image_name
 from sandboxes.images.build import ApptainerBuilder, Progress
 from sandboxes.images.sources import (
     REFERENCE,
@@ -21,7 +22,7 @@ from sandboxes.images.sources import (
     name_of_reference,
     source_of_reference,
 )
-from sandboxes.images.store import NAME, SUFFIX, ImageStore, StoredImage
+from sandboxes.images.store import ImageStore, StoredImage
 
 FILE = "Dockerfile"
 REGISTRY = (
@@ -69,6 +70,7 @@ def find_bases(
 
     Raises:
         DockerfileError: The file asks for what cannot be had.
+        ImagePathError: The file names a path of this machine as a base; only `given` may.
         ImageNotFoundError: A given base does not exist.
         ImageBuildError: A base cannot be pulled.
     """
@@ -99,16 +101,14 @@ def find_or_pull(store: ImageStore, image: str, progress: Progress = lambda _lin
     """Return the file of an image that a Dockerfile or a task names as Docker does; one that is not here is pulled.
 
     Raises:
-        ImageNotFoundError: It is a path, and there is no such file.
+        ImagePathError: It is a path of this machine.
         ImageBuildError: It cannot be pulled.
     """
-    if image.startswith("/") or image.endswith(SUFFIX):
-        return store.resolve(image).resolve()
-    reference = image if REFERENCE.fullmatch(image) else f"docker://{image}"
-    for name in (image, reference):
+    name = read_image_name(image)
+    reference = name if REFERENCE.fullmatch(name) else f"docker://{name}"
+    for known in (name, reference):
         try:
-            if REFERENCE.fullmatch(name) or NAME.fullmatch(name):
-                return store.resolve(name).resolve()
+            return store.resolve(known).resolve()
         except ImageNotFoundError:
             continue
     pulled = source_of_reference(reference)

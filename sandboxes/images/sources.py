@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from sandboxes.errors import ImageError, ImageNotFoundError
+from sandboxes.image_names import SCHEMES
 from sandboxes.images.archives import read_archive
 from sandboxes.images.dockerfile.context import BuildContext, digest
 from sandboxes.images.dockerfile.parser import parse
@@ -21,7 +22,7 @@ from sandboxes.images.dockerfile.plan import BuildPlan, copied_sources, make_pla
 DEFINITIONS = Path(str(files("sandboxes") / "definitions"))
 """The definitions of this package; a file's stem is the image's name."""
 
-REFERENCE = re.compile(r"(?:(docker|oras|library|https)://|(oci|oci-archive|docker-archive):)(\S+)")
+REFERENCE = re.compile(rf"(?:({SCHEMES})://|(oci|oci-archive|docker-archive):)(\S+)")
 CREDENTIALS = re.compile(r"\w+://[^/@]*:[^/@]*@(?!sha\d+:)")
 NAME_LENGTH = 64
 

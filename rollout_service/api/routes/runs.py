@@ -32,7 +32,7 @@ from api_schemas.runs import (
 )
 from rollout_service.api.openapi.responses import extra_response, media_response, raises
 from rollout_service.api.routes.support.buffered_response import BufferedResponse
-from rollout_service.api.routes.support.dependencies import ServiceDep, as_json
+from rollout_service.api.routes.support.dependencies import ServiceDep, as_json, role_of
 from rollout_service.api.routes.support.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.api.routes.support.trace_headers import trace_of
@@ -70,7 +70,7 @@ async def create_run(service: ServiceDep, http: Request, request: RunRequest) ->
     """
     run_id = request.run_id or uuid.uuid4().hex
     known = {"run_id": run_id, "trace": request.trace or trace_of(http)}
-    run, new = await service.run_service.create(request.model_copy(update=known))
+    run, new = await service.run_service.create(request.model_copy(update=known), role_of(http))
     return as_json(run, HTTPStatus.CREATED if new else HTTPStatus.OK)
 
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Self
 from pydantic import ValidationError
 
 from api_schemas.rollouts import Rollout, RolloutRequest
+from rollout_service import strict_json
 from rollout_service.validation import describe_problems
 
 LONGEST_STEM = 64
@@ -70,9 +71,7 @@ class RequestFile:
         yield request
 
     def _document(self, line: bytes) -> dict[str, Any]:
-        document = json.loads(line)
-        if not isinstance(document, dict):
-            raise ValueError("not a JSON object")  # noqa: TRY004 - one kind of error for a bad line
+        document: dict[str, Any] = strict_json.parse_row(line)
         if self.environment is None:
             return document
         return {"task": {"environment": self.environment, "instance": document}}
@@ -146,6 +145,4 @@ def explain_bad_line(error: ValueError) -> str:
     """Explain in one line why a line is not a request."""
     if isinstance(error, ValidationError):
         return "; ".join(describe_problems(error, RolloutRequest))
-    if isinstance(error, json.JSONDecodeError):
-        return f"malformed JSON: {error.msg} at column {error.colno}"
     return str(error)

@@ -24,7 +24,7 @@ from api_schemas.rollouts import StopReason
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.environments.dataset_files import read_files
+from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import (
     FILE_NAME,
     INSIDE,
@@ -40,6 +40,7 @@ from rollout_service.episodes import Episode, Score
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
+from sandboxes.image_names import find_own_file
 from sandboxes.sessions.opening import return_to_workdir
 
 RUNS = "runs.json"
@@ -83,7 +84,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         super().__init__(spec)
         self._declaration = declaration
         files = dataset_files(declaration.dataset, folder)
-        self._dataset = read_files(files)
+        self._dataset, self._empty = read_files(files), find_empty(files)
         self._files = read_folder(folder, without=[path for path, _ in files])
         self.has_solution = declaration.solution is not None
         self._init_files = _init_files(declaration, self._files)
@@ -148,10 +149,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         }
 
     def findings(self) -> list[str]:
-        found = list(lint.findings(self._declaration, self._files))
-        if self._declaration.dataset is not None and not self._dataset:
-            found.append("[dataset]: it has no instances")
-        return found
+        return [*lint.findings(self._declaration, self._files), *self._empty]
 
     def warnings(self) -> list[str]:
         return self._warnings
@@ -251,12 +249,28 @@ def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnviro
     text = read_text(path)
     if image is None:
         return DeclarativeEnvironment(read_declaration(text, where=str(path)), folder)
-    declaration = read_declaration(text, where=f"{image}:{INSIDE}/{FILE_NAME}", image=str(image))
+    where = f"{image}:{INSIDE}/{FILE_NAME}"
+    declaration = read_declaration(text, where=where, image=str(image))
+    _require_no_path_of_the_host(declaration, folder, where)
     named = tomllib.loads(text).get("image")
     ignored = f"image: the key ({named!r}) has no effect: the environment is inside the image {image}"
     return DeclarativeEnvironment(
         declaration, folder, in_image=True, warnings=[] if named is None else [ignored]
     )
+
+
+def _require_no_path_of_the_host(declaration: Declaration, folder: Path, where: str) -> None:
+    """Refuse paths that lead out of the folder of an environment in an image, which is downloaded data."""
+    outside = [
+        f"{where}: dataset: {path} is not a file in {INSIDE}"
+        for path, _ in dataset_files(declaration.dataset, folder)
+        if find_own_file(folder, str(path)) is None
+    ]
+    if declaration.search is not None and declaration.search.key_file is not None:
+        outside.append(f"{where}: search.key_file: an image cannot name files of this machine")
+    if outside:
+        hint = f"Put an {FILE_NAME} of yours into a folder next to the image, and name what it needs there."
+        raise ConfigurationError("\n".join(outside), hint=hint)
 
 
 def parse_score(data: bytes, run: ExecResult | None = None) -> Score:

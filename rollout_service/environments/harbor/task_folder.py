@@ -25,6 +25,8 @@ from rollout_service.environments.harbor.task_toml import (
     read_task_toml,
 )
 from rollout_service.errors import ConfigurationError
+from sandboxes.errors import ImagePathError
+from sandboxes.image_names import find_own_file, read_image_name
 from sandboxes.images.sources import name_of_reference
 
 TEST = "test.sh"
@@ -121,7 +123,7 @@ def load_task(folder: Path, name: str) -> HarborTask:
         folder=folder,
         toml=toml,
         steps=tuple(_steps(folder, toml)),
-        image=_image(folder, toml.environment, folder / "environment", name),
+        image=_image(folder, "environment", toml.environment, folder / "environment", name),
         verifier_image=_verifier_image(folder, verifier, name),
         warnings=tuple(_warnings(toml)),
     )
@@ -228,22 +230,30 @@ def _warnings(toml: TaskToml) -> Iterator[str]:
             yield f"{path}.exclude: artifacts are copied whole"
 
 
-def _image(folder: Path, table: EnvironmentTable, context: Path, name: str) -> str:
+def _image(folder: Path, path: str, table: EnvironmentTable, context: Path, name: str) -> str:
+    """Return the image of a table, whose `path` is for messages."""
     if _dockerfile(context) is not None:
         return _name_by_digest(context, name)
     if table.docker_image is None:
         raise ConfigurationError(
             f"{folder}: the task has neither environment/Dockerfile nor environment.docker_image"
         )
-    local = folder / table.docker_image
-    return str(local) if local.is_file() else table.docker_image
+    if (local := find_own_file(folder, table.docker_image)) is not None:
+        return str(local)
+    try:
+        return read_image_name(table.docker_image)
+    except ImagePathError as error:
+        where = f"{folder / FILE_NAME}: {path}.docker_image"
+        raise ConfigurationError(
+            f"{where}: {error}", hint=f"{error.hint}. An image file must be in the task's folder."
+        ) from error
 
 
 def _verifier_image(folder: Path, table: EnvironmentTable | None, name: str) -> str | None:
     if table is None:
         return None
     if table.docker_image is not None:
-        return _image(folder, table, folder / "none", name)
+        return _image(folder, VERIFIER, table, folder / "none", name)
     context = folder / "tests"
     return _name_by_digest(context, f"{name}-verifier") if _dockerfile(context) is not None else None
 
@@ -274,7 +284,7 @@ def _require_inside(folder: Path) -> None:
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)
-            if path.is_symlink() and not path.resolve().is_relative_to(root):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                 raise ConfigurationError(f"{path}: the link leads out of the task's folder")
 
 

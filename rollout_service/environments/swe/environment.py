@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.dataset_files import read_files
+from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import dataset_files, load_table
 from rollout_service.environments.swe.declaration import SweDeclaration
 from rollout_service.environments.swe.evaluation import SweEvaluation
@@ -27,7 +27,8 @@ from rollout_service.environments.swe.tasks import SweTask, read_task
 from rollout_service.episodes import Episode, Score
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.templates import PromptTemplate
-from sandboxes.errors import LimitExceededError, SandboxClosedError
+from sandboxes.errors import ImagePathError, LimitExceededError, SandboxClosedError
+from sandboxes.image_names import read_image_name
 
 ANY_IMAGE = "an image that each task names"
 PATCH = "swe.patch"
@@ -40,8 +41,13 @@ class SweEnvironment(AgentEnvironment):
 
     has_solution = True
 
-    def __init__(self, declaration: SweDeclaration, dataset: Sequence[dict[str, JsonValue]] = ()) -> None:
-        """Take the settings, and the instances that ship with them.
+    def __init__(
+        self,
+        declaration: SweDeclaration,
+        dataset: Sequence[dict[str, JsonValue]] = (),
+        findings: Sequence[str] = (),
+    ) -> None:
+        """Take the settings, the instances that ship with them, and what is wrong with these.
 
         Raises:
             ConfigurationError: The settings contradict themselves.
@@ -50,6 +56,7 @@ class SweEnvironment(AgentEnvironment):
         self.spec = declaration.spec()
         self._declaration = declaration
         self._dataset = dataset
+        self._findings = findings
         self._image = (
             PromptTemplate(declaration.image, where=f"the image of {declaration.name!r}")
             if declaration.image
@@ -58,25 +65,28 @@ class SweEnvironment(AgentEnvironment):
         self._proven: set[str] = set()
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        read_task(instance, self._declaration.family)
-        self._image_of(instance)
+        self._task_of(instance)
         super().check(instance)
 
     def for_instance(self, instance: dict[str, JsonValue]) -> SweTaskEnvironment:
-        task = read_task(instance, self._declaration.family)
-        return SweTaskEnvironment(
-            self._declaration, task, self._image_of(instance) or task.image, self._proven
-        )
+        return SweTaskEnvironment(self._declaration, self._task_of(instance), self._proven)
+
+    def _task_of(self, instance: dict[str, JsonValue]) -> SweTask:
+        return read_task(instance, self._declaration.family, image=self._image_of(instance))
 
     def _image_of(self, instance: dict[str, JsonValue]) -> str:
         """Return the image that the settings name for a task; "" if they leave it to the instance."""
         if self._image is None:
             return ""
-        image = self._image.render(instance)
-        if ".." in image.split("/"):
-            message = f"makes the image {image!r}, which leads out of its folder"
-            raise InvalidFieldError([FieldError(path="instance", message=message)])
-        return image
+        image, template = self._image.render(instance), self._declaration.image or ""
+        prefix, brace, _ = template.partition("{")
+        if not brace:
+            return image  # nothing of it is the instance's
+        try:
+            return read_image_name(image, prefix=prefix)
+        except ImagePathError as error:
+            message = f"makes {template!r} of the settings an image that no instance may name: {error}"
+            raise InvalidFieldError([FieldError(path="instance", message=message)], hint=error.hint) from None
 
     async def run(self, episode: Episode) -> StopReason:  # noqa: ARG002 - it always refuses
         """Refuse: a rollout has the environment of its task."""
@@ -85,6 +95,9 @@ class SweEnvironment(AgentEnvironment):
     async def evaluate(self, episode: Episode) -> Score:  # noqa: ARG002 - it always refuses
         """Refuse: a rollout has the environment of its task."""
         raise EnvironmentFailedError(f"{self.spec.name!r} scores one task at a time; see `for_instance`")
+
+    def findings(self) -> list[str]:
+        return list(self._findings)
 
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [dict(instance) for instance in self._dataset]
@@ -95,9 +108,9 @@ class SweTaskEnvironment(AgentEnvironment):
 
     has_solution = True
 
-    def __init__(self, declaration: SweDeclaration, task: SweTask, image: str, proven: set[str]) -> None:
+    def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str]) -> None:
         """Take `proven`, the tasks whose tests are known to run; it grows."""
-        super().__init__(declaration.spec().model_copy(update={"image": image}))
+        super().__init__(declaration.spec().model_copy(update={"image": task.image}))
         self._task = task
         self._proven = proven
 
@@ -156,7 +169,8 @@ def load_swe(folder: Path) -> SweEnvironment:
         ConfigurationError: The environment is not valid; the message says why.
     """
     declaration = load_table(SweDeclaration, folder)
-    return SweEnvironment(declaration, read_files(dataset_files(declaration.dataset, folder)))
+    files = dataset_files(declaration.dataset, folder)
+    return SweEnvironment(declaration, read_files(files), find_empty(files))
 
 
 def environment() -> SweEnvironment:

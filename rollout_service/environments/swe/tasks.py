@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -24,9 +24,11 @@ from rollout_service.environments.instance_fields import read_instance
 from rollout_service.environments.swe.patches import changed_paths, split_patch
 from rollout_service.environments.swe.scripts import make_script
 from rollout_service.errors import InvalidFieldError
+from sandboxes.errors import ImagePathError
+from sandboxes.image_names import read_image_name
 
 _TEST_MODULE = re.compile(r"^tests?[_.]|[_.](tests?|spec)\.\w+$")
-_PATH = re.compile(r"^[/.~]|\.(?:sif|img)$|:/(?!/)|^\w+-(?:archive|layout):|^(?:oci|file):")
+_IMAGES = ("image", "docker_image", "image_name")
 COMMIT = r"^[0-9a-f]{7,64}$"
 
 
@@ -49,7 +51,7 @@ class SweTask:
     repo: str
     version: str
     image: str
-    """The reference of the image that the set publishes."""
+    """The image that the settings or the instance name, or that the set publishes."""
     folder: str
     """Where the repository is in the image."""
     base_commit: str
@@ -127,15 +129,20 @@ class _SweInstance(BaseModel):
     family: SweFamily | None = None
 
 
-def read_task(instance: dict[str, JsonValue], family: SweFamily | None = None) -> SweTask:
-    """Read an instance; `family`, if given, is its set, which is otherwise told from its fields.
+def read_task(instance: dict[str, JsonValue], family: SweFamily | None = None, *, image: str = "") -> SweTask:
+    """Read an instance.
+
+    Args:
+        instance: its fields.
+        family: its set, which is otherwise told from its fields.
+        image: the image that the settings name, in place of the instance's.
 
     Raises:
         InvalidFieldError: A field is wrong, or the evaluation lacks one.
     """
     read = read_instance(_SweInstance, instance)
-    _require_plain_image(read)
-    return _READERS[family or read.family or _family_of(read)](read)
+    task = _READERS[family or read.family or _family_of(read)](read)
+    return replace(task, image=image or _image_of(read, task.image))
 
 
 def _family_of(read: _SweInstance) -> SweFamily:
@@ -148,18 +155,14 @@ def _family_of(read: _SweInstance) -> SweFamily:
     return SweFamily.SWE_BENCH
 
 
-def _require_plain_image(read: _SweInstance) -> None:
-    """Reject a path: an instance names images, never files of the host."""
-    for name in ("image", "docker_image", "image_name"):
-        value: str = getattr(read, name)
-        if _PATH.search(value):
-            message = f"{value!r} is a path; name an image of this machine or a reference"
-            raise InvalidFieldError([FieldError(path=f"instance.{name}", message=message)])
-
-
-def _reference(name: str) -> str:
-    """Return an image's name as a reference of a registry, unless it names a local image."""
-    return f"docker://{name}" if "/" in name and "://" not in name else name
+def _image_of(read: _SweInstance, published: str) -> str:
+    """Return the image that the instance names, or that its set publishes for it; it is never a path."""
+    field = next((name for name in _IMAGES if getattr(read, name)), "")
+    try:
+        return read_image_name(getattr(read, field) if field else published)
+    except ImagePathError as error:
+        problem = FieldError(path=f"instance.{field or 'instance_id'}", message=str(error))
+        raise InvalidFieldError([problem], hint=error.hint) from error
 
 
 def _swe_bench(read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, names: str = "") -> SweTask:
@@ -189,7 +192,7 @@ def _swe_bench(read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, name
         family=family,
         repo=read.repo,
         version=read.version,
-        image=_reference(read.image or read.docker_image or read.image_name or default),
+        image=default,
         folder=read.repo_folder,
         base_commit=read.base_commit,
         branch="",
@@ -228,11 +231,7 @@ def _swe_smith(read: _SweInstance) -> SweTask:
         family=SweFamily.SWE_SMITH,
         repo=read.repo,
         version=read.version,
-        image=_reference(
-            read.image
-            or read.image_name
-            or f"swebench/swesmith.x86_64.{owner}_1776_{name}.{commit[:8]}".lower()
-        ),
+        image=f"swebench/swesmith.x86_64.{owner}_1776_{name}.{commit[:8]}".lower(),
         folder=read.repo_folder,
         base_commit="",
         branch=read.instance_id,
@@ -263,7 +262,7 @@ def _r2e_gym(read: _SweInstance) -> SweTask:
         family=SweFamily.R2E_GYM,
         repo=read.repo or read.repo_name,
         version=read.version,
-        image=_reference(read.image or read.docker_image),
+        image="",
         folder=read.repo_folder,
         base_commit="",
         branch="",

@@ -175,8 +175,8 @@ class DockerProvider(HostProvider):
         raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
 
     def _resolve_name(self, name: str) -> str:
-        """Return the daemon's name for an image of this package, or the name unchanged."""
-        return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name
+        """Return the daemon's name for an image of this package, or the name without the scheme of registries."""
+        return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name.removeprefix("docker://")
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         name = spec.image or self._config.image

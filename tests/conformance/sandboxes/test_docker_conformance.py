@@ -100,9 +100,8 @@ async def test_an_image_is_known_by_what_it_is_and_has_the_name_that_environment
 ) -> None:
     found = await provider.identity(SandboxSpec(image="base"))
     assert found.startswith("sha256:")
-    assert (
-        found == await provider.identity(SandboxSpec()) == await provider.identity(SandboxSpec(image=found))
-    )
+    for same in (None, found, "rollout-service/base", "docker://rollout-service/base"):
+        assert await provider.identity(SandboxSpec(image=same)) == found
 
 
 async def test_a_specification_that_cannot_be_met_is_a_typed_error(

@@ -94,16 +94,18 @@ async def run_all(place: Path) -> dict[str, Rollout]:
     return found
 
 
-async def build_images(place: Path) -> dict[str, Path]:
-    """Build the images of the examples on a base that has the program; return their paths by task."""
+async def build_images(place: Path) -> dict[str, str]:
+    """Build the images of the examples on a base that has the program; return their names by task."""
     builder = ApptainerBuilder(place / "layers")
     store = ImageStore(place / "images", builder)
+    store.root.mkdir()
+    (store.root / "base.sif").symlink_to(ImageStore().root / "base.sif")  # for the toolkit
     dockerfiles = load_harbor(EXAMPLES, HarborSettings()).dockerfiles()
     base = {"base": str(ImageStore().root / f"{IMAGE}.sif")}
     sources = {name: dockerfile_at(path) for name, path in dockerfiles.items()}
     for outcome in await build_many(store, builder, sources, given=base):
         assert outcome.error is None, outcome.error
-    return {path.parents[1].name: store.root / f"{name}.sif" for name, path in dockerfiles.items()}
+    return {path.parents[1].name: name for name, path in dockerfiles.items()}
 
 
 def add_task(place: Path, task: str, number: int) -> list[CommandJob]:
@@ -128,7 +130,7 @@ def commands_of(behavior: str, step: Path) -> tuple[str, ...]:
     return ((step / "solution" / "solve.sh").read_text() if behavior == SOLVE else ATTACKS[behavior],)
 
 
-def use_image(task: Path, image: Path) -> None:
+def use_image(task: Path, image: str) -> None:
     """Let a task start from an image that is there."""
     (task / "environment" / "Dockerfile").unlink()
     toml = task / "task.toml"
@@ -139,6 +141,7 @@ def settings(place: Path) -> Settings:
     return Settings(
         state_dir=place / "state",
         engine="none",
+        images_dir=place / "images",
         sandbox=ApptainerConfig(unpacked_dir=place / "unpacked"),  # three times 2 GB, removed at the end
         environments=[place / "tasks"],
         harbor=HarborSettings(harness=HARNESS),

@@ -155,7 +155,7 @@ def test_files_go_up_and_down_and_never_out(seen: dict[str, Any]) -> None:
 def test_a_sandbox_ends_however_its_trial_does(seen: dict[str, Any]) -> None:
     assert seen["ends"] == {
         "cancelled": [[], 0],
-        "missing": "ImageNotFoundError",
+        "images": ["ImagePathError"] * 3,
         "shared": [["one__env", "two__env"], 1],
         "under_way": "SandboxClosedError",
         "one_left": ["two__env"],

@@ -10,6 +10,7 @@ import argparse
 import gzip
 import json
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -21,11 +22,15 @@ import anyio
 import httpx
 from anyio.abc import SocketStream
 
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.testing import Replies, ScriptedEngine
+
 PATIENCE = 60.0
 PROBE_SECONDS = 3.0
 HUGE = "9" * 400
 FLOOD = 1_200
 """More connections than a server with few descriptors may open."""
+MODEL = policy_folder("calc-tuned")
 ORDERS = ("/stop", "/v1/abort", "/v1/pause", "/v1/resume", "/start", "/clear_llm_server")
 
 
@@ -424,6 +429,38 @@ async def hostile_strings(target: Target) -> None:
         body = json.dumps({"task": {"environment": "\ud800"}})
         answer = await http.post("/v1/rollouts", content=body, headers={"content-type": "application/json"})
         assert answer.status_code in {400, 422}
+
+
+@check
+async def files_of_the_host(target: Target) -> None:
+    """A key that may only submit makes no run read a file of the service's machine, and learns of none."""
+    engine = ScriptedEngine(Replies.from_texts(["No."], MODEL), model_path=MODEL, vocab_size=512)
+    with tempfile.TemporaryDirectory() as folder:
+        secret, link = anyio.Path(folder, "secret.jsonl"), anyio.Path(folder, "link.jsonl")
+        await secret.write_text('{"question": "SECRET", "answer": "1"}\n')
+        await link.symlink_to(secret)
+        async with (
+            engine,
+            client(target, target.admin) as admin,
+            client(target, target.submit) as http,
+        ):
+            added = await admin.post("/v1/backends", json={"url": engine.url})
+            assert added.status_code in {200, 201}, added.text
+            for path in (
+                secret,
+                link,
+                folder + "/none.jsonl",
+                "~/none.jsonl",
+                "/proc/self/environ.jsonl",
+            ):
+                source = {"kind": "file", "path": str(path), "environment": "math"}
+                body = {"source": source, "group_size": 1, "batch_size": 1}
+                answer = await http.post("/v1/runs", json=body)
+                assert answer.status_code == 422, (path, answer.text)
+                assert "data_dirs" in answer.text
+                assert "No such file" not in answer.text
+            assert "SECRET" not in (await http.get("/v1/rollouts")).text
+            await admin.delete(f"/v1/backends/{added.json()['backend_id']}")
 
 
 def main() -> int:

@@ -19,20 +19,21 @@ from sandboxes.adapters import harbor_settings
 from sandboxes.adapters.harbor import RolloutEnvironment
 from sandboxes.errors import SandboxConfigError, SandboxError
 
+BASE = "base"
 HOSTILE = """
 mkdir -p /out/deep && cd /out && echo kept >deep/file && ln -s deep/file inside && ln deep/file hard
 ln -s /etc/passwd outside && ln -s ../../../../escaped up && mkfifo pipe
 """
 
 
-def environment(folder: Path, name: str, base: str, network: NetworkMode, **more: Any) -> RolloutEnvironment:
-    """Return an environment that has not been started, of a task whose image is `base`."""
+def environment(folder: Path, name: str, image: str, network: NetworkMode, **more: Any) -> RolloutEnvironment:
+    """Return an environment that has not been started, of a task with this image."""
     definition = folder / name / "environment"
     definition.mkdir(parents=True, exist_ok=True)
     paths = TrialPaths(trial_dir=folder / name / "trial")
     paths.mkdir()
     config = EnvironmentConfig(
-        docker_image=base, workdir="/work", env={"FROM_TASK": "yes"}, memory_mb=512, storage_mb=64, cpus=1
+        docker_image=image, workdir="/work", env={"FROM_TASK": "yes"}, memory_mb=512, storage_mb=64, cpus=1
     )
     return RolloutEnvironment(
         environment_dir=definition,
@@ -94,9 +95,9 @@ async def files(env: RolloutEnvironment, folder: Path) -> dict[str, Any]:
     return seen
 
 
-async def ends(folder: Path, base: str) -> dict[str, Any]:
+async def ends(folder: Path) -> dict[str, Any]:
     """End environments in all ways, and say what is alive then."""
-    env = environment(folder, "ends", base, NetworkMode.NO_NETWORK)
+    env = environment(folder, "ends", BASE, NetworkMode.NO_NETWORK)
     try:
         async with asyncio.timeout(0.05):
             await env.start(force_build=False)
@@ -104,12 +105,13 @@ async def ends(folder: Path, base: str) -> dict[str, Any]:
         pass
     seen: dict[str, Any] = {"cancelled": [live(), len(harbor_settings._shared)]}
     await env.stop(delete=True)  # as Harbor does after a start that failed
-    missing = environment(folder, "missing", "no/such/image.sif", NetworkMode.NO_NETWORK)
-    try:
-        await missing.start(force_build=False)
-    except SandboxError as error:
-        seen["missing"] = type(error).__name__
-    one, two = (environment(folder, name, base, NetworkMode.NO_NETWORK) for name in ("one", "two"))
+    seen["images"] = []
+    for image in ("no/such/image.sif", "/", "../images/base.sif"):
+        try:
+            await environment(folder, "hostile", image, NetworkMode.NO_NETWORK).start(force_build=False)
+        except SandboxError as error:
+            seen["images"].append(type(error).__name__)
+    one, two = (environment(folder, name, BASE, NetworkMode.NO_NETWORK) for name in ("one", "two"))
     await one.start(force_build=False)
     await two.start(force_build=False)
     seen["shared"] = [sorted(live()), len(harbor_settings._shared)]
@@ -128,9 +130,9 @@ async def ends(folder: Path, base: str) -> dict[str, Any]:
     return seen
 
 
-async def users(folder: Path, base: str) -> dict[str, Any]:
+async def users(folder: Path) -> dict[str, Any]:
     """Run commands as other users of a sandbox that has a root."""
-    env = environment(folder, "users", base, NetworkMode.NO_NETWORK, sandbox={"fakeroot": True})
+    env = environment(folder, "users", BASE, NetworkMode.NO_NETWORK, sandbox={"fakeroot": True})
     await env.start(force_build=False)
     try:
         env.default_user = "nobody"
@@ -142,7 +144,7 @@ async def users(folder: Path, base: str) -> dict[str, Any]:
     return {user: said.stdout.split() or said.stderr for user, said in found.items()}
 
 
-def refusals(folder: Path, base: str) -> list[str]:
+def refusals(folder: Path) -> list[str]:
     """Return what is said about arguments that cannot be used."""
     said = []
     for more in (
@@ -151,23 +153,25 @@ def refusals(folder: Path, base: str) -> list[str]:
         {"mounts": [{"type": "bind", "source": "/tmp", "target": "/host"}]},
     ):
         try:
-            environment(folder, "refused", base, NetworkMode.PUBLIC, **more)
+            environment(folder, "refused", BASE, NetworkMode.PUBLIC, **more)
         except (SandboxConfigError, ValueError) as error:
             said.append(str(error))
     return said
 
 
-async def main(folder: Path, base: str) -> dict[str, Any]:
-    """Check everything."""
-    env = environment(folder, "task", base, NetworkMode.PUBLIC)
+async def main(folder: Path, base: Path) -> dict[str, Any]:
+    """Check everything; `base` is the file of the image BASE."""
+    (folder / "images").mkdir()
+    (folder / "images" / f"{BASE}.sif").symlink_to(base)
+    env = environment(folder, "task", BASE, NetworkMode.PUBLIC)
     await env.start(force_build=False)
     try:
         seen = {"commands": await commands(env), "files": await files(env, folder)}
     finally:
         await env.stop(delete=True)
-    seen |= {"ends": await ends(folder, base), "users": await users(folder, base)}
-    return {**seen, "refusals": refusals(folder, base)}
+    seen |= {"ends": await ends(folder), "users": await users(folder)}
+    return {**seen, "refusals": refusals(folder)}
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))))
+    sys.stdout.write(json.dumps(asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.cli.submit.files import RequestFile, ResultFile
+from rollout_service.strict_json import NOT_FINITE
 
 LINE = '{"task": {"environment": "calc", "instance": {"question": "1+1", "answer": 2}}}'
 
@@ -40,10 +41,16 @@ def test_bad_lines_are_named_and_the_rest_is_read(read):
     requests, bad, _ = read(f'{LINE}\n{{"task"\n\n[1]\n{{"tusk": 1}}\n{LINE}\n')
     assert len(requests) == 2
     assert [number for number, _ in bad] == [2, 4, 5]
-    assert "malformed JSON" in bad[0][1]
+    assert "not JSON: " in bad[0][1]
     assert "not a JSON object" in bad[1][1]
     assert "task: Field required" in bad[2][1]
     assert "tusk: unknown field; did you mean task?" in bad[2][1]
+
+
+def test_a_byte_order_mark_is_left_out_and_the_column_at_fault_is_named(read):
+    requests, bad, _ = read(f'\ufeff{LINE}\n{{"task": 1, "score": NaN}}\n')
+    assert requests[0].task == Task(environment="calc", instance={"question": "1+1", "answer": 2})
+    assert bad == [(2, f"column 'score' has {NOT_FINITE}")]
 
 
 def test_ids_follow_from_the_file_so_that_a_second_run_orders_nothing_twice(read):

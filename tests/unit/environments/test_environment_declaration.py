@@ -8,6 +8,7 @@ from pydantic import BaseModel, model_validator
 
 from rollout_service.environments.declarative.declaration import read_declaration, read_table
 from rollout_service.environments.declarative.environment import DeclarativeEnvironment, load_folder
+from rollout_service.environments.kinds import load_declared
 from rollout_service.environments.splits import count_splits
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 
@@ -82,6 +83,10 @@ def test_the_hint_lists_the_known_keys(text, hint):
             'tools = ["bsh"]\n' + MINIMAL,
             "environment 'e': there is no built-in tool 'bsh'; did you mean bash",
         ),
+        (
+            MINIMAL + "[sandbox]\ngpus = 1\n",
+            "there is no key sandbox.gpus: sandboxes have no GPU. Let a service",
+        ),
         ('prompt = "{{ instance.a "\n' + MINIMAL, "prompt of 'e' is not a valid template"),
         (
             'prompt = "{{ question }}"\n' + MINIMAL,
@@ -95,8 +100,8 @@ def test_the_hint_lists_the_known_keys(text, hint):
             "the init command needs init, which the folder lacks",
         ),
         (MINIMAL + '[dataset]\npath = "none.jsonl"\n', "cannot be read"),
-        (MINIMAL + '[dataset]\npath = "bad.jsonl"\n', "bad.jsonl:2 is not JSON"),
-        (MINIMAL + '[dataset]\npath = "list.jsonl"\n', "list.jsonl:1 is not a JSON object"),
+        (MINIMAL + '[dataset]\npath = "bad.jsonl"\n', "bad.jsonl:2: not JSON: "),
+        (MINIMAL + '[dataset]\npath = "list.jsonl"\n', "list.jsonl:1: not a JSON object"),
     ],
 )
 def test_a_mismatch_with_the_folder_is_found_too(tmp_path, text, message):
@@ -116,6 +121,33 @@ def test_an_image_that_holds_the_folder_hides_it(tmp_path):
     assert environment.spec.image == str(tmp_path / "some.sif")
     assert list(environment.spec.binds) == ["/environment"]
     assert "binds" not in environment.spec.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[dataset]\npath = "{outside}"\n', "dataset: {outside} is not a file in /environment"),
+        ('[dataset.splits]\ntrain = "own.jsonl"\ntest = "../outside.jsonl"\n', "outside.jsonl is not a file"),
+        ('[search]\nurl = "https://x.org/s"\nkey_file = "/root/key"\n', "search.key_file: an image cannot"),
+    ],
+)
+def test_an_environment_in_an_image_names_no_path_of_the_host(tmp_path, text, message):
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text("{}\n")
+    (tmp_path / "inside").mkdir()
+    text = text.replace("{outside}", str(outside))
+    folder = write(tmp_path / "inside", MINIMAL + text, own__jsonl="{}\n")
+    with pytest.raises(ConfigurationError, match=r"some\.sif:/environment") as caught:
+        load_folder(folder, image=tmp_path / "some.sif")
+    assert message.replace("{outside}", str(outside)) in str(caught.value)
+
+
+@pytest.mark.parametrize("question", ["", " \n"])
+def test_an_instance_with_an_empty_prompt_is_refused(tmp_path, question):
+    environment = load_folder(write(tmp_path, 'system = "You answer."\n' + MINIMAL))
+    with pytest.raises(InvalidFieldError, match="makes the prompt of 'e' empty") as caught:
+        environment.check({"question": question})
+    assert [field.path for field in caught.value.fields] == ["instance"]
 
 
 def test_the_dataset_is_read_and_its_instances_checked(tmp_path):
@@ -197,9 +229,21 @@ def test_a_script_that_cannot_be_run_is_found(tmp_path, command, found):
         assert text in finding
 
 
-def test_a_data_set_without_an_instance_is_found(tmp_path):
-    write(tmp_path, MINIMAL + '[dataset]\npath = "tasks.jsonl"\n', tasks__jsonl="\n")
-    assert load_folder(tmp_path).findings() == ["[dataset]: it has no instances"]
+@pytest.mark.parametrize(
+    "head",
+    [
+        MINIMAL,
+        'kind = "swe"\nname = "e"\n',
+        'kind = "openenv"\nname = "e"\nurl = "http://localhost:1"\n',
+        'kind = "game"\nname = "e"\nimage = "base"\ncommand = "true"\n',
+    ],
+)
+def test_each_file_of_a_data_set_without_an_instance_is_found(tmp_path, head):
+    write(tmp_path, f'{head}[dataset]\npath = "tasks.jsonl"\n', tasks__jsonl="\n")
+    assert load_declared(tmp_path).findings() == [f"[dataset]: {tmp_path}/tasks.jsonl has no instances"]
+    text = f'{head}[dataset.splits]\ntrain = "tasks.jsonl"\nheld_out = "more.jsonl"\n'
+    write(tmp_path, text, tasks__jsonl='{"question": "a"}\n', more__jsonl="")
+    assert load_declared(tmp_path).findings() == [f"[dataset]: {tmp_path}/more.jsonl has no instances"]
 
 
 @pytest.mark.parametrize(("key", "warned"), [("", 0), ('image = "whatever"\n', 1)])

@@ -77,3 +77,54 @@ def test_a_forbidden_template_operation_is_an_error_of_the_field(source):
 def test_a_template_that_cannot_work_is_refused_at_once(source):
     with pytest.raises(ConfigurationError, match="the prompt"):
         PromptTemplate(source, where="the prompt")
+
+
+NULLS = {"hint": None, "info": {"hint": None}, "list": ["a", None], "rows": [{"n": None}], "yes": True}
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("{{ instance.hint }}", "instance.hint"),
+        ("{{ instance['hint'] }}", "instance.hint"),
+        ("{{ instance.info.hint }}", "instance.info.hint"),
+        ("{{ instance.info.hint | upper }}", "instance.info.hint"),
+        ("{{ instance.hint | default('x') }}", "instance.hint"),
+        ("{{ 'a' ~ instance.hint }}", "instance.hint"),
+        ("{{ '%s' | format(instance.hint) }}", "instance.hint"),
+        ("{{ instance.hint.deeper }}", "instance.hint"),
+        ("{{ instance.hint[0] }}", "instance.hint"),
+        ("{% for row in instance.rows %}{{ row.n }}{% endfor %}", "instance.rows[0].n"),
+        ("{% set x = instance.hint %}{{ x }}", "instance.hint"),
+        ("{{ instance.list[1] }}", "instance.list.1"),
+        ("{% for x in instance.list %}{{ x }}{% endfor %}", "instance"),
+        ("{{ none }}", "instance"),
+    ],
+)
+def test_a_null_is_not_written_as_a_word_of_python(source, path):
+    with pytest.raises(InvalidFieldError, match="null") as caught:
+        render(source, NULLS)
+    assert [field.path for field in caught.value.fields] == [path]
+    assert "or ''" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ instance.hint or '' }}{{ instance.hint | default('x', true) }}", "x"),
+        ("{% if instance.hint %}a{% else %}b{% endif %}", "b"),
+        ("{{ 1 if instance.hint is none else 2 }}{{ 1 if instance.yes is none else 2 }}", "12"),
+        ("{{ 1 if instance.hint == none else 2 }}{{ 1 if none == instance.hint else 2 }}", "11"),
+        ("{{ 1 if instance.hint != instance.yes else 2 }}", "1"),
+        ("{{ instance.hint | tojson }} {{ instance.info | tojson }}", 'null {"hint": null}'),
+        ("{{ instance.rows | map(attribute='n') | list }}", "[null]"),
+    ],
+)
+def test_a_template_may_ask_whether_a_field_is_null(source, text):
+    assert render(source, NULLS) == text
+
+
+def test_values_are_written_as_json():
+    instance = {"yes": True, "list": ["é", 1, None], "object": {"a": False}, "text": "True", "number": 1.5}
+    source = "{{ instance.yes }} {{ instance.list }} {{ instance.object }} {{ instance.text }} {{ instance.number }}"
+    assert render(source, instance) == 'true ["é", 1, null] {"a": false} True 1.5'

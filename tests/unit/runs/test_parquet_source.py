@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from api_schemas.runs import FileTasks
 from rollout_service.environments.builtin.calc.environment import environment
 from rollout_service.errors import InvalidFieldError
-from rollout_service.runs.task_source import Rows, SourceChangedError, open_file, reopen_file
+from rollout_service.runs.task_files import Rows, SourceChangedError, open_file, reopen_file
 
 
 def source(path: Path) -> FileTasks:
@@ -78,14 +78,15 @@ def test_rows_beyond_one_group_are_read_by_position(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([b"a"], "cannot contain bytes"),
-        ([float("nan")], "not JSON compliant"),
-        ([datetime.timedelta(1)], "timedelta"),
+        ([b"a"], "column 'value': an instance cannot contain bytes"),
+        ([[{"x": b"a"}]], "column 'value': an instance cannot contain bytes"),
+        ([float("nan")], "column 'value' has NaN, or an infinite"),
+        ([datetime.timedelta(1)], "column 'value': an instance cannot contain timedelta"),
     ],
 )
 def test_values_that_json_cannot_represent_are_named(tmp_path: Path, values: list[Any], said: str) -> None:
     with pytest.raises(InvalidFieldError, match=f"row 1.*{said}"):
-        opened(write(tmp_path / "odd.parquet", value=values))
+        opened(write(tmp_path / "odd.parquet", good=["a"], value=values))
 
 
 def test_a_row_that_the_environment_refuses_is_named(tmp_path: Path) -> None:

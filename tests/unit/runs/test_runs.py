@@ -39,7 +39,7 @@ from rollout_service.errors import InvalidFieldError, RecordLostError, StoreErro
 from rollout_service.groups import FilterRegistry
 from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening
-from rollout_service.runs.task_source import JsonLines, open_file
+from rollout_service.runs.task_files import open_file
 from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
@@ -763,6 +763,6 @@ def test_parquet_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_rows_are_read_by_position(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
-    path.write_text('{"n": 0}\n\n{"n": 1}')
-    rows = JsonLines(path, lambda _: None)
+    path.write_text('{"n": 0}\n\x0b\n{"n": 1}')
+    rows = open_file(FileTasks(path=str(path), environment="calc"), lambda _: None)
     assert [rows.read(position) for position in range(len(rows))] == [{"n": 0}, {"n": 1}]

@@ -26,7 +26,7 @@ from rollout_service.environments.contract import (
     EnvironmentSpec,
     SandboxSettings,
 )
-from rollout_service.environments.dataset_files import read_files
+from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import (
     INSIDE,
     AuditSolution,
@@ -79,7 +79,7 @@ class DeclaredGame(Environment):
         """
         files = dataset_files(declaration.dataset, folder)
         self._declaration = declaration
-        self._dataset = read_files(files)
+        self._dataset, self._empty = read_files(files), find_empty(files)
         self._files = read_folder(folder, without=[path for path, _ in files])
         self._system = PromptTemplate(declaration.system, where=f"the system prompt of {declaration.name!r}")
         self.has_solution = declaration.solution is not None
@@ -119,18 +119,17 @@ class DeclaredGame(Environment):
         return score_turns(episode)
 
     def findings(self) -> list[str]:
-        """Return the files that commands name and the folder lacks, and a data set that is empty."""
+        """Return the files that commands name and the folder lacks, and files of the data set that are empty."""
         solution = self._declaration.solution
         commands = {"command": self._declaration.command, "[solution]": solution.command if solution else ""}
         there = {file.path for file in self._files}
-        found = [
+        missing = [
             f"{key}: there is no file {name}"
             for key, command in commands.items()
             for name in NAMED.findall(command)
             if name not in there
         ]
-        is_empty = self._declaration.dataset is not None and not self._dataset
-        return [*found, "[dataset]: it has no instances"] if is_empty else found
+        return [*missing, *self._empty]
 
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [dict(instance) for instance in self._dataset]

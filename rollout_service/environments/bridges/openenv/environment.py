@@ -20,7 +20,7 @@ from rollout_service.environments.bridges.openenv.declaration import OpenEnvDecl
 from rollout_service.environments.bridges.openenv.session import OpenEnvServer
 from rollout_service.environments.bridges.turns import REWARDS, Earned, score_turns, take_turns
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.dataset_files import read_files
+from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import dataset_files, load_table
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import Episode, Score
@@ -51,8 +51,13 @@ class ResetArguments(BaseModel):
 class OpenEnv(Environment):
     """Instances: arguments of a reset."""
 
-    def __init__(self, declaration: OpenEnvDeclaration, dataset: Sequence[dict[str, JsonValue]] = ()) -> None:
-        """Take the settings, and the instances that ship with them.
+    def __init__(
+        self,
+        declaration: OpenEnvDeclaration,
+        dataset: Sequence[dict[str, JsonValue]] = (),
+        findings: Sequence[str] = (),
+    ) -> None:
+        """Take the settings, the instances that ship with them, and what is wrong with these.
 
         Raises:
             ConfigurationError: A prompt is not a valid template.
@@ -61,6 +66,7 @@ class OpenEnv(Environment):
         self.replayable = declaration.replayable
         self._declaration = declaration
         self._dataset = dataset
+        self._findings = findings
         self._server = OpenEnvServer(declaration.url, declaration.headers)
         self._sessions = anyio.CapacityLimiter(declaration.sessions)
         where = f"of {declaration.name!r}"
@@ -102,6 +108,9 @@ class OpenEnv(Environment):
     async def evaluate(self, episode: Episode) -> Score:
         return score_turns(episode)
 
+    def findings(self) -> list[str]:
+        return list(self._findings)
+
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [dict(instance) for instance in self._dataset]
 
@@ -113,4 +122,5 @@ def load_openenv(folder: Path) -> OpenEnv:
         ConfigurationError: The environment is not valid; the message says why.
     """
     declaration = load_table(OpenEnvDeclaration, folder)
-    return OpenEnv(declaration, read_files(dataset_files(declaration.dataset, folder)))
+    files = dataset_files(declaration.dataset, folder)
+    return OpenEnv(declaration, read_files(files), find_empty(files))

@@ -73,7 +73,7 @@ def test_what_cannot_be_had_is_listed_with_its_instance_and_cause(tmp_path: Path
     assert "there is no image 'nowhere'" in missing["error"]
     assert "rollout-service image build nowhere" in missing["hint"]
     assert (path["instance"], path["image"]) == ("a-4", None)
-    assert "is a path" in path["error"]
+    assert "neither the name of an image of this machine" in path["error"]
     assert "no environment 'unknown'" in unknown["error"]
     assert row["instance"] == "row 6"
     assert "--environment" in row["hint"]

@@ -178,6 +178,41 @@ def test_a_link_out_of_the_tasks_folder_is_refused(tmp_path, name):
     load_path(folder)
 
 
+def test_a_loop_of_links_hides_no_other_task(tmp_path):
+    make(tmp_path / "set/one")
+    folder = make(tmp_path / "set/two")
+    (folder / "tests/loop").symlink_to("loop")
+    assert load_path(tmp_path / "set").dataset() == [{"task": "one"}, {"task": "two"}]
+
+
+@pytest.mark.parametrize("table", ["environment", "verifier.environment"])
+@pytest.mark.parametrize(
+    "image", ["/", "/etc", "~/x", "../other.sif", "{outside}", "none.sif", "oci-archive:/x.tar", "a\\u0000"]
+)
+def test_an_image_of_a_task_is_no_path_out_of_its_folder(tmp_path, table, image):
+    (tmp_path / "other.sif").touch()
+    named = image.replace("{outside}", str(tmp_path / "other.sif"))
+    toml = TOML if table != "environment" else ""
+    with pytest.raises(ConfigurationError, match=rf"task\.toml: {table}\.docker_image: ") as caught:
+        load_path(make(tmp_path / "t", f'{toml}[{table}]\ndocker_image = "{named}"\n'))
+    assert "An image file must be in the task's folder" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("named", "image"),
+    [
+        ("base", "base"),
+        ("x/y:20251031", "docker://x/y:20251031"),
+        ("docker://x/y", "docker://x/y"),
+        ("own.sif", "{folder}/own.sif"),
+    ],
+)
+def test_an_image_of_a_task_is_a_name_a_reference_or_a_file_of_its_own(tmp_path, named, image):
+    folder = make(tmp_path / "t", f'[environment]\ndocker_image = "{named}"\n')
+    (folder / "own.sif").touch()
+    assert spec(folder).image == image.replace("{folder}", str(folder))
+
+
 def test_the_name_of_an_image_changes_with_its_files(tmp_path):
     folder = Path(shutil.copytree(EXAMPLES / "word-count", tmp_path / "word-count"))
 

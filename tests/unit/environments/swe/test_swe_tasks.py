@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from rollout_service.environments.swe.environment import environment
+from rollout_service.environments.swe.declaration import SweDeclaration
+from rollout_service.environments.swe.environment import SweEnvironment, environment
 from rollout_service.environments.swe.scripts import END, START
 from rollout_service.environments.swe.tasks import SweFamily, read_task
 from rollout_service.errors import InvalidFieldError
@@ -108,6 +109,8 @@ def test_r2e_gym_compares_every_status():
         ({"image": "/etc/passwd"}, "instance.image"),
         ({"image": "images/../../x.sif"}, "instance.image"),
         ({"docker_image": "oci-archive:/etc/x"}, "instance.docker_image"),
+        ({"image_name": "~/x"}, "instance.image_name"),
+        ({"instance_id": "../../etc"}, "instance.instance_id"),
     ],
 )
 def test_a_bad_field_is_named(changes, path):
@@ -118,6 +121,50 @@ def test_a_bad_field_is_named(changes, path):
 
 def test_an_instance_names_an_image_of_this_machine():
     assert read_task(VERIFIED | {"image": "swe-local"}).image == "swe-local"
+
+
+@pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{{ instance.own }}", "/"),
+        ("{{ instance.own }}", "/etc"),
+        ("{{ instance.own }}", "~/"),
+        ("{{ instance.own }}", "x.sif"),
+        ("{{ instance.own }}", "oci-archive:/etc/x.tar"),
+        ("{{ instance.own }}/x", "/etc"),
+        ("/{{ instance.own }}", "etc"),
+        ("oci:{{ instance.own }}", "/etc"),
+        ("{# here #}/{{ instance.own }}", "etc"),
+        ("/images/{{ instance.own }}", "../etc"),
+        ("/images/swe-{{ instance.own }}.sif", "/../../etc/x"),
+    ],
+)
+def test_no_value_of_an_instance_makes_a_template_a_path_of_the_host(template, value):
+    instance = VERIFIED | {"own": value}
+    mine = SweEnvironment(SweDeclaration(name="mine", image=template))
+    for call in (mine.check, mine.for_instance):
+        with pytest.raises(InvalidFieldError, match="that no instance may name") as caught:
+            call(instance)
+        assert [field.path for field in caught.value.fields] == ["instance"]
+        assert "only what an administrator writes may name paths" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("template", "image"),
+    [
+        ("swe-{{ instance.version }}", "swe-1.0"),
+        ("/images/{{ instance.version }}.sif", "/images/1.0.sif"),
+        ("/images/one.sif", "/images/one.sif"),
+        ("me/swe:{{ instance.version }}", "docker://me/swe:1.0"),
+        ("docker://me/swe:{{ instance.version }}", "docker://me/swe:1.0"),
+    ],
+)
+def test_a_template_names_images_of_names_registries_and_its_own_folder(template, image):
+    mine = SweEnvironment(SweDeclaration(name="mine", image=template))
+    # An id that could not be part of a published image does not matter then.
+    instance = VERIFIED | {"version": "1.0", "instance_id": "one of ours"}
+    mine.check(instance)
+    assert mine.for_instance(instance).spec.image == image
 
 
 def test_each_task_has_its_own_image():
