@@ -24,6 +24,7 @@ from rollout_service.gateway.server.paths import Action, GatewayRequest
 from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import SessionSource
 from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.http.access_log import without_keys
 from rollout_service.http.connections import find_slot
 from rollout_service.settings.gateway import GatewaySettings
 
@@ -152,14 +153,15 @@ class GatewayApp:
 
     def _log_unknown(self, request: GatewayRequest) -> None:
         """Log a route that the gateway lacks, once for each client."""
-        seen = (client_name(request.headers), f"{request.method} {request.path}"[:200])
+        route = f"{request.method} {without_keys(request.path)}"[:200]
+        seen = (client_name(request.headers), route)
         if seen not in self._logged and len(self._logged) < MAX_LOGGED_ROUTES:
             self._logged.add(seen)
             log.warning("a client asks for a route that the gateway lacks", client=seen[0], route=seen[1])
 
     def _note(self, request: GatewayRequest, error: Exception) -> None:
         if not isinstance(error, ServiceError):
-            log.error("unhandled error in the gateway", path=request.path, exc_info=error)
+            log.error("unhandled error in the gateway", path=without_keys(request.path), exc_info=error)
         self._metrics.count_refused(request.dialect, client_name(request.headers))
 
 
