@@ -109,6 +109,8 @@ class ModelCall:
     json_schema: Mapping[str, Any] | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
+    sibling: int = 0
+    """Which of the `n` answers of its request this call is for."""
     logprobs: bool = False
     """Whether the answer ends with the log-probabilities of its tokens."""
     requested: Mapping[str, JsonValue] = field(default_factory=dict)

@@ -100,8 +100,8 @@ class GatewayApp:
         else:
             answers = []
             for number in range(call.n):
-                sibling = call.fingerprint + number.to_bytes(4) if call.fingerprint else b""
-                answers.append(await session.answer(replace(call, fingerprint=sibling)))
+                own = call.fingerprint + number.to_bytes(4) if call.fingerprint else b""
+                answers.append(await session.answer(replace(call, sibling=number, fingerprint=own)))
         return self._response(codec, call, answers)
 
     def _response(self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer]) -> ASGIApp:

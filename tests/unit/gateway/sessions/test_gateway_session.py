@@ -257,6 +257,16 @@ async def test_a_client_samples_as_the_rollout_says() -> None:
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 64, 1.0)
 
 
+async def test_the_answers_to_one_request_have_seeds_of_their_own() -> None:
+    async with bench() as b:
+        b.session._engines = replace(b.session._engines, sampling=Sampling(seed=7))
+        for sibling in range(3):
+            await b.session.answer(replace(call("hi"), sibling=sibling, fingerprint=bytes([sibling])))
+        seeds = [(await b.pool.call(number)).request.sampling.seed for number in range(3)]
+        assert seeds[0] == 7
+        assert len(set(seeds)) == 3
+
+
 async def test_chunks_may_be_larger_when_no_client_waits_for_them() -> None:
     async with bench() as b:
         await b.session.answer(call("hi"))
