@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_service.errors import NotFoundError, ServiceError, TooLargeError
+from rollout_service.gateway.bounds import check_call
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.gateway.dialects import CODECS, DialectCodec, ListedModel, client_name
 from rollout_service.gateway.errors import UnknownModelError
@@ -112,8 +113,11 @@ class GatewayApp:
 
     async def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
         if len(body) <= INLINE_BYTES:
-            return codec.read(body, request.headers, request.target)
-        return await anyio.to_thread.run_sync(codec.read, body, request.headers, request.target)
+            call = codec.read(body, request.headers, request.target)
+        else:
+            call = await anyio.to_thread.run_sync(codec.read, body, request.headers, request.target)
+        check_call(call, codec.bounded, self._settings)
+        return call
 
     async def _body(self, request: GatewayRequest, receive: Receive) -> bytes:
         """Read a body.
