@@ -124,6 +124,8 @@ class ModelCall:
     """What the client of a live session says that the call is for; empty if it does not say."""
     train: bool | None = None
     """Whether the client of a live session agrees that the turn is trained on; None if it does not say."""
+    size: int = 0
+    """The bytes of the request's body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import anyio.to_thread
 import structlog
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,13 +24,14 @@ from rollout_service.gateway.server.paths import Action, GatewayRequest
 from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import SessionSource
 from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.gateway.threads import in_thread
 from rollout_service.http.access_log import without_keys
 from rollout_service.http.connections import find_slot
 from rollout_service.settings.gateway import GatewaySettings
 
 log = structlog.get_logger(__name__)
 
-INLINE_BYTES = 128 * 1024
+INLINE_BYTES = 64 * 1024
 """Larger bodies are read into calls in a thread."""
 MAX_LOGGED_ROUTES = 1_000
 
@@ -109,13 +109,13 @@ class GatewayApp:
         return AnswerResponse(codec, call, answers, self._settings.keep_alive_seconds)
 
     async def _read(self, request: GatewayRequest, codec: DialectCodec, receive: Receive) -> ModelCall:
-        return await self._parse(request, codec, await self._body(request, receive))
-
-    async def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
+        body = await self._body(request, receive)
         if len(body) <= INLINE_BYTES:
-            call = codec.read(body, request.headers, request.target)
-        else:
-            call = await anyio.to_thread.run_sync(codec.read, body, request.headers, request.target)
+            return self._parse(request, codec, body)
+        return await in_thread(self._parse, request, codec, body)
+
+    def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
+        call = codec.read(body, request.headers, request.target)
         check_call(call, codec.bounded, self._settings)
         return call
 

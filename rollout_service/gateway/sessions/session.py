@@ -17,7 +17,6 @@ from socket import socket
 from typing import Any, NoReturn
 
 import anyio
-import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
@@ -39,6 +38,7 @@ from rollout_service.gateway.metrics import CallOutcome, GatewayMetrics
 from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.limits import closing_answer, reached_limit
 from rollout_service.gateway.sessions.sampling import PolicyEngines
+from rollout_service.gateway.threads import in_thread
 from rollout_service.inference.contract import Generation
 from rollout_service.inference.errors import BackendRejected, InferenceError, PromptTooLong
 from rollout_service.signals import ChangeSignal
@@ -47,8 +47,8 @@ from rollout_service.tokens.errors import RecordError
 
 log = structlog.get_logger(__name__)
 
-INLINE_CHARS = 16_384
-"""Conversations of more characters are looked up and rendered in a thread."""
+INLINE_BYTES = 32 * 1024
+"""The conversations of larger requests, tools and all, are looked up and rendered in a thread."""
 RETRY_GRACE_SECONDS = 0.1
 """How long a request that equals one still being answered waits for the end of that one's connection. If it comes, the
 request is a retry; if not, it is a call of its own."""
@@ -210,11 +210,10 @@ class GatewaySession:
         return CallOutcome.ABANDONED
 
     async def _plan(self, call: ModelCall) -> PlannedAnswer:
-        is_long = sum([len(message.text) for message in call.messages]) > INLINE_CHARS
         async with self._capturing:
             planned: PlannedAnswer
-            if is_long:
-                planned = await anyio.to_thread.run_sync(self._capture.plan, call)
+            if call.size > INLINE_BYTES:
+                planned = await in_thread(self._capture.plan, call)
             else:
                 planned = self._capture.plan(call)
         return planned

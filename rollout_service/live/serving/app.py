@@ -89,9 +89,9 @@ class LiveApp(GatewayApp):
             return await self._finder.serve_key(request.key, request.headers.get(SESSION_HEADER, ""))
         return await self._finder.serve_id(session_id, None if state.get(MAY_USE_ALL) else request.key)
 
-    async def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
+    def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
         wishes, body = read_wishes(request.headers, body)
-        call = await super()._parse(request, codec, body)
+        call = super()._parse(request, codec, body)
         return replace(call, **wishes.apply(call))
 
     def _response(self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer]) -> ASGIApp:
