@@ -240,10 +240,13 @@ Seen = TypeVar("Seen", bound=PlannedAnswer, contravariant=True)
 class Capture(Protocol[P]):
     """The conversations of one rollout, as its client's calls show them. Not for use from two threads at once."""
 
-    def plan(self, call: ModelCall) -> P:
+    def plan(self, call: ModelCall, context_length: int | None = None) -> P:
         """Find the turn that the call continues, and make its prompt. May take long for a long new prompt.
 
+        With `context_length`, a prompt that is much longer is refused before it is rendered.
+
         Raises:
+            ContextOverflowError: The prompt is much longer than the context.
             TokenError: The messages cannot be rendered.
         """
 

@@ -141,6 +141,7 @@ class GatewaySession:
         """Return how many tokens the prompt of a call would have; nothing is kept of it.
 
         Raises:
+            ContextOverflowError: They are many more than the context holds.
             TokenError: The messages cannot be rendered.
         """
         return len((await self._plan(call)).prompt_ids)
@@ -213,9 +214,9 @@ class GatewaySession:
         async with self._capturing:
             planned: PlannedAnswer
             if call.size > INLINE_BYTES:
-                planned = await in_thread(self._capture.plan, call)
+                planned = await in_thread(self._capture.plan, call, self._engines.context_length)
             else:
-                planned = self._capture.plan(call)
+                planned = self._capture.plan(call, self._engines.context_length)
         return planned
 
     def _budget(self, call: ModelCall, planned: PlannedAnswer) -> int:

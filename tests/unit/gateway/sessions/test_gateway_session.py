@@ -260,9 +260,9 @@ async def test_a_client_samples_as_the_rollout_says() -> None:
 
 async def test_a_large_request_is_planned_in_a_thread_whatever_makes_it_large() -> None:
     class NotingCapture(CharacterCapture):
-        def plan(self, call: ModelCall) -> CharacterAnswer:
+        def plan(self, call: ModelCall, context_length: int | None = None) -> CharacterAnswer:
             threads.append(threading.current_thread())
-            return super().plan(call)
+            return super().plan(call, context_length)
 
     threads: list[threading.Thread] = []
     async with bench() as b:
