@@ -109,6 +109,8 @@ class ModelCall:
     json_schema: Mapping[str, Any] | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
+    sibling: int = 0
+    """Which of the `n` answers of its request this call is for."""
     logprobs: bool = False
     """Whether the answer ends with the log-probabilities of its tokens."""
     requested: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -122,6 +124,8 @@ class ModelCall:
     """What the client of a live session says that the call is for; empty if it does not say."""
     train: bool | None = None
     """Whether the client of a live session agrees that the turn is trained on; None if it does not say."""
+    size: int = 0
+    """The bytes of the request's body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,10 +240,13 @@ Seen = TypeVar("Seen", bound=PlannedAnswer, contravariant=True)
 class Capture(Protocol[P]):
     """The conversations of one rollout, as its client's calls show them. Not for use from two threads at once."""
 
-    def plan(self, call: ModelCall) -> P:
+    def plan(self, call: ModelCall, context_length: int | None = None) -> P:
         """Find the turn that the call continues, and make its prompt. May take long for a long new prompt.
 
+        With `context_length`, a prompt that is much longer is refused before it is rendered.
+
         Raises:
+            ContextOverflowError: The prompt is much longer than the context.
             TokenError: The messages cannot be rendered.
         """
 

@@ -25,6 +25,7 @@ from rollout_service.errors import (
     describe,
     did_you_mean,
 )
+from rollout_service.http.access_log import without_keys
 from rollout_service.validation import known_fields, path_as_sent
 from sandboxes.errors import SandboxError
 
@@ -79,7 +80,8 @@ async def _service_error(_: Request, error: Exception) -> Response:
 
 
 async def _defect(request: Request, error: Exception) -> Response:
-    log.error("unhandled error in request", method=request.method, path=request.url.path, exc_info=error)
+    path = without_keys(request.url.path)
+    log.error("unhandled error in request", method=request.method, path=path, exc_info=error)
     return problem_response(to_problem(error))
 
 
@@ -105,6 +107,8 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
+    if isinstance(error.__cause__, ServiceError):  # raised where FastAPI passes on only exceptions of its own
+        return await _service_error(request, error.__cause__)
     title = HTTPStatus(error.status_code).phrase
     headers = error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := _allowed(request)):

@@ -107,7 +107,8 @@ class SessionRecorder:
         if is_recorded:
             self.latest[planned.match.state] = turn.number
         else:
-            await self.opt_out(await self.consent.refuse(planned))
+            with anyio.CancelScope(shield=True):  # who goes away has not agreed either
+                await self.opt_out(await self.consent.refuse(planned))
         return turn
 
     def _kind(self, call: ModelCall, planned: PlannedTurn) -> TurnKind:

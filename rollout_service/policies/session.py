@@ -140,7 +140,13 @@ class PolicySession:
         self._conversation.append(new_messages)
         if sum([len(message.content) for message in self._conversation.rendered_next]) <= INLINE_CHARS:
             return self._conversation.prompt()
-        return await anyio.to_thread.run_sync(self._conversation.prompt)
+        return await anyio.to_thread.run_sync(self._long_prompt)
+
+    def _long_prompt(self) -> list[int]:
+        tokens = self._conversation.count_if_over(self._context_length)
+        if tokens is not None:  # rendering it would take hundreds of MB
+            raise self._context_full(tokens)
+        return self._conversation.prompt()
 
     async def _generate(self, prompt: list[int], budget: int) -> inference.Generation:
         request = inference.GenerateRequest(

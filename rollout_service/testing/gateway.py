@@ -146,8 +146,9 @@ class CharacterCapture:
         self.recorded: list[tuple[str, bool]] = []
         """The text of each turn, and whether it was delivered."""
 
-    def plan(self, call: ModelCall) -> CharacterAnswer:
+    def plan(self, call: ModelCall, context_length: int | None = None) -> CharacterAnswer:
         """Return an answer to the messages' characters."""
+        _ = context_length
         text = "".join(message.text for message in call.messages)
         return CharacterAnswer(f"turn-{id(call)}", [ord(character) for character in text])
 

@@ -126,6 +126,14 @@ class Conversation:
             self._pending = self._next_prompt()
         return list(self._pending[0])
 
+    def count_if_over(self, context_length: int) -> int | None:
+        """Return about how many tokens `prompt()` has if that is surely more than the context holds, and else None."""
+        is_whole = len(self.rendered_next) == len(self._messages)
+        known = 0 if is_whole else len(self._segments[-1].token_ids)
+        texts = [message.content for message in self.rendered_next if message.role != "assistant"]
+        tokens = self._renderer.count_if_over(texts, max(context_length - known, 1))
+        return None if tokens is None else known + tokens
+
     def recorded_length(self) -> int:
         """Return how many tokens of `prompt()` are in its segment already; 0 if it begins one."""
         return len(self._segments[-1].token_ids) if self._extends else 0

@@ -12,7 +12,7 @@ With `formats`, the only module that uses the `renderers` library. It guarantees
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -41,6 +41,12 @@ _AFTER_A_STOP = {"laguna-xs.2": "\n", "laguna-m.1": "\n"}
 
 _READ_LAST_TURN = frozenset({"qwen3", "qwen3-vl", "qwen3.5"})
 """Formats that read of a prompt only what follows its last end of turn; the rest of a long one is not copied."""
+
+_USUAL_CHARS = 4
+"""How many characters a token has in most texts; shorter texts are not counted before they are rendered."""
+_PIECE_CHARS = 32 * 1024
+_PIECES_AT_MOST = 1.25
+"""How many tokens the pieces of a text may have for each of the text as a whole, with much to spare."""
 
 _REMEMBERED_END, _REMEMBERED_ENDS = 64, 64
 """How long, in ids, an end of a prompt may be to be remembered, and how many are: nearly all prompts end alike."""
@@ -141,6 +147,25 @@ class ChatRenderer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text, without any chat format."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def count_if_over(self, texts: Iterable[str], most: int) -> int | None:
+        """Return about how many tokens texts have if that is surely more than `most`, and else None.
+
+        Long texts are encoded in pieces, and no further than until there are too many. So to refuse a text costs time
+        and memory by what is allowed, not by its length.
+        """
+        trimmed = [text.strip() for text in texts]  # as many formats do
+        chars = sum(map(len, trimmed))
+        if chars <= _USUAL_CHARS * most:
+            return None
+        counted = read = 0
+        for text in trimmed:
+            for begin in range(0, len(text), _PIECE_CHARS):
+                piece = text[begin : begin + _PIECE_CHARS]
+                counted, read = counted + len(self.encode(piece)), read + len(piece)
+                if counted > _PIECES_AT_MOST * most:
+                    return counted * chars // read
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, including control tokens; bytes that are not valid UTF-8 become U+FFFD."""

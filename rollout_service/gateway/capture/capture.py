@@ -17,6 +17,7 @@ from typing import NamedTuple
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, ToolCall, Trajectory
 from rollout_service.gateway.capture.history import Head, as_messages
 from rollout_service.gateway.capture.lanes import find_roles, quotes, role_of_new
+from rollout_service.gateway.capture.length import check_length
 from rollout_service.gateway.capture.matching import Match, RecordedTurn, TurnIndex
 from rollout_service.gateway.capture.report import CaptureReport
 from rollout_service.gateway.capture.splitter import Splitter
@@ -176,15 +177,20 @@ class TurnCapture:
         self._tree = TurnTree(self.renderer)
         self._index = TurnIndex(self.policy.extends)
 
-    def plan(self, call: ModelCall) -> PlannedTurn:
+    def plan(self, call: ModelCall, context_length: int | None = None) -> PlannedTurn:
         """Find the turn that a call continues, and make its prompt.
 
+        With `context_length`, a prompt that is much longer is refused before it is rendered.
+
         Raises:
+            ContextOverflowError: The prompt is much longer than the context.
             TokenError: The messages cannot be rendered.
         """
         messages = map_roles(call.messages)
         head = Head.of(messages, call.tools)
         match = self._index.match(messages, head)
+        if context_length is not None:
+            check_length(self.renderer, call, messages, match, context_length)
         if (extended := self._extend(call, messages, match)) is not None:
             return PlannedTurn(self.renderer, call, extended, head, match, messages)
         cause = self._why(call, messages, match, head)

@@ -93,16 +93,17 @@ def as_messages(
     before these messages. Results without an id answer such calls in their order.
     """
     rendered: list[Message] = []
-    open_calls = list(before)
+    open_calls = {call.id: call for call in before}
     for message in messages:
         if message.role == "assistant":
-            open_calls = [_as_call(number, call, calls) for number, call in enumerate(message.calls)]
+            made = [_as_call(number, call, calls) for number, call in enumerate(message.calls)]
+            open_calls = {call.id: call for call in made}
             rendered.append(
                 Message.model_construct(
                     role="assistant",
                     content=message.text,
                     reasoning=message.reasoning,
-                    tool_calls=list(open_calls),
+                    tool_calls=made,
                     tool_call_id=None,
                     name=None,
                 )
@@ -114,13 +115,15 @@ def as_messages(
     return rendered
 
 
-def _as_result(message: ClientMessage, calls: Mapping[str, ToolCall], open_calls: list[ToolCall]) -> Message:
+def _as_result(
+    message: ClientMessage, calls: Mapping[str, ToolCall], open_calls: dict[str, ToolCall]
+) -> Message:
     answered = calls.get(message.call_id or "")
     if answered is None and message.call_id is None:
-        named = (call for call in open_calls if message.tool_name in (None, call.name))
+        named = (call for call in open_calls.values() if message.tool_name in (None, call.name))
         answered = next(named, None)
-    if answered in open_calls:
-        open_calls.remove(answered)
+    if answered is not None:
+        open_calls.pop(answered.id, None)
     return Message(
         role="tool",
         content=message.text,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UNFINISHED = 3
@@ -51,41 +52,101 @@ class TextStream:
             self._ids, self._returned = after, self._returned - len(head)
 
 
-@dataclass(slots=True)
+class _StopMatcher:
+    """Finds a string in a text that comes in pieces; looks at each character once (Knuth, Morris and Pratt)."""
+
+    __slots__ = ("_fallbacks", "is_found", "matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        """How many characters at the end of the text begin the string."""
+        self.is_found = False
+        self._fallbacks = _fallbacks(stop)
+
+    def push(self, text: str) -> int | None:
+        """Return where in this piece the string ends for the first time, if it does."""
+        stop, matched = self.stop, self.matched
+        if len(text) > len(stop):
+            at = (stop[:matched] + text).find(stop)
+            if at >= 0:
+                self.is_found, self.matched = True, 0
+                return at - matched + len(stop)
+            matched, text = 0, text[len(text) - len(stop) + 1 :]
+        for place, character in enumerate(text, 1):
+            while matched and stop[matched] != character:
+                matched = self._fallbacks[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                self.is_found, self.matched = True, 0
+                return place
+        self.matched = matched
+        return None
+
+
+@lru_cache(maxsize=64)
+def _fallbacks(stop: str) -> tuple[int, ...]:
+    """Return for each beginning of a string the length of the longest shorter one that it ends with."""
+    lengths = [0]
+    for character in stop[1:]:
+        length = lengths[-1]
+        while length and stop[length] != character:
+            length = lengths[length - 1]
+        lengths.append(length + (stop[length] == character))
+    return tuple(lengths)
+
+
 class StopFilter:
     """Cuts a text at the first of some strings; what may be the beginning of one waits."""
 
-    stops: tuple[str, ...]
-    found: str | None = None
-    """The string that was found; nothing is returned after it."""
-    _held: str = ""
+    __slots__ = ("_first", "_held", "_matchers", "_read", "found", "stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Take strings that are not empty."""
+        self.stops = stops
+        self.found: str | None = None
+        """The string that was found; nothing is returned after it."""
+        self._matchers = [_StopMatcher(stop) for stop in stops]
+        self._read = 0
+        """The number of characters so far."""
+        self._held = ""
+        self._first: tuple[int, str] | None = None
+        """Where the first string begins, of those that were read to their end, and the string."""
 
     def push(self, text: str) -> str:
         """Return the text of which no stop string is a part."""
-        if not self.stops or self.found is not None:
-            return "" if self.found is not None else text
+        if not self._matchers:
+            return text
+        if self.found is not None:
+            return ""
+        self._find(text)
         text = self._held + text
-        waits = unfinished(text, self.stops)
-        place = self._first(text)
-        if place is not None and place[0] <= len(text) - waits:  # nothing that waits may begin before it
-            return self._cut(text, place)
+        waits = max([matcher.matched for matcher in self._matchers if not matcher.is_found], default=0)
+        if self._first is not None and self._first[0] <= self._read - waits:
+            return self._cut(text, self._first)  # nothing that waits may begin before it
         self._held = text[len(text) - waits :]
         return text[: len(text) - waits]
 
     def end(self) -> str:
         """Return what has waited."""
         text, self._held = self._held, ""
-        place = self._first(text)
-        return text if place is None else self._cut(text, place)
+        for matcher in self._matchers:
+            matcher.matched = 0
+        return text if self._first is None or self.found is not None else self._cut(text, self._first)
 
-    def _first(self, text: str) -> tuple[int, str] | None:
-        places = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        return min(places, key=lambda place: place[0], default=None)
+    def _find(self, text: str) -> None:
+        for matcher in self._matchers:
+            if not matcher.is_found and (end := matcher.push(text)) is not None:
+                begin = self._read + end - len(matcher.stop)
+                if self._first is None or (begin, len(matcher.stop)) < (self._first[0], len(self._first[1])):
+                    self._first = begin, matcher.stop
+        self._read += len(text)
 
-    def _cut(self, text: str, place: tuple[int, str]) -> str:
-        at, self.found = place
+    def _cut(self, text: str, first: tuple[int, str]) -> str:
+        """Return a text that ends with the last character that was read, up to where the first string begins."""
+        begin, self.found = first
         self._held = ""
-        return text[:at]
+        return text[: len(text) - (self._read - begin)]
 
 
 @dataclass(slots=True)
@@ -104,15 +165,6 @@ class Trim:
         whole = text.rstrip()
         self._held = text[len(whole) :]
         return whole
-
-
-def unfinished(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest end of a text that begins, but does not complete, one of the marks."""
-    longest = min(max(map(len, marks), default=1) - 1, len(text))
-    ends = (
-        length for length in range(longest, 0, -1) if any(mark.startswith(text[-length:]) for mark in marks)
-    )
-    return next(ends, 0)
 
 
 class Channel:

@@ -21,6 +21,7 @@ import orjson
 
 from api_schemas.errors import sentences
 from rollout_service.errors import ServiceError, TryLaterError, describe
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import AnswerEvent, Dialect, Lane, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.fields import Fields
@@ -68,6 +69,7 @@ class DialectCodec(ABC):
 
     dialect: ClassVar[Dialect]
     parameters: ClassVar[ParameterTable]
+    bounded: ClassVar[BoundedFields]
 
     @abstractmethod
     def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:

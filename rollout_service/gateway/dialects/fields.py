@@ -1,8 +1,8 @@
 """Reading of request bodies, field by field, with the path of whatever is wrong.
 
-Guarantees: any bytes give a value or an `InvalidFieldError` or `MalformedBodyError`, never another exception; nesting
-is bounded; texts can be encoded, because half a surrogate pair, which JavaScript clients send when they cut a text,
-becomes the replacement character.
+Guarantees: any bytes give a value or an `InvalidFieldError`, `MalformedBodyError` or `TooLargeError`, never another
+exception; nesting and the number of values are bounded; texts can be encoded, because half a surrogate pair, which
+JavaScript clients send when they cut a text, becomes the replacement character.
 """
 
 from __future__ import annotations
@@ -16,22 +16,27 @@ import orjson
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
-from rollout_service.errors import InvalidFieldError, MalformedBodyError
+from rollout_service.errors import InvalidFieldError, MalformedBodyError, TooLargeError
 from rollout_service.strict_json import MAX_DEPTH, measure_depth
 
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
+MAX_VALUES = 500_000
+"""The most values of a document. They take up to 200 bytes each, where the document has three: `{},`."""
+_SURROGATE = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
-"""An escape of a JSON text; group 1 is half a surrogate pair."""
+"""An escaped backslash, a surrogate pair, or, as group 1, half of one."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A string of a JSON document; one that does not end is the rest of it, so that no character is looked at twice."""
 
 
 def parse_json(content: bytes | str) -> JsonValue:
     """Return the value of a JSON document.
 
     Raises:
-        ValueError: It is not JSON, or is nested too deep.
+        ValueError: It is not JSON, is nested too deep, or has too many values.
     """
+    if has_too_many_values(content):
+        raise ValueError(f"more than {MAX_VALUES} values")
     try:
         value: JsonValue = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -41,9 +46,37 @@ def parse_json(content: bytes | str) -> JsonValue:
     return value
 
 
-def _without_half_pairs(content: bytes | str) -> bytes:
-    raw = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
-    return _ESCAPE.sub(lambda match: rb"\ufffd" if match[1] else match[0], raw)
+def has_too_many_values(content: bytes | str) -> bool:
+    """Return whether a document has more than `MAX_VALUES` values, by the commas and brackets outside its strings."""
+    if len(content) <= MAX_VALUES:
+        return False
+    raw = _as_bytes(content)
+    if _count_values(raw, 0, len(raw)) <= MAX_VALUES:
+        return False
+    count, end = 0, 0
+    for string in _STRING.finditer(raw):
+        count += _count_values(raw, end, string.start())
+        if count > MAX_VALUES:
+            return True
+        end = string.end()
+    return count + _count_values(raw, end, len(raw)) > MAX_VALUES
+
+
+def _count_values(raw: bytes, begin: int, end: int) -> int:
+    return raw.count(b",", begin, end) + raw.count(b"{", begin, end) + raw.count(b"[", begin, end)
+
+
+def _without_half_pairs(content: bytes | str) -> bytearray:
+    raw = _as_bytes(content)
+    mended = bytearray(raw)
+    for match in _SURROGATE.finditer(raw):
+        if match[1]:
+            mended[match.start() : match.end()] = rb"\ufffd"  # of the same length
+    return mended
+
+
+def _as_bytes(content: bytes | str) -> bytes:
+    return content if isinstance(content, bytes) else content.encode("utf-8", "replace")
 
 
 def dump_json(value: object) -> str:
@@ -140,8 +173,11 @@ def read_body(body: bytes) -> Fields:
 
     Raises:
         MalformedBodyError: The body is not JSON, or is nested too deep.
+        TooLargeError: The body has too many values.
         InvalidFieldError: The body is not an object.
     """
+    if has_too_many_values(body):
+        raise TooLargeError(f"the body has more than {MAX_VALUES} values", hint="Shorten its lists.")
     try:
         value = parse_json(body)
     except ValueError as error:

@@ -14,13 +14,15 @@ from typing import Any
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
-from rollout_service.gateway.dialects.fields import Fields, as_fields
+from rollout_service.gateway.dialects.fields import Fields, as_fields, dump_json
 from rollout_service.gateway.errors import RefusedParameterError
 
 FORCES_NOTHING = "the model stays free: tokens that are forced cannot be trained on"
 """What is said of a choice of tools."""
 _MAX_NAMES, _MAX_NAME = 64, 80
 """How many ignored parameters are named, and how many characters of each name are kept."""
+_MAX_RECORDED = 8_192
+"""The bytes of the largest value that is recorded, since every turn keeps it; a larger one is ignored, and named."""
 
 
 class Treatment(StrEnum):
@@ -101,7 +103,10 @@ def _sort(fields: Fields, table: ParameterTable, prefix: str, result: Sorted) ->
         if row is None or row.treatment is Treatment.IGNORED:
             result.ignore(path)
         elif row.treatment is Treatment.RECORDED:
-            result.requested[row.recorded_as or path] = value
+            if isinstance(value, str | list | dict) and len(dump_json(value)) > _MAX_RECORDED:
+                result.ignore(path)
+            else:
+                result.requested[row.recorded_as or path] = value
         elif row.treatment is Treatment.REFUSED and _asks(value):
             message = f"is not supported: {row.note}" if row.note else "is not supported"
             raise RefusedParameterError([FieldError(path=path, message=message)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import orjson
@@ -96,7 +97,7 @@ class PolicyEngines:
             max_new_tokens=budget,
             stop=(*run.stop, *call.stop),
             stop_token_ids=tuple(self.stop_token_ids),
-            seed=run.seed,
+            seed=_seed_of(run.seed, call.sibling),
             json_schema=orjson.dumps(call.json_schema).decode() if call.json_schema is not None else None,
             **options,
         )
@@ -109,6 +110,13 @@ class PolicyEngines:
             top_logprobs=ordered.top_logprobs,
             prompt_logprobs_from=planned.known if ordered.prompt_logprobs else None,
         )
+
+
+def _seed_of(seed: int | None, sibling: int) -> int | None:
+    """Return the seed of one of the answers to a request, which would all be the same with one seed."""
+    if seed is None or sibling == 0:
+        return seed
+    return int.from_bytes(blake2b(f"{seed}/{sibling}".encode(), digest_size=4).digest()) >> 1
 
 
 def _usable(requested: Mapping[str, JsonValue]) -> dict[str, float]:

@@ -17,7 +17,6 @@ from socket import socket
 from typing import Any, NoReturn
 
 import anyio
-import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
@@ -39,6 +38,7 @@ from rollout_service.gateway.metrics import CallOutcome, GatewayMetrics
 from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.limits import closing_answer, reached_limit
 from rollout_service.gateway.sessions.sampling import PolicyEngines
+from rollout_service.gateway.threads import in_thread
 from rollout_service.inference.contract import Generation
 from rollout_service.inference.errors import BackendRejected, InferenceError, PromptTooLong
 from rollout_service.signals import ChangeSignal
@@ -47,8 +47,8 @@ from rollout_service.tokens.errors import RecordError
 
 log = structlog.get_logger(__name__)
 
-INLINE_CHARS = 16_384
-"""Conversations of more characters are looked up and rendered in a thread."""
+INLINE_BYTES = 32 * 1024
+"""The conversations of larger requests, tools and all, are looked up and rendered in a thread."""
 RETRY_GRACE_SECONDS = 0.1
 """How long a request that equals one still being answered waits for the end of that one's connection. If it comes, the
 request is a retry; if not, it is a call of its own."""
@@ -75,6 +75,8 @@ class SessionPlace:
     """What sees the calls, and keeps their turns."""
     is_private: bool = False
     """Whether a user talks here, of whom nothing may be in the log."""
+    charge: Callable[[int], None] = lambda _: None
+    """Counts answers that a request asks for beside its first one, against what its user may ask for."""
 
 
 class GatewaySession:
@@ -139,10 +141,19 @@ class GatewaySession:
         await answer.begun()
         return answer
 
+    def charge(self, answers: int) -> None:
+        """Count answers that a request asks for beside its first one.
+
+        Raises:
+            TryLaterError: The user has asked for too many.
+        """
+        self._place.charge(answers)
+
     async def count_tokens(self, call: ModelCall) -> int:
         """Return how many tokens the prompt of a call would have; nothing is kept of it.
 
         Raises:
+            ContextOverflowError: They are many more than the context holds.
             TokenError: The messages cannot be rendered.
         """
         return len((await self._plan(call)).prompt_ids)
@@ -180,22 +191,17 @@ class GatewaySession:
 
     async def _sample(self, answer: LiveAnswer) -> CallOutcome:
         """Sample an answer and record it; it ends early once its client is gone for good or the agent has ended."""
-        began = time.perf_counter()
-        planned = await self._plan(answer.call)
-        if self._place.observer is not None:
-            answer.observer = await self._place.observer.planned(answer.call, planned)
-        budget = self._budget(answer.call, planned)
-        answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
-        self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
+        planned: PlannedAnswer | None = None
         generation, is_read = None, False
         steps_before = 0 if self._activity is None else len(self._activity.ended)
         with answer.scope:
+            planned, budget = await self._begin(answer)
             generation = await self._generate(answer, planned, budget)
             await answer.until_read()
             is_read = True
         if generation is None:
             generation = answer.partial()
-        if generation is not None:
+        if planned is not None and generation is not None:
             events = planned.finish(generation) if is_read else []
             async with self._capturing:
                 if answer.observer is None:
@@ -211,14 +217,24 @@ class GatewaySession:
         answer.fail(RolloutEndedError())
         return CallOutcome.ABANDONED
 
+    async def _begin(self, answer: LiveAnswer) -> tuple[PlannedAnswer, int]:
+        """Make an answer's prompt, and return it with the most tokens that may be sampled on it."""
+        began = time.perf_counter()
+        planned = await self._plan(answer.call)
+        if self._place.observer is not None:
+            answer.observer = await self._place.observer.planned(answer.call, planned)
+        budget = self._budget(answer.call, planned)
+        answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
+        self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
+        return planned, budget
+
     async def _plan(self, call: ModelCall) -> PlannedAnswer:
-        is_long = sum([len(message.text) for message in call.messages]) > INLINE_CHARS
         async with self._capturing:
             planned: PlannedAnswer
-            if is_long:
-                planned = await anyio.to_thread.run_sync(self._capture.plan, call)
+            if call.size > INLINE_BYTES:
+                planned = await in_thread(self._capture.plan, call, self._engines.context_length)
             else:
-                planned = self._capture.plan(call)
+                planned = self._capture.plan(call, self._engines.context_length)
         return planned
 
     def _budget(self, call: ModelCall, planned: PlannedAnswer) -> int:

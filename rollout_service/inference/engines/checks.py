@@ -128,7 +128,10 @@ def logprob(value: object, where: str) -> float:
 def top_logprobs(
     rows: Sequence[Sequence[TopLogprob]], *, wanted: int, tokens: int, vocab_size: int | None
 ) -> list[list[TopLogprob]]:
-    """Return the likeliest tokens at each of `tokens` positions: `wanted` distinct ones, best first."""
+    """Return the likeliest tokens at each of `tokens` positions: `wanted` distinct ones, best first.
+
+    Tokens that cannot be sampled are left out: those whose logprob is minus infinity, which JSON writes as null.
+    """
     expect_length(rows, "top_logprobs", tokens)
     limit = math.inf if vocab_size is None else vocab_size
     expected = min(wanted, limit)
@@ -142,10 +145,19 @@ def top_logprobs(
             raise BackendProtocolError(
                 f"top_logprobs has {len(ids)} tokens at {position}, but {expected} were asked for"
             )
-        values = [logprob(each.logprob, f"a logprob of top_logprobs at {position}") for each in row]
+        possible = _possible(row)
+        values = [logprob(each.logprob, f"a logprob of top_logprobs at {position}") for each in possible]
         if values != sorted(values, reverse=True):
             raise BackendProtocolError(f"top_logprobs at {position} does not begin with the likeliest token")
-    return [list(row) for row in rows]
+    return [_possible(row) for row in rows]
+
+
+def _possible(row: Sequence[TopLogprob]) -> list[TopLogprob]:
+    """Return a row without the tokens at its end that cannot be sampled; one of them is always possible."""
+    end = len(row)
+    while end > 1 and row[end - 1].logprob == -math.inf:
+        end -= 1
+    return list(row[:end])
 
 
 def parse_version(raw: object) -> int:

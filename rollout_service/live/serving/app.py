@@ -25,6 +25,7 @@ from rollout_service.gateway.server.paths import Action, GatewayRequest
 from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.http.requests.bodies import BodiesInFlight
 from rollout_service.live.serving.wishes import SESSION_HEADER, read_wishes
 from rollout_service.settings.gateway import GatewaySettings
 
@@ -76,8 +77,9 @@ class LiveApp(GatewayApp):
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         hold_seconds: float,
+        bodies: BodiesInFlight | None = None,
     ) -> None:
-        super().__init__(GatewaySessions(), settings, metrics)
+        super().__init__(GatewaySessions(), settings, metrics, bodies)
         self._finder = finder
         self._hold_seconds = hold_seconds
         self._keep_alive_seconds = settings.keep_alive_seconds
@@ -93,9 +95,9 @@ class LiveApp(GatewayApp):
             return await self._finder.serve_key(request.key, request.headers.get(SESSION_HEADER, ""))
         return await self._finder.serve_id(session_id, None if state.get(MAY_USE_ALL) else request.key)
 
-    async def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
+    def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
         wishes, body = read_wishes(request.headers, body)
-        call = await super()._parse(request, codec, body)
+        call = super()._parse(request, codec, body)
         return replace(call, **wishes.apply(call))
 
     def _note(self, request: GatewayRequest, error: Exception) -> None:

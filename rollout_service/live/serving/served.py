@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from itertools import count
 
@@ -99,9 +100,11 @@ class ServedSessions:
 
     async def _serve_client_id(self, key: LiveKey, client_id: str) -> GatewaySession:
         if not client_id:
-            self._rate.take(self._register.user_of(key.user, key.tenant, self._register.client_of(key, "")))
+            user = self._register.user_of(key.user, key.tenant, self._register.client_of(key, ""))
+            charge = partial(self._rate.take, user)
+            charge()
             self._recording.metrics.unrecorded("no_session")
-            return self._engines.open_unrecorded(key.pool, key.tenant, Unrecorded("no-session"))
+            return self._engines.open_unrecorded(key.pool, key.tenant, Unrecorded("no-session"), charge)
         if len(client_id) > _MAX_ID:
             message = f"must have at most {_MAX_ID} characters"
             raise InvalidFieldError([FieldError(path="X-Session-Id", message=message)])
@@ -182,7 +185,8 @@ class ServedSessions:
             default,
             sent={turn.turn for turn in turns if turn.delivered},
         )
-        return ActiveSession(record, engines.open(record, capture, recorder), recorder)
+        charge = partial(self._rate.take, record.user)
+        return ActiveSession(record, engines.open(record, capture, recorder, charge), recorder)
 
 
 def _client_session_id(key_name: str, client_id: str, number: int) -> str:

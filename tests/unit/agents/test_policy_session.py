@@ -31,6 +31,10 @@ class CharRenderer:
         self.threads.append(threading.get_ident())
         return [token for message in messages for token in (*map(ord, message.content), 0)]
 
+    def count_if_over(self, texts, most):
+        tokens = sum(map(len, texts))
+        return tokens if tokens > 2 * most else None
+
     def bridge(self, prompt, output, messages, tools=(), history=()):
         return None if self.refuse else [*prompt, *output, *self.render(messages)]
 
@@ -130,6 +134,15 @@ async def test_a_turn_that_its_own_limit_cuts_off_leaves_the_context_alone():
     policy, _ = session(["x" * 100], context_length=500)
     turn = await policy.respond(QUESTION, max_tokens=20)
     assert (turn.truncated, turn.context_full) == (True, False)
+
+
+async def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered():
+    renderer = CharRenderer()
+    policy, pool = session(["hello"], context_length=INLINE_CHARS, renderer=renderer)
+    await policy.respond(QUESTION, max_tokens=50)
+    with pytest.raises(ContextFullError, match=f"{4 * INLINE_CHARS + 4 + 6} tokens"):
+        await policy.respond([Message(role="tool", content="x" * 4 * INLINE_CHARS)], max_tokens=50)
+    assert len(renderer.threads) == len(pool.requests) == 1
 
 
 async def test_an_engine_with_a_shorter_context_than_it_stated_is_an_error():

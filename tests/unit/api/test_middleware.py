@@ -1,7 +1,10 @@
 """Only the probes and the description of the API answer without a bearer key."""
 
+import logging
+
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from rollout_service.api.app import create_app
 from rollout_service.settings import load_settings
@@ -40,3 +43,14 @@ async def test_with_a_right_key(http: httpx.AsyncClient, value: str) -> None:
 async def test_the_probe_needs_none(http: httpx.AsyncClient) -> None:
     async with http:
         assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/s/{key}/v1/messages", "/v1/s/{key}/chat/completions", "/s/{key}"])
+async def test_no_line_of_the_log_has_a_key_that_a_client_put_into_the_path(
+    http: httpx.AsyncClient, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG), capture_logs() as lines:
+        async with http:
+            await http.post(path.format(key="rk-secret"), json={})
+    assert [line["path"] for line in lines if line["event"] == "request"] == [path.format(key="***")]
+    assert "rk-secret" not in f"{lines}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.anthropic.errors import error_answer
@@ -21,6 +22,9 @@ class AnthropicCodec(DialectCodec):
 
     dialect = Dialect.ANTHROPIC
     parameters = PARAMETERS
+    bounded = BoundedFields(
+        messages="messages", tools="tools", schema="output_format", stops="stop_sequences"
+    )
 
     def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:  # noqa: ARG002
         return read_call(body, headers)

@@ -11,6 +11,8 @@ from rollout_service.gateway.dialects.parameters import Sorted
 from rollout_service.tokens import ToolSpec
 
 _MEDIA = {"image": "an image", "audio": "audio", "video": "a video"}
+_MAX_REFERENCED = 4 * 1024 * 1024
+"""The most characters that references to tools may stand for; a reference is short, and its tool may be long."""
 
 
 class MessageReader:
@@ -19,6 +21,7 @@ class MessageReader:
     def __init__(self, tools: Mapping[str, ToolSpec], notes: Sorted) -> None:
         self._tools = tools
         self._notes = notes
+        self._referenced = 0
 
     def read(self, fields: Fields) -> Iterator[ClientMessage]:
         """Yield the messages; each result of a tool is a message of its own, in the client's order."""
@@ -86,15 +89,20 @@ class MessageReader:
         if form == "text":
             return block.text("text") or ""
         if form == "tool_reference":
-            return self._reference(block.required_text("tool_name"))
+            return self._reference(block)
         if form == "document":
             return self._document(block)
         self._skip(block, form)
         return None
 
-    def _reference(self, name: str) -> str:
+    def _reference(self, block: Fields) -> str:
+        name = block.required_text("tool_name")
         tool = self._tools.get(name)
-        return describe_tools([tool]) if tool else name
+        text = describe_tools([tool]) if tool else name
+        self._referenced += len(text)
+        if self._referenced > _MAX_REFERENCED:
+            invalid(block.path, f"is one of references to more than {_MAX_REFERENCED} characters of tools")
+        return text
 
     def _document(self, block: Fields) -> str:
         source = block.object("source")

@@ -50,6 +50,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
         ignored=tuple(notes.ignored),
         lane=lane,
         fingerprint=fingerprint(Dialect.ANTHROPIC, fields, lane, limits=_LIMITS),
+        size=len(body),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
@@ -23,6 +24,13 @@ class GoogleCodec(DialectCodec):
 
     dialect = Dialect.GOOGLE
     parameters = PARAMETERS
+    bounded = BoundedFields(
+        messages="contents",
+        tools="tools",
+        schema="generationConfig.responseSchema",
+        answers="generationConfig.candidateCount",
+        stops="generationConfig.stopSequences",
+    )
 
     def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
         return read_call(body, headers, path)

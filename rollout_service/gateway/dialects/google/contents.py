@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall
@@ -28,13 +30,37 @@ def _camel(name: str) -> str:
     return first + "".join(part[:1].upper() + part[1:] for part in rest)
 
 
+class _OpenCalls:
+    """Calls of one answer that are not answered yet. To find one takes no longer if there are many."""
+
+    def __init__(self, calls: Sequence[ClientToolCall] = ()) -> None:
+        self._calls = calls
+        self._answered: set[int] = set()
+        self._places: dict[tuple[str | None, str | None], deque[int]] = defaultdict(deque)
+        """The places of the calls by id and name, of which each may be None for any."""
+        for place, call in enumerate(calls):
+            for key in product({call.id, None}, (call.name, None)):
+                self._places[key].append(place)
+
+    def take(self, call_id: str | None, name: str) -> ClientToolCall | None:
+        """Return the first call with this id, or any id for None: one with this name, if there is one."""
+        for key in ((call_id, name), (call_id, None)):
+            places = self._places.get(key, deque())
+            while places:
+                place = places.popleft()
+                if place not in self._answered:
+                    self._answered.add(place)
+                    return self._calls[place]
+        return None
+
+
 class ContentReader:
     """Reads the contents of one request."""
 
     def __init__(self, notes: Sorted) -> None:
         self._notes = notes
-        self._open_calls: list[ClientToolCall] = []
-        """Calls of the last answer that are not answered yet, for responses without an id."""
+        self._open_calls = _OpenCalls()
+        """Those of the last answer, for responses without an id."""
 
     def read(self, fields: Fields) -> Iterator[ClientMessage]:
         """Yield the messages; each response of a function is a message of its own."""
@@ -69,7 +95,7 @@ class ContentReader:
                 calls.append(_call(call, signed_call))
             elif (text := self._text(part)) is not None:
                 (thoughts if part.boolean("thought") else texts).append(text)
-        self._open_calls = list(calls)
+        self._open_calls = _OpenCalls(calls)
         reasoning = "".join(thoughts) or None
         return ClientMessage("assistant", "".join(texts), reasoning, tuple(calls), turn_key=turn_key)
 
@@ -97,10 +123,7 @@ class ContentReader:
 
     def _answered(self, call_id: str | None, name: str) -> str | None:
         """Return the id of the call that a response answers: the one that it names, else the first open one."""
-        matching = [call for call in self._open_calls if call.id == call_id] if call_id else self._open_calls
-        call = next((call for call in matching if call.name == name), next(iter(matching), None))
-        if call is not None:
-            self._open_calls.remove(call)
+        call = self._open_calls.take(call_id, name)
         return call_id or (call.id if call else None)
 
     def _text(self, part: Fields) -> str | None:

@@ -63,6 +63,7 @@ def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
         ignored=tuple(notes.ignored),
         lane=lane,
         fingerprint=fingerprint(Dialect.GOOGLE, fields, lane, model, limits=frozenset()),
+        size=len(body),
     )
 
 

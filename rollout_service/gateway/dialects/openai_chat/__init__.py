@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import orjson
 
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import openai_common
 from rollout_service.gateway.dialects.answers import WholeAnswer
@@ -20,6 +21,9 @@ class ChatCodec(DialectCodec):
 
     dialect = Dialect.CHAT
     parameters = PARAMETERS
+    bounded = BoundedFields(
+        messages="messages", tools="tools", schema="response_format", answers="n", stops="stop"
+    )
 
     def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:  # noqa: ARG002
         return read_call(body, headers)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import orjson
 
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import openai_common
 from rollout_service.gateway.dialects.answers import WholeAnswer
@@ -20,6 +21,7 @@ class ResponsesCodec(DialectCodec):
 
     dialect = Dialect.RESPONSES
     parameters = PARAMETERS
+    bounded = BoundedFields(messages="input", tools="tools", schema="text.format")
 
     def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:  # noqa: ARG002
         return read_call(body, headers)

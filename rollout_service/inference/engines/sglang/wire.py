@@ -5,6 +5,7 @@ counts agree with the lists that it sent, it counted as many prompt tokens as it
 asked for is there.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -217,7 +218,7 @@ def top_logprobs(
 def _top_logprob(entry: object) -> TopLogprob:
     if not isinstance(entry, list) or len(entry) < 2:
         raise BackendProtocolError(f"an entry of output_top_logprobs is {entry!r}, not a logprob and an id")
-    return TopLogprob(entry[1], entry[0])
+    return TopLogprob(entry[1], -math.inf if entry[0] is None else entry[0])
 
 
 def _prompt_logprobs(meta: Mapping[str, Any], request: GenerateRequest) -> list[float | None]:

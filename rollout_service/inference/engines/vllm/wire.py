@@ -5,6 +5,7 @@ agree with the lists, and everything that was asked for is there. vLLM writes -9
 have; that is refused like a missing one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -309,11 +310,13 @@ def _best(row: object, wanted: int) -> list[TopLogprob]:
     """Return the best `wanted` by logprob; the sampled token, listed first at any rank, may not be one of them."""
     if not isinstance(row, list):
         raise unsupported(ExtraKind.TOP_LOGPROBS)
-    pairs = [
-        TopLogprob(mapping(each, "an entry of top_logprobs").get("token_id", -1), _value(each))
-        for each in row
-    ]
+    pairs = [_alternative(mapping(each, "an entry of top_logprobs")) for each in row]
     return sorted(pairs, key=lambda pair: pair.logprob, reverse=True)[:wanted]
+
+
+def _alternative(row: Mapping[str, Any]) -> TopLogprob:
+    is_impossible = row.get("logprob") in (None, _NO_LOGPROB)
+    return TopLogprob(row.get("token_id", -1), -math.inf if is_impossible else _value(row))
 
 
 def _prompt_logprobs(body: Mapping[str, Any], request: GenerateRequest, first: int) -> list[float | None]:

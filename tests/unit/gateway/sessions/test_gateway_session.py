@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,9 +23,9 @@ from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedErr
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.sampling import UNSTREAMED_CHUNK, PolicyEngines
-from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
+from rollout_service.gateway.sessions.session import INLINE_BYTES, GatewaySession, SessionPlace
 from rollout_service.inference.errors import NoBackendError, PromptTooLong
-from rollout_service.testing.gateway import CharacterCapture, ManualPool
+from rollout_service.testing.gateway import CharacterAnswer, CharacterCapture, ManualPool
 
 pytestmark = pytest.mark.anyio
 
@@ -255,6 +256,30 @@ async def test_a_client_samples_as_the_rollout_says() -> None:
         await b.session.answer(call("ho", requested={"temperature": 0.0, "top_k": 64, "top_p": 7}))
         sampling = (await b.pool.call(1)).request.sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 64, 1.0)
+
+
+async def test_a_large_request_is_planned_in_a_thread_whatever_makes_it_large() -> None:
+    class NotingCapture(CharacterCapture):
+        def plan(self, call: ModelCall, context_length: int | None = None) -> CharacterAnswer:
+            threads.append(threading.current_thread())
+            return super().plan(call, context_length)
+
+    threads: list[threading.Thread] = []
+    async with bench() as b:
+        b.session._capture = NotingCapture()
+        await b.session.count_tokens(call("hi", size=INLINE_BYTES))
+        await b.session.count_tokens(call("hi", size=INLINE_BYTES + 1))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_the_answers_to_one_request_have_seeds_of_their_own() -> None:
+    async with bench() as b:
+        b.session._engines = replace(b.session._engines, sampling=Sampling(seed=7))
+        for sibling in range(3):
+            await b.session.answer(replace(call("hi"), sibling=sibling, fingerprint=bytes([sibling])))
+        seeds = [(await b.pool.call(number)).request.sampling.seed for number in range(3)]
+        assert seeds[0] == 7
+        assert len(set(seeds)) == 3
 
 
 async def test_chunks_may_be_larger_when_no_client_waits_for_them() -> None:

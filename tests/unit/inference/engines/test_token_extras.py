@@ -109,6 +109,9 @@ def parse(wire, answer, info=INFO, request=REQUEST):
     return WIRES[wire][0].parse_generation(answer, request, backend_id="b", info=info, engine_seconds=0.5)
 
 
+META, CHOICE = ("meta_info",), ("choices", 0)
+
+
 @wires
 def test_requested_extras_have_the_projects_names(wire):
     extras = parse(wire, WIRES[wire][1]()).extras
@@ -119,6 +122,25 @@ def test_requested_extras_have_the_projects_names(wire):
     assert extras.prompt_logprobs == [-0.25, -0.75]
     assert extras.routed_experts.dtype == np.int32
     np.testing.assert_array_equal(extras.routed_experts, experts())
+
+
+@pytest.mark.parametrize(
+    ("wire", "path", "value"),
+    [
+        ("sglang", (*META, "output_top_logprobs", 0, 1, 0), None),
+        ("vllm", (*CHOICE, "logprobs", "content", 0, "top_logprobs", 1, "logprob"), None),
+        ("vllm", (*CHOICE, "logprobs", "content", 0, "top_logprobs", 1, "logprob"), -9999.0),
+    ],
+)
+def test_an_alternative_that_cannot_be_sampled_is_left_out(wire, path, value):
+    answer = WIRES[wire][1]()
+    if wire == "vllm":  # which lists the sampled token first, and more of them than were asked for
+        del answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"][2:]
+    extras = parse(wire, edited(answer, path, lambda _: value)).extras
+    assert extras.top_logprobs == [
+        [TopLogprob(5, -0.5)],
+        [TopLogprob(8, -0.1), TopLogprob(6, -0.6)],
+    ]
 
 
 @wires
@@ -135,9 +157,6 @@ def edited(answer, path, change):
         place = place[part]
     place[last] = change(place[last])
     return answer
-
-
-META, CHOICE = ("meta_info",), ("choices", 0)
 
 
 def shorter(value):

@@ -1,0 +1,76 @@
+"""What one request may ask for, whatever its API: the one place that says it.
+
+Guarantee: a call that passes `check_call` has a bounded number of everything that is looped over for it. Its body was
+bounded in bytes and in values before, and its prompt is compared with the model's context before it is rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Never
+
+import orjson
+
+from api_schemas.errors import FieldError
+from rollout_service.errors import InvalidFieldError
+from rollout_service.gateway.contract import ModelCall
+from rollout_service.settings.gateway import GatewaySettings
+
+MAX_STOP_CHARS = 256
+"""The most characters of a stop string; an engine decodes as many tokens again for each one that it samples."""
+MAX_NAME_CHARS = 256
+"""The most characters of a model's name, which every piece of a stream repeats."""
+MAX_SCHEMA_BYTES = 256 * 1024
+"""The largest schema that an answer must match; an engine compiles it while other requests wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedFields:
+    """Where an API has what is bounded, for errors; empty where it has no such field."""
+
+    messages: str
+    tools: str
+    schema: str
+    answers: str = ""
+    stops: str = ""
+
+
+def check_call(call: ModelCall, names: BoundedFields, most: GatewaySettings) -> None:
+    """Refuse a call that asks for more than the settings allow.
+
+    Raises:
+        InvalidFieldError: The field has too much, or a stop string is empty or too long.
+    """
+    calls = sum([len(message.calls) for message in call.messages])
+    tools = len(call.tools) + len(call.deferred_tools)
+    _at_most(call.n, most.max_answers, names.answers, "answers", "max_answers")
+    _at_most(len(call.messages) + calls, most.max_messages, names.messages, "messages", "max_messages")
+    _at_most(tools, most.max_tools, names.tools, "tools", "max_tools")
+    _at_most(len(call.stop), most.max_stops, names.stops, "stop strings", "max_stops")
+    check_stops(call.stop, names.stops)
+    if len(call.model) > MAX_NAME_CHARS:
+        _refuse("model", f"must have at most {MAX_NAME_CHARS} characters")
+    if call.json_schema is not None and len(orjson.dumps(call.json_schema)) > MAX_SCHEMA_BYTES:
+        _refuse(names.schema, f"must have at most {MAX_SCHEMA_BYTES} bytes")
+
+
+def check_stops(stops: Sequence[str], path: str) -> None:
+    """Refuse stop strings that an engine refuses, or that cost it too much.
+
+    Raises:
+        InvalidFieldError: One of them is empty or too long.
+    """
+    for index, stop in enumerate(stops):
+        if not 0 < len(stop) <= MAX_STOP_CHARS:
+            _refuse(f"{path}.{index}", f"must have 1 to {MAX_STOP_CHARS} characters, and has {len(stop)}")
+
+
+def _at_most(count: int, most: int, path: str, what: str, setting: str) -> None:
+    if count > most:
+        hint = f"Send fewer, or raise `{setting}` in `[gateway]`."
+        _refuse(path, f"asks for {count} {what}, but at most {most} are allowed", hint)
+
+
+def _refuse(path: str, message: str, hint: str = "") -> Never:
+    raise InvalidFieldError([FieldError(path=path, message=message)], hint=hint)

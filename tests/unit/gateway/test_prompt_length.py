@@ -1,0 +1,128 @@
+"""A prompt that is much longer than the context is refused before it is rendered, and one that may fit never is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from api_schemas.trajectories import FinishReason
+from rollout_service.gateway.capture import TurnCapture
+from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
+from rollout_service.gateway.errors import ContextOverflowError
+from rollout_service.inference.contract import Generation
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.tokens import ChatRenderer
+
+CONTEXT = 4_096
+LONG = "ab 1\n" * 400_000
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": LONG, "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class CountingRenderer(ChatRenderer):
+    """Counts the characters that are encoded, whoever encodes them."""
+
+    encoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        CountingRenderer.encoded += len(text)
+        return super().encode(text)
+
+    def render(self, messages, tools=()):  # type: ignore[no-untyped-def]
+        CountingRenderer.encoded += sum(len(message.content) for message in messages)
+        return super().render(messages, tools)
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ChatRenderer:
+    return CountingRenderer.load(policy_folder("calc-base"))
+
+
+def call(*messages: ClientMessage, **fields: object) -> ModelCall:
+    made = ModelCall(dialect=Dialect.CHAT, model="policy", messages=messages)
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+USER = ClientMessage("user", "hi")
+CALL = ClientToolCall("c", "f", f'{{"text": "{LONG}"}}'.replace("\n", " "))
+TOO_LONG = {
+    "a user's message": call(ClientMessage("user", LONG)),
+    "a system message": call(ClientMessage("system", LONG), USER),
+    "many messages": call(*[ClientMessage("user", LONG[:500])] * 4_000),
+    "a tool's result": call(
+        USER,
+        ClientMessage("assistant", "", calls=(replace(CALL, arguments="{}"),)),
+        ClientMessage("tool", LONG),
+    ),
+    "tools": call(USER, tools=(TOOL,)),
+    "an answer": call(USER, ClientMessage("assistant", LONG), USER),
+    "a thought": call(USER, ClientMessage("assistant", "", LONG), USER),
+    "a call": call(USER, ClientMessage("assistant", calls=(CALL,)), ClientMessage("tool", "x", call_id="c")),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(
+    renderer: ChatRenderer, name: str
+) -> None:
+    CountingRenderer.encoded = 0
+    with pytest.raises(ContextOverflowError) as told:
+        TurnCapture(renderer).plan(TOO_LONG[name], CONTEXT)
+    assert CountingRenderer.encoded <= 32 * CONTEXT
+    assert told.value.prompt_tokens > 4 * CONTEXT
+
+
+def test_the_estimate_is_near_what_rendering_tells(renderer: ChatRenderer) -> None:
+    long = call(ClientMessage("user", LONG[: 200 * CONTEXT]))
+    with pytest.raises(ContextOverflowError) as told:
+        TurnCapture(renderer).plan(long, CONTEXT)
+    exact = len(TurnCapture(renderer).plan(long).prompt_ids)
+    assert told.value.prompt_tokens == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ClientMessage("user", LONG[:CONTEXT]),
+        ClientMessage("user", "x" + "\n" * 64 * CONTEXT),
+        ClientMessage("assistant", "x", "thought " * CONTEXT),
+    ],
+)
+def test_a_prompt_that_may_fit_is_rendered(renderer: ChatRenderer, message: ClientMessage) -> None:
+    planned = TurnCapture(renderer).plan(call(USER, message, USER), CONTEXT)
+    assert len(planned.prompt_ids) == len(TurnCapture(renderer).plan(call(USER, message, USER)).prompt_ids)
+
+
+def test_only_what_a_call_adds_to_a_turn_is_compared_with_what_the_context_has_left(
+    renderer: ChatRenderer,
+) -> None:
+    capture = TurnCapture(renderer)
+    tool = {"type": "function", "function": {**TOOL["function"], "description": LONG[: 8 * CONTEXT]}}  # type: ignore[dict-item]
+    first = call(ClientMessage("user", LONG[: CONTEXT // 2]), tools=(tool,))
+    planned = capture.plan(first)
+    known = len(planned.prompt_ids)
+    ids = [*renderer.encode("Yes."), renderer.stop_token_ids[0]]
+    capture.record(planned, generation(ids), delivered=True)
+    echo = ClientMessage("assistant", planned.splitter.sent.text)
+    more = replace(first, messages=(*first.messages, echo, USER))
+    assert capture.plan(more, known + CONTEXT).known == known + len(ids)
+    longer = replace(first, messages=(*first.messages, echo, ClientMessage("user", LONG)))
+    with pytest.raises(ContextOverflowError) as told:
+        capture.plan(longer, known + CONTEXT)
+    assert told.value.prompt_tokens > known + 4 * CONTEXT
+
+
+def generation(ids: list[int]) -> Generation:
+    return Generation(
+        output_ids=ids,
+        logprobs=[-0.5] * len(ids),
+        versions=[0] * len(ids),
+        finish_reason=FinishReason.STOP,
+        prompt_tokens=1,
+        cached_tokens=0,
+        backend_id="b",
+        engine_seconds=0.0,
+    )
