@@ -11,6 +11,7 @@ from rollout_service.groups.admission import (
 from rollout_service.groups.filters import FilterChain, GroupFilter, RewardFilter, Verdict
 from rollout_service.groups.outcome import (
     CANCELLED,
+    NOT_FILTERED,
     STALE,
     STRAGGLER,
     SURPLUS,
@@ -32,6 +33,7 @@ from rollout_service.groups.stragglers import CompletionTimes, StragglerRule
 
 __all__ = [
     "CANCELLED",
+    "NOT_FILTERED",
     "STALE",
     "STRAGGLER",
     "SURPLUS",

@@ -21,6 +21,8 @@ CANCELLED = "cancelled"
 """The sample was cancelled, by a person or because it was not needed."""
 SURPLUS = "surplus"
 """The group was not needed, and its run does not carry groups over."""
+NOT_FILTERED = frozenset({STALE, SURPLUS, CANCELLED})
+"""The reasons for dropping a group that say nothing about its task."""
 NOT_A_NUMBER = "reward_not_finite"
 """The reward is infinite or not a number."""
 

@@ -9,23 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 
-from api_schemas.errors import Boundary
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.runs import RunState
 from rollout_service.errors import RecordLostError
 from rollout_service.groups import CANCELLED, SURPLUS, FilterChain, StragglerRule
 from rollout_service.groups.auxiliary import reward_weights
 from rollout_service.ids import SampleId
-from rollout_service.runs.closing import close_group
+from rollout_service.runs.closing import PERMANENT, close_group
 from rollout_service.runs.planning import ActiveRun, has_surplus, rollout_request
 from rollout_service.store import rules
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
 from rollout_service.store.runs_contract import GroupMember, OpenGroup, RunRecord, RunStore
 from rollout_service.telemetry.metrics import Metrics
-
-_PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
-"""The boundaries whose failures recur whenever the rollout is retried."""
 
 
 class GroupsUnderWay:
@@ -135,7 +131,7 @@ class GroupsUnderWay:
         """Retry a failed sample if that may help and retries are left; return whether it is retried."""
         retry = SampleId.parse(member.rollout_id).retry + 1
         rollout = await self._rollout(member)
-        is_permanent = rollout.error is not None and rollout.error.boundary in _PERMANENT
+        is_permanent = rollout.error is not None and rollout.error.boundary in PERMANENT
         if is_permanent or retry > run.request.infrastructure_retries:
             return False
         request = rollout_request(run, number, member.sample, rollout.task, retry)

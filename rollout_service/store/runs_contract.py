@@ -55,7 +55,8 @@ class RunRecord:
     cursor: int
     counters: Mapping[str, int]
     """Groups by state, dropped ones as `dropped:<reason>`; `masked`, `masked:stale` and `retried` samples; acknowledged
-    batches as `batches:acknowledged`; sums of how rollouts used sub-agents as `work:<name>`."""
+    batches as `batches:acknowledged`; sums of how rollouts used sub-agents as `work:<name>`; groups in a row that were
+    dropped, or that an error ended, as `in_a_row:dropped:<reason>` and `in_a_row:failed:<code>`."""
     problem: ErrorInfo | None
     created_at: datetime
     changed_at: datetime
@@ -142,6 +143,8 @@ class GroupClosure:
     filtered_on: Sequence[RewardPart] = ()
     """The parts of the rewards that the filters looked at, if there are parts."""
     critical_steps: StepsSpread | None = None
+    failure: str | None = None
+    """The code of the permanent error that ended every sample; None if there is not one such error."""
     figures: GroupFigures | None = None
     """How its rollouts went, for the history of the run."""
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -257,7 +260,7 @@ class RunStore(RunLists, Protocol):
     ) -> RunRecord:
         """Change what is given and return the run.
 
-        A version only grows, and resuming clears the problem.
+        A version only grows. Resuming clears the problem, and the counters of groups in a row.
 
         Raises:
             ConflictError: The run is over and cannot be paused or resumed.
@@ -299,7 +302,10 @@ class RunStore(RunLists, Protocol):
         ...
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
-        """Keep or drop an open group; any other group is left unchanged."""
+        """Keep or drop an open group; any other group is left unchanged.
+
+        A group that is kept ends the problem of a run that is running.
+        """
         ...
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:

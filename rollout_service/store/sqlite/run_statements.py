@@ -49,6 +49,7 @@ _UPDATE = """
 UPDATE runs SET state = :state, version = :version, request = :request, problem = :problem,
     changed_at = :now WHERE seq = :seq
 """
+_CLEAR_PROBLEM = "UPDATE runs SET problem = NULL, changed_at = :now WHERE seq = :seq"
 _TASKS = "SELECT task FROM run_tasks WHERE run = ? AND number >= ? ORDER BY number LIMIT ?"
 _ADD_TASK = "INSERT INTO run_tasks VALUES (?, ?, ?)"
 _APPENDED = "UPDATE runs SET tasks = :tasks, total = :total, changed_at = :now WHERE seq = :seq"
@@ -200,8 +201,10 @@ def update(
         "request": row["request"] if request is None else run_codec.encode_request(request),
         "problem": kept if problem is None else problem.model_dump_json(),
     }
+    if state is RunState.RUNNING:
+        _count(db, row["seq"], rules.restart_counts(before.counters))
     if all(row[name] == value for name, value in values.items()):
-        return before
+        return get(db, run_id)
     db.execute(_UPDATE, values | {"seq": row["seq"], "now": now})
     if values["state"] == row["state"]:
         announce(db, run_id, now)
@@ -338,9 +341,13 @@ def close_group(
     values = _closed(run, closure, now) | {
         "ids": json.dumps([sample.rollout_id for sample in closure.samples])
     }
+    before = record_of(db, row)
     if db.execute(_CLOSE, values).rowcount:
         _keep_head(db, run, closure.number, head)
-        _count(db, run, rules.closing_counts(closure))
+        _count(db, run, rules.closing_counts(closure, before.counters))
+        if rules.ends_problem(before, closure):
+            db.execute(_CLEAR_PROBLEM, {"seq": run, "now": now})
+            announce(db, run_id, now)
         history.write(db, run, closure.number, encode_record(closure, version=row["version"], now=now))
         finish_if_done(db, run_id, now)
 

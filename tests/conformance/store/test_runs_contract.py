@@ -585,3 +585,37 @@ async def test_unacknowledged_groups_are_never_deleted(store: Store, clock: Manu
     assert await store.runs.group_states("a") == {0: "ready", 1: "open"}
     assert len((await store.list()).rollouts) == 5
     assert [run.run_id for run in await store.runs.active()] == ["a"], "a group is open"
+
+
+async def test_groups_dropped_in_a_row_are_counted_until_one_is_kept(store: Store) -> None:
+    await create_run(store, source=InlineTasks(tasks=TASKS, epochs=None))
+
+    async def close(number: int, reason: str | None, failure: str | None = None) -> None:
+        await store.runs.start_groups("a", [new_group(number)])
+        await end_all(store)
+        samples = [ClosedSample(s, f"a.{number}.{s}", reason is None, None, None, None) for s in range(2)]
+        closure = GroupClosure(number, reason, samples, None, None, None, None, failure=failure)
+        await store.runs.close_group("a", closure)
+
+    async def in_a_row() -> tuple[dict[str, int], dict[str, int]]:
+        counters = (await store.runs.get("a")).counters
+        return rules.dropped_in_a_row(counters), rules.failed_in_a_row(counters)
+
+    await close(0, "too_few_usable", "broken")
+    await close(1, "too_few_usable", "broken")
+    await close(2, "cancelled")
+    assert await in_a_row() == ({"too_few_usable": 2}, {"broken": 2})
+    await close(3, "too_few_usable", "other")
+    assert await in_a_row() == ({"too_few_usable": 3}, {"other": 1})
+    await close(4, "zero_variance")
+    assert await in_a_row() == ({"too_few_usable": 3, "zero_variance": 1}, {})
+    problem = ErrorInfo(code="groups_dropped", boundary=Boundary.REQUEST, message="nothing is kept")
+    await store.runs.update("a", problem=problem)
+    await close(5, None)
+    assert await in_a_row() == ({}, {})
+    assert (await store.runs.get("a")).problem is None, "the run goes on, and delivers"
+    await close(6, "zero_variance")
+    await store.runs.update("a", state=RunState.PAUSED, problem=problem)
+    run = await store.runs.update("a", state=RunState.RUNNING)
+    assert (run.problem, rules.dropped_in_a_row(run.counters)) == (None, {})
+    assert rules.dropped_counts(run.counters)["zero_variance"] == 2
