@@ -16,13 +16,14 @@ from http import HTTPStatus
 import anyio
 import anyio.to_thread
 
-from api_schemas.runs import Batch, Group
+from api_schemas.runs import Batch, Group, RunState
 from rollout_service.errors import NotFoundError, RequestError
 from rollout_service.ids import BatchId
 from rollout_service.runs.batch_encoding import BatchFile
 from rollout_service.runs.manager import RunManager
+from rollout_service.runs.nothing_kept import problem_of, reason_to_refuse
 from rollout_service.store.codec.heads import group_json
-from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, GroupHead, RunStore
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, GroupHead, RunRecord, RunStore
 
 
 class RunOverError(RequestError):
@@ -30,6 +31,12 @@ class RunOverError(RequestError):
 
     code = "run_over"
     status = HTTPStatus.GONE
+
+
+class RunWithoutBatchesError(RunOverError):
+    """The run took all its tasks and delivered no batch."""
+
+    code = "run_without_batches"
 
 
 class Delivery:
@@ -50,6 +57,9 @@ class Delivery:
         Raises:
             NotFoundError: There is no such run.
             RunOverError: The run is over, and all its batches are acknowledged.
+            RunWithoutBatchesError: The run is over, and it had none.
+            RunStoppedError: There is none within `timeout` seconds, and there will be none until a person mends what
+                the run's problem says.
             StoreError: The store failed.
         """
         if version is not None:
@@ -59,6 +69,8 @@ class Delivery:
             await self._manager.mask_stale(request.run_id, strict=not request.allow_stale)
         with anyio.move_on_after(timeout):
             return await self._leased(request)
+        if (refusal := reason_to_refuse(await self._runs.get(request.run_id))) is not None:
+            raise refusal
         return None
 
     async def _leased(self, request: BatchLeaseRequest) -> BatchLease:
@@ -70,10 +82,7 @@ class Delivery:
             if isinstance(leased, BatchLease):
                 return leased
             if leased.over:
-                raise RunOverError(
-                    f"the run {request.run_id} is over, and all its batches are acknowledged",
-                    hint="Create a new run.",
-                )
+                raise _over(await self._runs.get(request.run_id))
             if leased.stale:
                 await self._manager.mask_stale(request.run_id)
                 continue
@@ -124,6 +133,18 @@ class Delivery:
             ConflictError: The batch is acknowledged.
         """
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
+
+
+def _over(run: RunRecord) -> RunOverError:
+    if run.count("batches:acknowledged"):
+        return RunOverError(
+            f"the run {run.run_id} is over, and all its batches are acknowledged", hint="Create a new run."
+        )
+    if (problem := problem_of(run)) is not None and run.state is RunState.FINISHED:
+        return RunWithoutBatchesError(
+            f"the run {run.run_id} is over: {problem.message}", hint=f"{problem.hint} Then create a new run."
+        )
+    return RunOverError(f"the run {run.run_id} is over, and it delivered no batch", hint="Create a new run.")
 
 
 def _batch(leased: BatchLease, groups: Sequence[Group | GroupHead]) -> Batch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from api_schemas.rollouts import RolloutRequest, TokenExtras
 from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
-from rollout_service.groups import AdmissionState, Claim, FilterChain, groups_to_start
+from rollout_service.groups import AdmissionState, Claim, FilterChain, admission_capacity, groups_to_start
 from rollout_service.ids import SampleId
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.task_source import TaskPosition
@@ -43,6 +43,14 @@ def claim_groups(active: ActiveRun) -> Claim:
         return Claim(0)
     count = groups_to_start(_admission_state(run), under_way, active.estimates.acceptance)
     return Claim(int(min(count, _tasks_left(run))), request.priority, request.weight)
+
+
+def waits_for_version(run: RunRecord) -> bool:
+    """Return whether a run starts nothing, and has nothing to deliver, before its trainer reports a newer version."""
+    under_way = any(run.count(state) for state in ("open", "ready", "batched"))
+    if under_way or run.exhausted or run.state is not RunState.RUNNING:
+        return False
+    return run.request.max_staleness is not None and admission_capacity(_admission_state(run)) <= 0
 
 
 def _tasks_left(run: RunRecord) -> float:

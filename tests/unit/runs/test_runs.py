@@ -35,6 +35,7 @@ from rollout_service.episodes import Episode, Score
 from rollout_service.errors import InvalidFieldError, RecordLostError, StoreError
 from rollout_service.runs import Delivery
 from rollout_service.runs.dataset import open_dataset
+from rollout_service.runs.nothing_kept import RunStoppedError
 from rollout_service.runs.task_source import JsonLines, open_file
 from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
@@ -384,8 +385,9 @@ async def test_a_file_that_changed_stops_its_run_after_a_restart(tmp_path: Path)
     path.write_text(rows.replace("3", "4"))
     async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
         while (run := await it.store.runs.get("a")).problem is None:
-            if (batch := await it.lease(timeout=0.05)) is not None:
-                await it.delivery.acknowledge("a", batch.batch_id)
+            with suppress(RunStoppedError):
+                if (batch := await it.lease(timeout=0.05)) is not None:
+                    await it.delivery.acknowledge("a", batch.batch_id)
         assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
         path.write_text(rows)
         await it.store.runs.update("a", state=RunState.RUNNING)
@@ -426,8 +428,9 @@ async def test_a_data_set_that_changed_stops_its_run_after_a_restart(tmp_path: P
     async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
         it.environments["numbers"] = Numbers(first=1)
         while (run := await it.store.runs.get("a")).problem is None:
-            if (batch := await it.lease(timeout=0.05)) is not None:
-                await it.delivery.acknowledge("a", batch.batch_id)
+            with suppress(RunStoppedError):
+                if (batch := await it.lease(timeout=0.05)) is not None:
+                    await it.delivery.acknowledge("a", batch.batch_id)
         assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
         it.environments["numbers"] = Numbers()
         await it.store.runs.update("a", state=RunState.RUNNING)
