@@ -6,8 +6,7 @@ lease that expires. Repeating a request with the same key repeats a response tha
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -42,12 +41,9 @@ class RunWithoutBatchesError(RunOverError):
 class Delivery:
     """Delivers the batches of all runs."""
 
-    def __init__(
-        self, runs: RunStore, manager: RunManager, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, runs: RunStore, manager: RunManager) -> None:
         self._runs = runs
         self._manager = manager
-        self._clock = clock
 
     async def lease(
         self, request: BatchLeaseRequest, *, version: int | None, timeout: float
@@ -86,7 +82,7 @@ class Delivery:
             if leased.stale:
                 await self._manager.mask_stale(request.run_id)
                 continue
-            with anyio.move_on_after(max(0.0, leased.due - self._clock())):
+            with anyio.move_on_after(max(0.0, leased.due_in)):
                 await self._runs.wait_for_delivery(seen)
 
     async def as_json(self, leased: BatchLease) -> AsyncIterator[bytes]:

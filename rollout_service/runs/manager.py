@@ -7,7 +7,6 @@ paused with its problem and left alone until its state is changed. It stops no o
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -65,7 +64,6 @@ class RunManager:
         pool_version: Callable[[str], int],
         metrics: Metrics,
         retention: RetentionPolicy | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Take `places`, the most rollouts of all runs under way at once; more would only wait in the store."""
         self._store = store
@@ -77,7 +75,7 @@ class RunManager:
         self._metrics = metrics
         self._retention = retention or RetentionPolicy()
         self._scheduler = FairScheduler()
-        self._groups = GroupsUnderWay(store, metrics, clock)
+        self._groups = GroupsUnderWay(store, metrics)
         self._estimates: dict[str, RunEstimates] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
         self.troubled: Sequence[RunRecord] = ()

@@ -6,7 +6,7 @@ run's trainer would refuse as too old trains nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 from api_schemas.rollouts import Rollout, RolloutState
@@ -27,10 +27,9 @@ from rollout_service.telemetry.metrics import Metrics
 class GroupsUnderWay:
     """Settles the open groups of runs, by whichever store of runs is given: it may be fenced by a lease."""
 
-    def __init__(self, store: Store, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store
         self._metrics = metrics
-        self._clock = clock
         self._strict: set[str] = set()
         """Runs whose last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
 
@@ -152,17 +151,13 @@ class GroupsUnderWay:
         for group in active.groups:
             usable = sum(member.reward is not None for member in group.members)
             if limit is not None and usable >= rule.min_samples:
-                slow = [member for member in group.members if self._rollout_seconds(member) > limit]
+                slow = [member for member in group.members if (member.rolling_seconds or 0.0) > limit]
                 stragglers = {member.sample for member in group.members if member.is_straggler}
                 if not {member.sample for member in slow} <= stragglers:
                     stragglers |= {member.sample for member in slow}
                     await runs.mark_stragglers(active.run.run_id, group.number, sorted(stragglers))
                 await self._cancel(slow)
             await self._cancel([member for member in group.members if member.is_straggler])
-
-    def _rollout_seconds(self, member: GroupMember) -> float:
-        """Return how long a rollout's agent has been working; 0 if it is not."""
-        return 0.0 if member.rolling_since is None else self._clock() - member.rolling_since
 
 
 def _check_complete(group: OpenGroup) -> None:

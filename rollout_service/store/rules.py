@@ -72,7 +72,7 @@ class NewBatch:
 
 
 def next_batch(
-    run: RunRecord, ready: Sequence[ReadyGroup], *, bound: int | None, due: float = math.inf
+    run: RunRecord, ready: Sequence[ReadyGroup], *, bound: int | None, due_in: float = math.inf
 ) -> NewBatch | NoBatch:
     """Return the next new batch of a run, or why there is none now.
 
@@ -80,15 +80,15 @@ def next_batch(
         run: the run, with its current counters.
         ready: all its ready groups, in the order of their numbers.
         bound: the oldest version that a token may have; None takes stale groups too.
-        due: when the next lease of another batch runs out, in Unix seconds.
+        due_in: after how many seconds the next lease of another batch runs out.
     """
     if any(is_stale(group.oldest_version, bound) for group in ready):
-        return NoBatch(over=False, due=math.inf, stale=True)
+        return NoBatch(over=False, due_in=math.inf, stale=True)
     size = run.request.batch_size
     is_last = run.exhausted and not run.count("open")
     if not ready or (len(ready) < size and not is_last):
         delivered = is_last and not ready and not run.count("batched")
-        return NoBatch(over=run.state is RunState.FINISHED or delivered, due=due)
+        return NoBatch(over=run.state is RunState.FINISHED or delivered, due_in=due_in)
     numbers = [group.number for group in ready]
     if run.request.surplus is Surplus.CANCEL:
         return NewBatch(numbers[:size], surplus=numbers[size:], cancels_open=True)

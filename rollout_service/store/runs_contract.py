@@ -89,8 +89,8 @@ class GroupMember:
     rollout_id: str
     state: RolloutState
     reward: float | None
-    rolling_since: float | None
-    """When its agent started, in Unix seconds; None unless the agent is working."""
+    rolling_seconds: float | None
+    """How long its agent has been working, by the store's clock; None unless the agent is working."""
     oldest_version: int | None
     newest_version: int | None
     is_straggler: bool
@@ -213,8 +213,9 @@ class NoBatch:
 
     over: bool
     """Whether there will never be another batch."""
-    due: float
-    """When the next lease expires, in Unix seconds, so that a batch may become available; infinity if none is out."""
+    due_in: float
+    """After how many seconds the next lease expires, so that a batch may become available; infinity if none is out.
+    A duration, since the caller's host may have another time than the store."""
     stale: bool = False
     """Whether waiting groups have become too old: call `reclose_group` for each, then ask again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -156,10 +157,14 @@ def result(lease: Lease, end: RolloutState | ErrorInfo | Score | float, version:
 
 @asynccontextmanager
 async def bench(
-    play: Play = alternate, *, places: int = 64, path: Path | str = ":memory:"
+    play: Play = alternate,
+    *,
+    places: int = 64,
+    path: Path | str = ":memory:",
+    clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Bench]:
     with anyio.fail_after(60):
-        async with await SqliteStore.open(path) as store:
+        async with await SqliteStore.open(path, clock=clock) as store:
             made = Bench(store, play, places=places)
             async with made.manager.running(), anyio.create_task_group() as tasks:
                 tasks.start_soon(made.work)

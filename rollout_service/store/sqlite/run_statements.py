@@ -264,40 +264,40 @@ def _submit(db: sqlite3.Connection, run: int, number: int, request: RolloutReque
     return rollout.rollout_id
 
 
-def open_groups(db: sqlite3.Connection, run_id: str) -> list[OpenGroup]:
+def open_groups(db: sqlite3.Connection, run_id: str, now: float) -> list[OpenGroup]:
     """Return the open groups with their rollouts."""
-    return _groups(db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall())
+    return _groups(db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall(), now)
 
 
-def stale_groups(db: sqlite3.Connection, run: int, bound: int) -> list[OpenGroup]:
+def stale_groups(db: sqlite3.Connection, run: int, bound: int, now: float) -> list[OpenGroup]:
     """Return the groups that wait for a batch and have a usable sample older than this version."""
-    return _groups(db.execute(_STALE, (run, bound)).fetchall())
+    return _groups(db.execute(_STALE, (run, bound)).fetchall(), now)
 
 
-def _groups(rows: Sequence[sqlite3.Row]) -> list[OpenGroup]:
-    return [_group(list(of)) for _, of in groupby(rows, key=itemgetter("number"))]
+def _groups(rows: Sequence[sqlite3.Row], now: float) -> list[OpenGroup]:
+    return [_group(list(of), now) for _, of in groupby(rows, key=itemgetter("number"))]
 
 
-def _group(rows: Sequence[sqlite3.Row]) -> OpenGroup:
+def _group(rows: Sequence[sqlite3.Row], now: float) -> OpenGroup:
     """Return a group from its rows, one for each of its rollouts."""
     first = rows[0]
     return OpenGroup(
         number=first["number"],
-        members=[_member(row) for row in rows if row["state"] is not None],
+        members=[_member(row, now) for row in rows if row["state"] is not None],
         cancel_reason=first["reason"],
         lost=[row["rollout_id"] for row in rows if row["state"] is None],
         reward_weights=run_codec.decode_weights(first["summary"]),
     )
 
 
-def _member(row: sqlite3.Row) -> GroupMember:
+def _member(row: sqlite3.Row, now: float) -> GroupMember:
     state = RolloutState(row["state"])
     return GroupMember(
         sample=row["sample"],
         rollout_id=row["rollout_id"],
         state=state,
         reward=row["reward"],
-        rolling_since=row["changed_at"] if state is RolloutState.ROLLOUT else None,
+        rolling_seconds=now - row["changed_at"] if state is RolloutState.ROLLOUT else None,
         oldest_version=row["oldest_version"],
         newest_version=row["newest_version"],
         is_straggler=row["sample"] in json.loads(row["cut"]),
