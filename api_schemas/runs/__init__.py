@@ -187,7 +187,8 @@ class RunRequest(WireModel):
     pool: Name = "policy"
     """The pool of engines that serves the agents."""
     sampling: Sampling = Sampling()
-    """How the policy is sampled. The number of each sample is added to the seed, if there is one."""
+    """How the policy is sampled. Each sample gets a seed of its own, if there is one: made of it, of the task's number
+    over all epochs, and of the sample's number."""
     limits: Limits = Limits()
     nodes: Annotated[NodeDetail, Field(exclude_if=lambda detail: detail is NodeDetail.NONE)] = NodeDetail.NONE
     """How much of the agents' sub-agents to return with the rollouts, as their `exports.nodes`."""

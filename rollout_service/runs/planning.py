@@ -6,6 +6,7 @@ further effect.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from rollout_service.ids import SampleId
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.task_source import TaskPosition
 from rollout_service.store.runs_contract import NewGroup, OpenGroup, RunRecord
+
+_SEEDS = 2**31
+"""How many seeds there are for samples: engines take these whether they keep seeds in 32 bits or in 64."""
 
 
 @dataclass(slots=True)
@@ -88,7 +92,7 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
     """Return the rollout request for one sample of a group."""
     request, sampling = run.request, run.request.sampling
     if sampling.seed is not None:
-        sampling = sampling.model_copy(update={"seed": sampling.seed + sample})
+        sampling = sampling.model_copy(update={"seed": sample_seed(sampling.seed, number, sample)})
     return RolloutRequest(
         rollout_id=str(SampleId(run.run_id, number, sample, retry)),
         task=task,
@@ -99,3 +103,13 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
         metadata=request.metadata,
         trace=None if request.trace is None else request.trace.model_copy(update={"link": True}),
     )
+
+
+def sample_seed(seed: int, number: int, sample: int) -> int:
+    """Return the seed of one sample of a run's group.
+
+    It is the same on every machine and in every release, and differs from those of all other samples of the group.
+    Groups have unrelated seeds, so a task has others in each epoch, and a run with the next seed repeats none.
+    """
+    first = int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=4).digest())
+    return (first + sample) % _SEEDS
