@@ -7,8 +7,10 @@ cancelled request closes its connection.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+import urllib.request
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,8 +19,8 @@ import httpx
 
 from api_schemas.nodes import Readiness
 from rollout_client._answers import error_from, parse, readiness_from
-from rollout_client._download import LargeBody, is_direct
-from rollout_client.errors import ProtocolError, UnavailableError, UnreachableError
+from rollout_client._download import LargeBody
+from rollout_client.errors import ProtocolError, ProxySettingsError, UnavailableError, UnreachableError
 
 T = TypeVar("T")
 Receive = Callable[[httpx.Response], Awaitable[object]]
@@ -47,15 +49,20 @@ class Connection:
         self._context = httpx.create_ssl_context()
         if ca_file is not None:
             self._context.load_verify_locations(cafile=ca_file)
-        self.http = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
-            transport=transport,
-            verify=self._context,
-        )
-        self._direct = transport is None and is_direct(self.http.base_url)
+        proxy = find_proxy(httpx.URL(self.base_url)) if transport is None else None
+        with _explaining(proxy):
+            self.http = httpx.AsyncClient(
+                base_url=self.base_url,
+                headers={"authorization": f"Bearer {key}"} if key else {},
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+                transport=transport,
+                verify=self._context,
+                proxy=proxy,
+                trust_env=False,  # find_proxy has looked at it
+            )
+        self._direct = transport is None and proxy is None
+        self._through = "" if proxy is None else f" through {_described(proxy)}"
 
     async def call(
         self,
@@ -129,7 +136,7 @@ class Connection:
         try:
             response = await self.http.get("/ready")
         except httpx.TransportError as error:
-            raise UnreachableError(f"{self.base_url} does not answer: {error}") from error
+            raise UnreachableError(f"{self.base_url} does not answer{self._through}: {error}") from error
         return readiness_from(response)
 
     def stream(
@@ -170,7 +177,7 @@ class Connection:
 
     def patience(self) -> Patience:
         """Return the patience for one request."""
-        return Patience(self.base_url, self.patience_seconds)
+        return Patience(self.base_url + self._through, self.patience_seconds)
 
     async def _receive(self, request: httpx.Request, receive: Receive | None) -> httpx.Response:
         response = await self.http.send(request, stream=True)
@@ -181,6 +188,43 @@ class Connection:
             with anyio.CancelScope(shield=True):
                 await response.aclose()
         return response
+
+
+def find_proxy(url: httpx.URL) -> str | None:
+    """Return the proxy that the environment names for an address; None if it is reached directly.
+
+    This machine's own addresses are, whatever the environment says: a proxy elsewhere cannot reach them.
+    """
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if not proxy or _is_loopback(url.host) or urllib.request.proxy_bypass(url.netloc.decode()):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+@contextmanager
+def _explaining(proxy: str | None) -> Iterator[None]:
+    """Turn the errors of a client that cannot use this proxy into one that says so."""
+    try:
+        yield
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        if proxy is None:
+            raise
+        raise ProxySettingsError(f"{_described(proxy)} cannot be used: {error}") from error
+
+
+def _described(proxy: str) -> str:
+    """Describe a proxy of the environment, without its password."""
+    return (
+        f"the proxy {proxy.rpartition('@')[2]} of the environment (name the server in NO_PROXY to avoid it)"
+    )
 
 
 class Patience:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
-import urllib.request
 from contextlib import suppress
 
 import anyio
@@ -117,10 +116,3 @@ def _whole(answer: http.client.HTTPResponse) -> bytearray:
     if at < length:
         raise http.client.IncompleteRead(b"", length - at)
     return body
-
-
-def is_direct(url: httpx.URL) -> bool:
-    """Return whether this address is reached without a proxy."""
-    proxies = urllib.request.getproxies()
-    proxied = url.scheme in proxies or "all" in proxies
-    return not proxied or bool(urllib.request.proxy_bypass(url.host))

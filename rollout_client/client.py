@@ -34,6 +34,7 @@ from rollout_client.errors import (
     NotFoundError,
     ProblemError,
     ProtocolError,
+    ProxySettingsError,
     UnauthorizedError,
     UnavailableError,
     UnreachableError,
@@ -57,6 +58,7 @@ __all__ = [
     "NotFoundError",
     "ProblemError",
     "ProtocolError",
+    "ProxySettingsError",
     "RolloutClient",
     "UnauthorizedError",
     "UnavailableError",
@@ -86,6 +88,11 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
         ca_file: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """Take the address of a service; one on this machine is reached without the environment's proxy.
+
+        Raises:
+            ProxySettingsError: The proxy that the environment names for it cannot be used.
+        """
         from rollout_client._connection import Connection
 
         self._connection = Connection(

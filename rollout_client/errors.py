@@ -2,6 +2,7 @@
 
 ClientError
  |- UnreachableError       no response within the patience of this client
+ |- ProxySettingsError     the proxy that the environment names cannot be used
  |- ProtocolError          a response that is not one of this API
  `- ProblemError           the server refused; `.problem` is its problem document
      |- InvalidRequestError    400, 413, 422
@@ -25,6 +26,10 @@ class ClientError(Exception):
 
 class UnreachableError(ClientError):
     """No server answered within the patience of this client."""
+
+
+class ProxySettingsError(ClientError):
+    """The proxy that the environment names for the server cannot be used."""
 
 
 class ProtocolError(ClientError):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LEASE_SECONDS = 600.0
 LONG_POLL_SECONDS = 30.0
+RUN_WITHOUT_BATCHES = "run_without_batches"
+"""The code of a lease from a run that is over and never had a batch."""
 ANSWER_SECONDS = 300.0
 """The time for which the transfer of a batch may stall."""
 
@@ -242,6 +244,7 @@ class ClientRun:
 
         Raises:
             GoneError: The run is over and every batch is acknowledged.
+            ConflictError: There will be no batch until a person mends what the run's problem says.
             ImportError: `arrays` is set and NumPy is missing.
         """
         if arrays:
@@ -292,11 +295,17 @@ class ClientRun:
 
         Leaving the loop by `break` or an error acknowledges nothing: the batch comes again, at once after `nack`, else
         when its lease expires. While the loop's body runs, the lease is renewed.
+
+        Raises:
+            GoneError: The run took all its tasks and delivered no batch; its problem is in the message.
+            ConflictError: There will be no batch until a person mends what the run's problem says.
         """
         while True:
             try:
                 leased = await self.lease(lease_seconds=lease_seconds, arrays=arrays)
-            except GoneError:
+            except GoneError as error:
+                if error.problem.code == RUN_WITHOUT_BATCHES:
+                    raise
                 return
             if leased is not None:
                 kept = self._start_renewal(leased, lease_seconds)

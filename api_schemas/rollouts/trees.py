@@ -118,7 +118,7 @@ class AgentNode(WireModel):
     invalid_because: InvalidBecause | None = None
     """Set if and only if the result is not valid."""
     duplicate: Flag = False
-    """Whether the same task was assigned to the same agent before."""
+    """Whether the same task was assigned before to an agent with the same instructions, white space aside."""
     stop_reason: StopReason | None = None
     error: ErrorInfo | None = None
     usage: Usage = Usage()
@@ -139,17 +139,17 @@ class Assigns(WireModel):
     attempted: Integer = 0
     """All of them, malformed ones excepted."""
     executed: Integer = 0
-    """Those that ran; each has a node."""
+    """Those that began to run; each has a node."""
     valid: Integer = 0
     """Those whose result is valid."""
     duplicate: Integer = 0
-    """Those that ran although the same task was assigned to the same agent before."""
+    """Those that ran although the same task was assigned before to an agent with the same instructions."""
     over_cap: Integer = 0
     """Those beyond the limit of a turn or of the rollout."""
     refused: Integer = 0
     """Those to an unknown agent, or with an empty or too long field."""
     abandoned: Integer = 0
-    """Those in the same turn as the final answer."""
+    """Those in the same turn as the final answer, and those that had not begun when the agent ended."""
 
 
 class WorkSeconds(WireModel):

@@ -42,6 +42,10 @@ RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,6
 BatchId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
 """The identifier of a batch: `<run>.b<number>`."""
 
+MAX_FAILED_IN_A_ROW = 32
+"""The default of a run's `max_failed_in_a_row`: more than one broken corner of a data set has, since tasks are often
+sorted, and few enough that a broken grader wastes minutes of the engines, not a night."""
+
 BINARY_MEDIA_TYPE = "application/vnd.rollout.batch+safetensors"
 """The media type that a client accepts to get a batch as arrays; JSON is the default."""
 
@@ -184,7 +188,8 @@ class RunRequest(WireModel):
     pool: Name = "policy"
     """The pool of engines that serves the agents."""
     sampling: Sampling = Sampling()
-    """How the policy is sampled. The number of each sample is added to the seed, if there is one."""
+    """How the policy is sampled. Each sample gets a seed of its own, if there is one: made of it, of the task's number
+    over all epochs, and of the sample's number."""
     limits: Limits = Limits()
     nodes: Annotated[NodeDetail, Field(exclude_if=lambda detail: detail is NodeDetail.NONE)] = NodeDetail.NONE
     """How much of the agents' sub-agents to return with the rollouts, as their `exports.nodes`."""
@@ -214,6 +219,15 @@ class RunRequest(WireModel):
     """How often a sample is repeated after a failure that was not the policy's fault, before it is masked."""
     min_usable: Count = 1
     """The fewest usable samples of a group; a group with fewer is dropped."""
+    max_failed_in_a_row: Annotated[
+        Count | None, Field(exclude_if=lambda count: count == MAX_FAILED_IN_A_ROW)
+    ] = MAX_FAILED_IN_A_ROW
+    """The run is paused with its `problem` once this many groups in a row were dropped because every sample failed with
+    the same error, which another attempt would not mend, such as that of a broken grader; null sets no limit. The
+    default is left out of JSON."""
+    max_dropped_in_a_row: Annotated[Count | None, Field(exclude_if=lambda count: count is None)] = None
+    """The run is paused with its `problem` once this many groups in a row were dropped, for whatever reason other than
+    `stale`, `surplus` or `cancelled`; null sets no limit, and is left out of JSON."""
     priority: Signed = 0
     """The priority of the run; runs with a higher priority are served first."""
     weight: Annotated[float, Number] = Field(1.0, gt=0.0, le=1e6)
@@ -265,6 +279,9 @@ class RunPatch(WireModel):
     priority: Signed | None = None
     weight: Annotated[float, Number] | None = Field(None, gt=0.0, le=1e6)
     max_concurrent: Count | None = None
+    max_failed_in_a_row: Count | None = None
+    max_dropped_in_a_row: Count | None = None
+    """Like the request's field of this name, except that null leaves it as it is."""
 
 
 class AppendTasks(WireModel):
@@ -314,9 +331,11 @@ class Run(WireModel):
     """The estimated share of closed groups that pass the filters."""
     counts: RunCounts
     problem: ErrorInfo | None = None
-    """Why the run cannot continue, and what to do about it; it continues when it is resumed."""
+    """Why the run cannot continue, or why it delivers nothing although it runs, and what to do about it. A paused run
+    continues when it is resumed; the problem of a running one ends with the next group that is kept."""
     warnings: Annotated[list[str], Field(exclude_if=lambda warnings: not warnings)] = []
-    """What in the request may not do what it is meant to do; left out of JSON if there is nothing."""
+    """What in the request may not do what it is meant to do, or keeps the run waiting; left out of JSON if there is
+    nothing."""
     parallel: Annotated[RunParallel | None, Field(exclude_if=lambda parallel: parallel is None)] = None
     """How its rollouts use sub-agents. Left out of JSON unless requested, and until a scored rollout that may have any
     is in a closed group."""

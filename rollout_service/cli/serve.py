@@ -84,6 +84,9 @@ def command(
         typer.Option(help="What this node has that environments may require; may be repeated."),
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    own: Annotated[
+        bool, typer.Option("--own", hidden=True, help="Ignore the settings of a service for others.")
+    ] = False,
 ) -> None:
     """Run the server in the foreground, until Ctrl-C.
 
@@ -93,14 +96,15 @@ def command(
     """
     parameters = locals()
     gc.disable()  # the imports make no garbage; `serve` enables it
-    common.run_blocking(lambda: _serve(config, settings_of(parameters), port_file))
+    common.run_blocking(lambda: _serve(config, settings_of(parameters), port_file, own=own))
 
 
-def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -> int:
+def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None, *, own: bool) -> int:
     from rollout_service.api.serve import serve
-    from rollout_service.settings import load_settings
+    from rollout_service.settings import load_own_settings, load_settings
 
-    return serve(load_settings(config, **flags), port_file=port_file)
+    load = load_own_settings if own else load_settings
+    return serve(load(config, **flags), port_file=port_file)
 
 
 def settings_of(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A server as a child process, for commands that need one of their own.
 
 Guarantee: the child has ended when the block is left, however it is left: SIGTERM, time to drain, then SIGKILL, always
-by its own pid. If this process is killed, the kernel sends the child SIGTERM.
+by its own pid. If this process is killed, the kernel sends the child SIGTERM. Unless a settings file is among its
+flags, what the user's settings say of a service for others, such as keys, TLS or a shared store, does not hold for it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ async def running_child(
     command = [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
     command += [sys.executable, "-m", "rollout_service.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
     command += ["--state-dir", str(state_dir), "--port-file", str(address), *flags]
+    command += [] if "--config" in flags else ["--own"]
     with log.open("wb") as file:
         process = await start_process(command, stdout=file, stderr=file, new_session=True)
     try:

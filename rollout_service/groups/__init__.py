@@ -12,6 +12,7 @@ from rollout_service.groups.filters import FilterChain, GroupFilter, RewardFilte
 from rollout_service.groups.outcome import (
     CANCELLED,
     DELETED,
+    NOT_FILTERED,
     STALE,
     STRAGGLER,
     SURPLUS,
@@ -34,6 +35,7 @@ from rollout_service.groups.stragglers import CompletionTimes, StragglerRule
 __all__ = [
     "CANCELLED",
     "DELETED",
+    "NOT_FILTERED",
     "STALE",
     "STRAGGLER",
     "SURPLUS",

@@ -23,6 +23,8 @@ SURPLUS = "surplus"
 """The group was not needed, and its run does not carry groups over."""
 DELETED = "deleted"
 """The sample was erased on a person's demand; a group of which too little is left is dropped."""
+NOT_FILTERED = frozenset({STALE, SURPLUS, CANCELLED, DELETED})
+"""The reasons for dropping a group that say nothing about its task."""
 NOT_A_NUMBER = "reward_not_finite"
 """The reward is infinite or not a number."""
 

@@ -95,9 +95,12 @@ def _of_work(work: Work) -> dict[str, int]:
 
 
 def _of_nodes(nodes: Sequence[AgentNode]) -> Counter[str]:
-    reasons = (node.invalid_because for node in nodes)
+    begun = [
+        node for node in nodes if node.invalid_because is not InvalidBecause.CANCELLED or node.seconds.worked
+    ]
+    reasons = (node.invalid_because for node in begun)
     sums = Counter(f"{_INVALID}{reason}" for reason in reasons if reason is not None)
-    return sums + Counter(nodes=len(nodes))
+    return sums + Counter(nodes=len(begun))
 
 
 def _invalid(n: Counter[str]) -> dict[InvalidBecause, float] | None:

@@ -36,17 +36,19 @@ class FindingLog:
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], HangFinding] = {}
 
-    def update(self, judged: Iterable[Judged]) -> Changes:
-        """Replace the findings with those of a new look."""
+    def update(self, judged: Iterable[Judged], others: Iterable[HangFinding] = ()) -> Changes:
+        """Replace the findings with those of a new look; `others` are made elsewhere, and get their ids here."""
         groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
         for one in judged:
             groups[one.kind, one.subject].append(one)
         before = self._open
         self._open = {}
         changes = Changes()
-        for key, group in groups.items():
+        for found in (*map(_finding, groups.values()), *others):
+            key = (found.kind, found.subject)
             known = before.pop(key, None)
-            finding = self._open[key] = _finding(group, known.finding_id if known else new_finding_id())
+            finding_id = known.finding_id if known else new_finding_id()
+            finding = self._open[key] = found.model_copy(update={"finding_id": finding_id})
             if known is None:
                 changes.began.append(finding)
             elif finding.verdict is HangVerdict.STUCK and known.verdict is not HangVerdict.STUCK:
@@ -69,7 +71,8 @@ def worst_first(findings: Iterable[HangFinding]) -> list[HangFinding]:
     return sorted(findings, key=lambda one: (_ORDER.index(one.verdict), -one.seconds))
 
 
-def _finding(group: list[Judged], finding_id: str) -> HangFinding:
+def _finding(group: list[Judged]) -> HangFinding:
+    """Return the finding of waits for the same thing, without an id."""
     verdict = min((one.verdict for one in group), key=_ORDER.index)
     members = sorted(
         (one for one in group if one.verdict is verdict), key=lambda one: one.wait.seconds, reverse=True
@@ -78,7 +81,7 @@ def _finding(group: list[Judged], finding_id: str) -> HangFinding:
     wait, task = oldest.wait, oldest.wait.step.task
     rollouts = list(dict.fromkeys(one.wait.activity.rollout_id for one in members))
     return HangFinding(
-        finding_id=finding_id,
+        finding_id="",
         verdict=verdict,
         kind=oldest.kind,
         subject=oldest.subject,

@@ -18,6 +18,7 @@ from api_schemas.events import EventKind
 from api_schemas.views.hangs import HangFinding, HangVerdict
 from rollout_service.errors import StoreError
 from rollout_service.hangs.heartbeat import BlockedLoop, lines_of
+from rollout_service.hangs.signs.runs import RUN
 from rollout_service.signals import ResettableEvent
 from rollout_service.store.contract import Store
 
@@ -65,7 +66,8 @@ class HangTeller:
 
     def tell(self, kind: EventKind, finding: HangFinding) -> None:
         """Tell of a finding that has begun, worsened or ended."""
-        _log(kind, finding)
+        if finding.kind != RUN:  # whoever works on runs logs their problems
+            _log(kind, finding)
         self._record(kind, finding)
 
     def tell_of_blocks(self, blocks: list[BlockedLoop]) -> None:

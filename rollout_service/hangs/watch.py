@@ -1,4 +1,5 @@
 """Looks at everything that rollouts wait for, once a second, and reports what is stuck, slow or held back.
+Runs that cannot go on, or deliver nothing, are told of in the same way by the service that works on runs.
 
 Guarantees:
 - A wait is called stuck only if it takes longer than it should and nothing moves; see `rules`.
@@ -13,7 +14,7 @@ import faulthandler
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +31,7 @@ from rollout_service.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbeat
 from rollout_service.hangs.last_report import STACKS, LastReport
 from rollout_service.hangs.metrics import HangMetrics
 from rollout_service.hangs.rules import LOOK_SECONDS
+from rollout_service.hangs.signs.runs import TroubledRuns
 from rollout_service.hangs.stacks import stack_of_task
 from rollout_service.hangs.telling import HangTeller
 from rollout_service.hangs.verdicts import Verdicts
@@ -37,6 +39,7 @@ from rollout_service.hangs.waits import StepWait, at, view, waits_of
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.private_files import make_private
+from rollout_service.store.runs_contract import RunRecord
 
 TICK_SECONDS = 1.0
 SLICE = 200
@@ -46,7 +49,15 @@ SLICE = 200
 class HangWatch:
     """The search for hangs at one node."""
 
-    def __init__(self, node: str, context: AttemptContext, serving: PolicyServing, state_dir: Path) -> None:
+    def __init__(
+        self,
+        node: str,
+        context: AttemptContext,
+        serving: PolicyServing,
+        state_dir: Path,
+        *,
+        troubled_runs: Callable[[], Iterable[RunRecord]],
+    ) -> None:
         """Learn from the steps of the context's attempts from now on; look at nothing before `running`."""
         self._node = node
         self._board = context.activities
@@ -55,6 +66,7 @@ class HangWatch:
         """How long steps usually take."""
         self._board.observe(self.durations)
         self._verdicts = Verdicts(context, serving, self.durations)
+        self._runs = TroubledRuns(troubled_runs)
         self._findings = FindingLog()
         self._teller = HangTeller(context.store)
         self._heartbeat: LoopHeartbeat | None = None
@@ -136,7 +148,7 @@ class HangWatch:
         suspects = [wait async for wait in self._in_slices() if wait.quiet >= LOOK_SECONDS]
         await self._verdicts.probe(suspects, tasks.start_soon)
         judged = self._verdicts.of([one for one in suspects if one.step.ended is None])
-        changes = self._findings.update(judged)
+        changes = self._findings.update(judged, self._runs.findings())
         for kind, findings in (
             (EventKind.HANG_BEGAN, changes.began),
             (EventKind.HANG_WORSENED, changes.worsened),

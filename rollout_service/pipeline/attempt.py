@@ -57,7 +57,7 @@ class Attempt:
         self._context = context
         self.lease = lease
         self._slot = Slot(context.stages.init.places)
-        self._queued_at = time.perf_counter() - (datetime.now(UTC) - lease.queued_at).total_seconds()
+        self._queued_at = time.perf_counter() - lease.queued_seconds
         self._policy = AttemptPolicy(context, lease.request)
         self._runner: StageRunner | None = None
         self._state = RolloutState.QUEUED

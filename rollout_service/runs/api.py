@@ -29,6 +29,7 @@ from rollout_service.http.api_keys import Role
 from rollout_service.policies.subagent_pools import check_subagent_pool, check_trained_pool
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
+from rollout_service.runs.nothing_kept import problem_of, warnings_of
 from rollout_service.runs.task_files import Rows, open_file
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord, RunStore
@@ -38,6 +39,9 @@ CheckEnvironment = Callable[[str], Awaitable[Environment]]
 
 
 log = structlog.get_logger(__name__)
+
+_CHANGEABLE = {"priority", "weight", "max_concurrent", "max_failed_in_a_row", "max_dropped_in_a_row"}
+"""The fields of a request that a patch may change."""
 
 
 class RunService:
@@ -163,7 +167,7 @@ class RunService:
             ConflictError: The run is over and cannot be paused or resumed.
         """
         run = await self._runs.get(run_id)
-        changes = patch.model_dump(include={"priority", "weight", "max_concurrent"}, exclude_none=True)
+        changes = patch.model_dump(include=_CHANGEABLE, exclude_none=True)
         request = run.request.model_copy(update=changes) if changes else None
         updated = await self._runs.update(run_id, state=patch.state, version=patch.version, request=request)
         if patch.state is not None:
@@ -210,8 +214,8 @@ class RunService:
                 samples_retried=run.count("retried"),
                 batches_acknowledged=run.count("batches:acknowledged"),
             ),
-            problem=run.problem,
-            warnings=run_warnings(run.request, run.total),
+            problem=problem_of(run),
+            warnings=[*run_warnings(run.request, run.total), *warnings_of(run)],
             parallel=self._manager.parallel(run) if parallel else None,
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,

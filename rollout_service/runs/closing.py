@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from api_schemas.errors import Boundary
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.rollouts.figures import StepsSpread
 from api_schemas.rollouts.trees import NodeDetail
@@ -33,6 +34,8 @@ from rollout_service.groups.figures import group_figures
 from rollout_service.store import rules
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember
 
+PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
+"""The boundaries whose failures recur whenever the rollout is retried."""
 _TRUNCATIONS = frozenset(
     {
         StopReason.MAX_TURNS,
@@ -148,9 +151,17 @@ def close_group(
         measured_on=None if weights is None else RewardPart.PERF,
         filtered_on=[] if weights is None else chain.parts,
         critical_steps=_critical_steps(request, group, samples),
+        failure=_failure(samples),
         figures=group_figures(rollout for _, rollout in samples),
         counts={rules.WORK + name: n for name, n in work_sums(rollout for _, rollout in samples).items()},
     )
+
+
+def _failure(samples: Sequence[tuple[GroupMember, Rollout]]) -> str | None:
+    """Return the code of the permanent error that ended every sample, if there is one such error."""
+    errors = [rollout.error for _, rollout in samples]
+    codes = {error.code if error and error.boundary in PERMANENT else None for error in errors}
+    return codes.pop() if len(codes) == 1 else None
 
 
 def _critical_steps(

@@ -6,8 +6,7 @@ lease that expires. Repeating a request with the same key repeats a response tha
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -16,13 +15,14 @@ from http import HTTPStatus
 import anyio
 import anyio.to_thread
 
-from api_schemas.runs import Batch, Group
+from api_schemas.runs import Batch, Group, RunState
 from rollout_service.errors import NotFoundError, RequestError
 from rollout_service.ids import BatchId
 from rollout_service.runs.batch_encoding import BatchFile
 from rollout_service.runs.manager import RunManager
+from rollout_service.runs.nothing_kept import problem_of, reason_to_refuse
 from rollout_service.store.codec.heads import group_json
-from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, GroupHead, RunStore
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, GroupHead, RunRecord, RunStore
 
 
 class RunOverError(RequestError):
@@ -32,15 +32,18 @@ class RunOverError(RequestError):
     status = HTTPStatus.GONE
 
 
+class RunWithoutBatchesError(RunOverError):
+    """The run took all its tasks and delivered no batch."""
+
+    code = "run_without_batches"
+
+
 class Delivery:
     """Delivers the batches of all runs."""
 
-    def __init__(
-        self, runs: RunStore, manager: RunManager, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, runs: RunStore, manager: RunManager) -> None:
         self._runs = runs
         self._manager = manager
-        self._clock = clock
 
     async def lease(
         self, request: BatchLeaseRequest, *, version: int | None, timeout: float
@@ -50,6 +53,9 @@ class Delivery:
         Raises:
             NotFoundError: There is no such run.
             RunOverError: The run is over, and all its batches are acknowledged.
+            RunWithoutBatchesError: The run is over, and it had none.
+            RunStoppedError: There is none within `timeout` seconds, and there will be none until a person mends what
+                the run's problem says.
             StoreError: The store failed.
         """
         if version is not None:
@@ -59,6 +65,8 @@ class Delivery:
             await self._manager.mask_stale(request.run_id, strict=not request.allow_stale)
         with anyio.move_on_after(timeout):
             return await self._leased(request)
+        if (refusal := reason_to_refuse(await self._runs.get(request.run_id))) is not None:
+            raise refusal
         return None
 
     async def _leased(self, request: BatchLeaseRequest) -> BatchLease:
@@ -70,14 +78,11 @@ class Delivery:
             if isinstance(leased, BatchLease):
                 return leased
             if leased.over:
-                raise RunOverError(
-                    f"the run {request.run_id} is over, and all its batches are acknowledged",
-                    hint="Create a new run.",
-                )
+                raise _over(await self._runs.get(request.run_id))
             if leased.stale:
                 await self._manager.mask_stale(request.run_id)
                 continue
-            with anyio.move_on_after(max(0.0, leased.due - self._clock())):
+            with anyio.move_on_after(max(0.0, leased.due_in)):
                 await self._runs.wait_for_delivery(seen)
 
     async def as_json(self, leased: BatchLease) -> AsyncIterator[bytes]:
@@ -124,6 +129,18 @@ class Delivery:
             ConflictError: The batch is acknowledged.
         """
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
+
+
+def _over(run: RunRecord) -> RunOverError:
+    if run.count("batches:acknowledged"):
+        return RunOverError(
+            f"the run {run.run_id} is over, and all its batches are acknowledged", hint="Create a new run."
+        )
+    if (problem := problem_of(run)) is not None and run.state is RunState.FINISHED:
+        return RunWithoutBatchesError(
+            f"the run {run.run_id} is over: {problem.message}", hint=f"{problem.hint} Then create a new run."
+        )
+    return RunOverError(f"the run {run.run_id} is over, and it delivered no batch", hint="Create a new run.")
 
 
 def _batch(leased: BatchLease, groups: Sequence[Group | GroupHead]) -> Batch:

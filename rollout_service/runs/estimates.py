@@ -6,9 +6,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
 from api_schemas.rollouts.figures import ParallelFigures
 from rollout_service.groups import (
+    NOT_FILTERED,
     AcceptanceRate,
     CompletionTimes,
     GroupProgress,
@@ -18,8 +20,6 @@ from rollout_service.groups import (
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import GroupClosure, OpenGroup, RunRecord
 
-NOT_FILTERED = frozenset({"stale", "surplus", "cancelled"})
-"""Reasons for dropping a group that do not come from a filter, and so say nothing about the tasks."""
 _MAX_CASES = 256
 RECENT = 256
 """The number of rollouts that the recent figures on sub-agents cover."""
@@ -37,6 +37,8 @@ class RunEstimates:
     """What each of the last rollouts did with sub-agents."""
     oldest_version: int | None = None
     """That of the tokens of the group that closed last."""
+    newest_error: ErrorInfo | None = None
+    """The newest one of a sample since the last group that was kept."""
 
     @property
     def recent_figures(self) -> ParallelFigures | None:
@@ -82,6 +84,11 @@ class RunEstimates:
         self.oldest_version = closure.oldest_version
         if closure.reason not in NOT_FILTERED:
             self.acceptance.learn(kept=closure.reason is None, path=path)
+        errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+        if closure.reason is None:
+            self.newest_error = None
+        elif errors:
+            self.newest_error = errors[-1]
         self._work.extend(sums for rollout in rollouts if (sums := work_sums([rollout])))
         for rollout, is_straggler in zip(rollouts, stragglers, strict=True):
             if is_straggler and rollout.reward is None:

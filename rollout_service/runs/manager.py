@@ -7,7 +7,6 @@ paused with its problem and left alone until its state is changed. It stops no o
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -15,7 +14,6 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from api_schemas.errors import Boundary
 from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.figures import RunParallel
 from api_schemas.runs import RunRequest, RunState
@@ -29,6 +27,7 @@ from rollout_service.groups import (
     require_outcome_filters,
 )
 from rollout_service.runs.estimates import RunEstimates
+from rollout_service.runs.nothing_kept import reason_to_pause, reason_to_report
 from rollout_service.runs.planning import (
     ActiveRun,
     claim_groups,
@@ -50,8 +49,6 @@ LOOK_SECONDS = 1.0
 GATHER_SECONDS = 0.01
 """Changes within this time are handled in one step."""
 PRUNE_SECONDS = 60.0
-_PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
-"""The boundaries whose failures recur whenever the rollout is retried."""
 
 
 class RunManager:
@@ -67,7 +64,6 @@ class RunManager:
         pool_version: Callable[[str], int],
         metrics: Metrics,
         retention: RetentionPolicy | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Take `places`, the most rollouts of all runs under way at once; more would only wait in the store."""
         self._store = store
@@ -79,9 +75,11 @@ class RunManager:
         self._metrics = metrics
         self._retention = retention or RetentionPolicy()
         self._scheduler = FairScheduler()
-        self._groups = GroupsUnderWay(store, metrics, clock)
+        self._groups = GroupsUnderWay(store, metrics)
         self._estimates: dict[str, RunEstimates] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
+        self.troubled: Sequence[RunRecord] = ()
+        """The runs with a problem, as this service saw them when it last worked on all runs."""
         self._stuck: dict[str, RunState] = {}
         """The state in which a run could not be settled; it is tried again only in another state."""
 
@@ -194,8 +192,16 @@ class RunManager:
                 backlog = sum(
                     member.state is RolloutState.QUEUED for group in found.groups for member in group.members
                 )
-                counts = rules.group_counts(found.run.counters)
-                self._metrics.set_run(run.run_id, counts, rate, backlog=backlog)
+                counters = found.run.counters
+                self._metrics.set_run(
+                    run.run_id,
+                    rules.group_counts(counters),
+                    rate,
+                    backlog=backlog,
+                    dropped_in_a_row=sum(rules.dropped_in_a_row(counters).values()),
+                )
+        latest = {one.run.run_id: one.run for one in active}
+        self.troubled = [run for one in runs if (run := latest.get(one.run_id, one)).problem is not None]
         await self._share_places(active)
         if failure is not None:
             raise failure
@@ -253,7 +259,19 @@ class RunManager:
         estimates = self._estimates.setdefault(run.run_id, RunEstimates.from_record(run))
         active = ActiveRun(run, self.chain(run.request), estimates, await self._runs.open_groups(run.run_id))
         await self._groups.settle(self._runs, active)
+        await self._check_yield(active)
         return active
+
+    async def _check_yield(self, active: ActiveRun) -> None:
+        """Pause a run that reached a limit of groups dropped in a row, and say of any other that it keeps none."""
+        run, newest = active.run, active.estimates.newest_error
+        if run.state is not RunState.RUNNING:
+            return
+        if (error := reason_to_pause(run, newest)) is not None:
+            active.run = await self._pause(run, error)
+        elif run.problem is None and (reported := reason_to_report(run, newest)) is not None:
+            active.run = await self._runs.update(run.run_id, problem=describe(reported))
+            log.warning("a run keeps no group", run=run.run_id, why=str(reported), hint=reported.hint)
 
     async def _share_places(self, active: Sequence[ActiveRun]) -> None:
         """Share the free places among the runs that claim groups."""

@@ -6,6 +6,7 @@ further effect.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from dataclasses import dataclass
 from api_schemas.rollouts import RolloutRequest, TokenExtras
 from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
-from rollout_service.groups import AdmissionState, Claim, FilterChain, groups_to_start
+from rollout_service.groups import AdmissionState, Claim, FilterChain, admission_capacity, groups_to_start
 from rollout_service.ids import SampleId
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.task_source import TaskPosition
 from rollout_service.store.runs_contract import NewGroup, OpenGroup, RunRecord
+
+_SEEDS = 2**31
+"""How many seeds there are for samples: engines take these whether they keep seeds in 32 bits or in 64."""
 
 
 @dataclass(slots=True)
@@ -43,6 +47,14 @@ def claim_groups(active: ActiveRun) -> Claim:
         return Claim(0)
     count = groups_to_start(_admission_state(run), under_way, active.estimates.acceptance)
     return Claim(int(min(count, _tasks_left(run))), request.priority, request.weight)
+
+
+def waits_for_version(run: RunRecord) -> bool:
+    """Return whether a run starts nothing, and has nothing to deliver, before its trainer reports a newer version."""
+    under_way = any(run.count(state) for state in ("open", "ready", "batched"))
+    if under_way or run.exhausted or run.state is not RunState.RUNNING:
+        return False
+    return run.request.max_staleness is not None and admission_capacity(_admission_state(run)) <= 0
 
 
 def _tasks_left(run: RunRecord) -> float:
@@ -80,7 +92,7 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
     """Return the rollout request for one sample of a group."""
     request, sampling = run.request, run.request.sampling
     if sampling.seed is not None:
-        sampling = sampling.model_copy(update={"seed": sampling.seed + sample})
+        sampling = sampling.model_copy(update={"seed": sample_seed(sampling.seed, number, sample)})
     return RolloutRequest(
         rollout_id=str(SampleId(run.run_id, number, sample, retry)),
         task=task,
@@ -91,3 +103,13 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
         metadata=request.metadata,
         trace=None if request.trace is None else request.trace.model_copy(update={"link": True}),
     )
+
+
+def sample_seed(seed: int, number: int, sample: int) -> int:
+    """Return the seed of one sample of a run's group.
+
+    It is the same on every machine and in every release, and differs from those of all other samples of the group.
+    Groups have unrelated seeds, so a task has others in each epoch, and a run with the next seed repeats none.
+    """
+    first = int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=4).digest())
+    return (first + sample) % _SEEDS

@@ -6,17 +6,16 @@ run's trainer would refuse as too old trains nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
-from api_schemas.errors import Boundary
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.runs import RunState
 from rollout_service.errors import RecordLostError
 from rollout_service.groups import CANCELLED, SURPLUS, FilterChain, StragglerRule
 from rollout_service.groups.auxiliary import reward_weights
 from rollout_service.ids import SampleId
-from rollout_service.runs.closing import close_group
+from rollout_service.runs.closing import PERMANENT, close_group
 from rollout_service.runs.planning import ActiveRun, has_surplus, rollout_request
 from rollout_service.store import rules
 from rollout_service.store.codec.rollouts import RESTORE
@@ -24,17 +23,13 @@ from rollout_service.store.contract import Store
 from rollout_service.store.runs_contract import GroupMember, OpenGroup, RunRecord, RunStore
 from rollout_service.telemetry.metrics import Metrics
 
-_PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
-"""The boundaries whose failures recur whenever the rollout is retried."""
-
 
 class GroupsUnderWay:
     """Settles the open groups of runs, by whichever store of runs is given: it may be fenced by a lease."""
 
-    def __init__(self, store: Store, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store
         self._metrics = metrics
-        self._clock = clock
         self._strict: set[str] = set()
         """Runs whose last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
 
@@ -135,7 +130,7 @@ class GroupsUnderWay:
         """Retry a failed sample if that may help and retries are left; return whether it is retried."""
         retry = SampleId.parse(member.rollout_id).retry + 1
         rollout = await self._rollout(member)
-        is_permanent = rollout.error is not None and rollout.error.boundary in _PERMANENT
+        is_permanent = rollout.error is not None and rollout.error.boundary in PERMANENT
         if is_permanent or retry > run.request.infrastructure_retries:
             return False
         request = rollout_request(run, number, member.sample, rollout.task, retry)
@@ -156,17 +151,13 @@ class GroupsUnderWay:
         for group in active.groups:
             usable = sum(member.reward is not None for member in group.members)
             if limit is not None and usable >= rule.min_samples:
-                slow = [member for member in group.members if self._rollout_seconds(member) > limit]
+                slow = [member for member in group.members if (member.rolling_seconds or 0.0) > limit]
                 stragglers = {member.sample for member in group.members if member.is_straggler}
                 if not {member.sample for member in slow} <= stragglers:
                     stragglers |= {member.sample for member in slow}
                     await runs.mark_stragglers(active.run.run_id, group.number, sorted(stragglers))
                 await self._cancel(slow)
             await self._cancel([member for member in group.members if member.is_straggler])
-
-    def _rollout_seconds(self, member: GroupMember) -> float:
-        """Return how long a rollout's agent has been working; 0 if it is not."""
-        return 0.0 if member.rolling_since is None else self._clock() - member.rolling_since
 
 
 def _check_complete(group: OpenGroup) -> None:

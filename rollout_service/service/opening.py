@@ -44,8 +44,15 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         answering = await open_answering(stack, foundation)
         attempts = await open_attempts(stack, foundation, answering, shutdown)
         context, serving = attempts.context, answering.serving
-        hangs = HangWatch(foundation.node.name, context, serving, foundation.state_dir)
         member = await make_member(foundation, serving, context)
+        manager = member.manager
+        hangs = HangWatch(
+            foundation.node.name,
+            context,
+            serving,
+            foundation.state_dir,
+            troubled_runs=lambda: manager.troubled,
+        )
         overview = await _make_overview(context, answering, member, hangs)
         membership = await begin_work(stack, foundation, serving, member, hangs)
         service = _service(foundation, answering, attempts, hangs, member, membership, overview, shutdown)

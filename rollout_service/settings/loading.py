@@ -6,6 +6,7 @@ Guarantee: an error names every key that is wrong, and where it was set; it show
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from rollout_service.errors import ConfigurationError, did_you_mean
 from rollout_service.settings.keys import known_keys
 from rollout_service.settings.service import Settings
-from rollout_service.settings.sources import ENV_PREFIX, HINT, Sources
+from rollout_service.settings.sources import ENV_PREFIX, HINT, Sources, is_shared, without_shared
 
 
 def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
@@ -25,6 +26,20 @@ def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
         ConfigurationError: A source cannot be read, or a value is invalid; the message names every such key.
     """
     return build_settings(read_sources(config, **flags))
+
+
+def load_own_settings(config: Path | None = None, /, **flags: Any) -> Settings:
+    """Read the settings for a server that a command starts for itself, in a process of its own.
+
+    Nobody else is to use it, or to work with it, so it has none of `SHARED`, except as flags.
+
+    Raises:
+        ConfigurationError: A source cannot be read, or a value is invalid; the message names every such key.
+    """
+    for name in [name for name in os.environ if is_shared(name)]:
+        del os.environ[name]
+    sources = read_sources(config, **flags)
+    return build_settings(replace(sources, table=without_shared(sources.table)))
 
 
 def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:

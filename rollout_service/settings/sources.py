@@ -58,6 +58,26 @@ FLAGS = {
     "log_level": "--log-level",
 }
 """The flags of `serve` that set a key, by key."""
+SHARED = frozenset(
+    {
+        "host",
+        "port",
+        "keys",
+        "keys_file",
+        "allowed_hosts",
+        "path_prefix",
+        "tls_certificate",
+        "tls_key",
+        "tls_key_password",
+        "store",
+        "cluster",
+        "live",
+        "gateway.host",
+        "gateway.port",
+        "gateway.public_url",
+    }
+)
+"""The keys and tables that make a service one for others: who may use it, where it is, and with whom it works."""
 HINT = "`rollout-service config docs` lists all settings."
 _HEADER = re.compile(r"^\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 _ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
@@ -145,6 +165,21 @@ class Sources:
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.file}:{self.lines[path]}" if path else str(self.file)
+
+
+def is_shared(variable: str) -> bool:
+    """Return whether a variable sets something in `SHARED`."""
+    path = _path(variable.upper()) if variable.upper().startswith(ENV_PREFIX) else []
+    return any(".".join(path[:end]) in SHARED for end in range(1, len(path) + 1))
+
+
+def without_shared(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return a table of the file without what is in `SHARED`."""
+    kept = {name: value for name, value in table.items() if above + name not in SHARED}
+    return {
+        name: without_shared(value, f"{above}{name}.") if isinstance(value, Mapping) else value
+        for name, value in kept.items()
+    }
 
 
 def variable_name(dotted: str) -> str:

@@ -56,8 +56,9 @@ class Lease:
     """The stages of earlier attempts that failed; a crash leaves none."""
     created_at: datetime
     """When the rollout was submitted."""
-    queued_at: datetime
-    """When it was last queued: submitted, or released after an attempt."""
+    queued_seconds: float
+    """How long ago it was queued, submitted or released after an attempt, when it was claimed; by the store's clock,
+    since this host may have another time."""
     token: int
     """A number that grows with every claim and distinguishes this lease from earlier ones of the same owner."""
     saved_turns: int = 0

@@ -13,13 +13,17 @@ from enum import StrEnum
 
 from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus, TaskSource
 from rollout_service.errors import ConflictError
-from rollout_service.groups import DELETED, STALE, oldest_allowed_version
+from rollout_service.groups import DELETED, NOT_FILTERED, STALE, oldest_allowed_version
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup, NoBatch, RunRecord
 
 DROPPED = "dropped:"
 """The prefix of the counters of dropped groups; the reason follows."""
 WORK = "work:"
 """The prefix of the sums of how rollouts used sub-agents; the name in `groups.work_sums` follows."""
+DROPPED_IN_A_ROW = "in_a_row:dropped:"
+"""The prefix of the counters of groups that were dropped since the last one that was kept; the reason follows."""
+FAILED_IN_A_ROW = "in_a_row:failed:"
+"""The prefix of the counter of groups in a row that one permanent error ended; its code follows."""
 OVER = frozenset({RunState.ENDED, RunState.FINISHED})
 
 
@@ -68,7 +72,7 @@ class NewBatch:
 
 
 def next_batch(
-    run: RunRecord, ready: Sequence[ReadyGroup], *, bound: int | None, due: float = math.inf
+    run: RunRecord, ready: Sequence[ReadyGroup], *, bound: int | None, due_in: float = math.inf
 ) -> NewBatch | NoBatch:
     """Return the next new batch of a run, or why there is none now.
 
@@ -76,15 +80,15 @@ def next_batch(
         run: the run, with its current counters.
         ready: all its ready groups, in the order of their numbers.
         bound: the oldest version that a token may have; None takes stale groups too.
-        due: when the next lease of another batch runs out, in Unix seconds.
+        due_in: after how many seconds the next lease of another batch runs out.
     """
     if any(is_stale(group.oldest_version, bound) for group in ready):
-        return NoBatch(over=False, due=math.inf, stale=True)
+        return NoBatch(over=False, due_in=math.inf, stale=True)
     size = run.request.batch_size
     is_last = run.exhausted and not run.count("open")
     if not ready or (len(ready) < size and not is_last):
         delivered = is_last and not ready and not run.count("batched")
-        return NoBatch(over=run.state is RunState.FINISHED or delivered, due=due)
+        return NoBatch(over=run.state is RunState.FINISHED or delivered, due_in=due_in)
     numbers = [group.number for group in ready]
     if run.request.surplus is Surplus.CANCEL:
         return NewBatch(numbers[:size], surplus=numbers[size:], cancels_open=True)
@@ -96,17 +100,32 @@ def next_batch(
 
 def dropped_counts(counters: Mapping[str, int]) -> dict[str, int]:
     """Return how many groups were dropped, by reason."""
-    return {name.removeprefix(DROPPED): n for name, n in counters.items() if name.startswith(DROPPED)}
+    return _with_prefix(counters, DROPPED)
 
 
 def group_counts(counters: Mapping[str, int]) -> dict[str, int]:
     """Return a run's counters of groups, samples and batches."""
-    return {name: n for name, n in counters.items() if not name.startswith(WORK)}
+    others = (WORK, DROPPED_IN_A_ROW, FAILED_IN_A_ROW)
+    return {name: n for name, n in counters.items() if not name.startswith(others)}
 
 
 def work_counts(counters: Mapping[str, int]) -> dict[str, int]:
     """Return the sums of how a run's rollouts used sub-agents."""
-    return {name.removeprefix(WORK): n for name, n in counters.items() if name.startswith(WORK)}
+    return _with_prefix(counters, WORK)
+
+
+def dropped_in_a_row(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return how many groups were dropped since the last one that was kept, by reason."""
+    return _with_prefix(counters, DROPPED_IN_A_ROW)
+
+
+def failed_in_a_row(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return how many groups in a row one permanent error ended, by its code; there is at most one."""
+    return _with_prefix(counters, FAILED_IN_A_ROW)
+
+
+def _with_prefix(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
 
 
 def added_counts(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
@@ -127,9 +146,33 @@ def masked_counts(
     return {name: count for name, count in counts.items() if count}
 
 
-def closing_counts(closure: GroupClosure) -> dict[str, int]:
+def closing_counts(closure: GroupClosure, counters: Mapping[str, int]) -> dict[str, int]:
     """Return what to add to a run's counters when a group is closed for the first time."""
-    return masked_counts(closure.samples) | {name: count for name, count in closure.counts.items() if count}
+    added = {name: count for name, count in closure.counts.items() if count}
+    return masked_counts(closure.samples) | added | _in_a_row_counts(closure, counters)
+
+
+def _in_a_row_counts(closure: GroupClosure, counters: Mapping[str, int]) -> dict[str, int]:
+    if closure.reason is None:
+        return restart_counts(counters)
+    if closure.reason in NOT_FILTERED:
+        return {}
+    counts = {DROPPED_IN_A_ROW + closure.reason: 1}
+    if closure.failure is not None:
+        counts[FAILED_IN_A_ROW + closure.failure] = 1
+    others = restart_counts(counters, FAILED_IN_A_ROW)
+    return {name: count for name, count in others.items() if name not in counts} | counts
+
+
+def restart_counts(counters: Mapping[str, int], *prefixes: str) -> dict[str, int]:
+    """Return what to add to a run's counters so that those of groups in a row, or of these prefixes, are zero."""
+    given = prefixes or (DROPPED_IN_A_ROW, FAILED_IN_A_ROW)
+    return {name: -count for name, count in counters.items() if name.startswith(given)}
+
+
+def ends_problem(run: RunRecord, closure: GroupClosure) -> bool:
+    """Return whether a group ends the problem of a run that goes on: that none was kept."""
+    return closure.reason is None and run.problem is not None and run.state is RunState.RUNNING
 
 
 def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:

@@ -55,7 +55,8 @@ class RunRecord:
     cursor: int
     counters: Mapping[str, int]
     """Groups by state, dropped ones as `dropped:<reason>`; `masked`, `masked:stale` and `retried` samples; acknowledged
-    batches as `batches:acknowledged`; sums of how rollouts used sub-agents as `work:<name>`."""
+    batches as `batches:acknowledged`; sums of how rollouts used sub-agents as `work:<name>`; groups in a row that were
+    dropped, or that an error ended, as `in_a_row:dropped:<reason>` and `in_a_row:failed:<code>`."""
     problem: ErrorInfo | None
     created_at: datetime
     changed_at: datetime
@@ -88,8 +89,8 @@ class GroupMember:
     rollout_id: str
     state: RolloutState
     reward: float | None
-    rolling_since: float | None
-    """When its agent started, in Unix seconds; None unless the agent is working."""
+    rolling_seconds: float | None
+    """How long its agent has been working, by the store's clock; None unless the agent is working."""
     oldest_version: int | None
     newest_version: int | None
     is_straggler: bool
@@ -144,6 +145,8 @@ class GroupClosure:
     filtered_on: Sequence[RewardPart] = ()
     """The parts of the rewards that the filters looked at, if there are parts."""
     critical_steps: StepsSpread | None = None
+    failure: str | None = None
+    """The code of the permanent error that ended every sample; None if there is not one such error."""
     figures: GroupFigures | None = None
     """How its rollouts went, for the history of the run."""
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -212,8 +215,9 @@ class NoBatch:
 
     over: bool
     """Whether there will never be another batch."""
-    due: float
-    """When the next lease expires, in Unix seconds, so that a batch may become available; infinity if none is out."""
+    due_in: float
+    """After how many seconds the next lease expires, so that a batch may become available; infinity if none is out.
+    A duration, since the caller's host may have another time than the store."""
     stale: bool = False
     """Whether waiting groups have become too old: call `reclose_group` for each, then ask again."""
 
@@ -259,7 +263,7 @@ class RunStore(RunLists, Protocol):
     ) -> RunRecord:
         """Change what is given and return the run.
 
-        A version only grows, and resuming clears the problem.
+        A version only grows. Resuming clears the problem, and the counters of groups in a row.
 
         Raises:
             ConflictError: The run is over and cannot be paused or resumed.
@@ -303,6 +307,8 @@ class RunStore(RunLists, Protocol):
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         """Keep or drop an open group; any other group is left unchanged, and so is one with a usable sample that was
         erased since the closure was decided.
+
+        A group that is kept ends the problem of a run that is running.
         """
         ...
 

@@ -156,6 +156,11 @@ RUN_ACCEPTANCE: Final = MetricSpec(
     "rollout_run_acceptance_rate", "Share of groups expected to pass the filters", ("run",)
 )
 BACKLOG: Final = MetricSpec("rollout_backlog", "Rollouts of a run that wait to be begun", ("run",))
+DROPPED_IN_A_ROW: Final = MetricSpec(
+    "rollout_run_dropped_in_a_row",
+    "Groups of a run that were dropped since the last one that was kept",
+    ("run",),
+)
 EVENT_READERS: Final = MetricSpec(
     "rollout_event_readers", "Open streams of the API", ("stream",), known=(("events",), ("overview",))
 )
@@ -168,6 +173,7 @@ GAUGES: Final = (
     RUN_GROUPS,
     RUN_ACCEPTANCE,
     BACKLOG,
+    DROPPED_IN_A_ROW,
     EVENT_READERS,
 )
 
@@ -292,19 +298,27 @@ class Metrics:
     # --- runs and rollouts ---
 
     def set_run(
-        self, run: str, groups: Mapping[str, int], acceptance_rate: float, *, backlog: int = 0
+        self,
+        run: str,
+        groups: Mapping[str, int],
+        acceptance_rate: float,
+        *,
+        backlog: int = 0,
+        dropped_in_a_row: int = 0,
     ) -> None:
         """Show how many groups of a run are in each state, and how many of its rollouts wait to be begun."""
         for state, count in groups.items():
             self._gauges[RUN_GROUPS].labels(run, state).set(count)
         self._gauges[RUN_ACCEPTANCE].labels(run).set(acceptance_rate)
         self._gauges[BACKLOG].labels(run).set(backlog)
+        self._gauges[DROPPED_IN_A_ROW].labels(run).set(dropped_in_a_row)
 
     def clear_run(self, run: str) -> None:
         """Stop showing a run."""
         self._gauges[RUN_GROUPS].remove_by_labels({"run": run})
         self._gauges[RUN_ACCEPTANCE].remove_by_labels({"run": run})
         self._gauges[BACKLOG].remove_by_labels({"run": run})
+        self._gauges[DROPPED_IN_A_ROW].remove_by_labels({"run": run})
         self.parallel.clear(run)
 
     def count_stopped_run(self, error: ErrorInfo) -> None:

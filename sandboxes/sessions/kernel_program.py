@@ -9,6 +9,7 @@ code computes:
 - Code that prints faster than the host reads has to wait, as at the end of a pipe. Nothing is dropped, and at a
   timeout little is left to read.
 - Values are shown as plain text only, and IPython's second copy of everything printed is not kept.
+- `exit()` ends its cell, as it ends a script, and not the session.
 
 To do so it replaces private parts of ipykernel, which the image brings. `require_parts` refuses a version that lacks
 one of them.
@@ -25,6 +26,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib import import_module
@@ -63,6 +65,7 @@ def main() -> None:
     bound_sending()
     app = make_app(sys.argv[1])
     bound_shell(app.shell)
+    leave_cells_only()
     wake_at_signals()
     gc.freeze()
     gc.enable()
@@ -75,13 +78,16 @@ def require_parts() -> None:
     Raises:
         UnsupportedKernelError: A part is missing; the message names it.
     """
-    from ipykernel import _version, iostream, kernelapp, kernelbase
+    from ipykernel import _version, iostream, kernelapp, kernelbase, zmqshell
+    from IPython.core import autocall
 
     of_class: dict[Any, str] = {
         iostream.OutStream: "_flush_buffers flush write _watch_pipe_fd _is_master_process",
         iostream.IOPubThread: "schedule",
         kernelapp.IPKernelApp: "blocking_class init_iopub iopub_thread init_heartbeat log_connection_info",
         kernelbase.Kernel: "_execute_sleep",
+        autocall.ZMQExitAutocall: "__call__",
+        zmqshell.ZMQInteractiveShell: "ask_exit",
     }
     of_instances: dict[Any, str] = {
         iostream.OutStream: "_buffers _fid _should_watch",
@@ -260,6 +266,22 @@ def bound_shell(shell: Any) -> None:
     shell.kernel.session.send = bounded_send
     shell.kernel._execute_sleep = 0  # it serves clients that take a reply for the end of the output
     shell._tee = lambda channel: nullcontext()  # noqa: ARG005  passed by name
+
+
+def leave_cells_only() -> None:
+    """Make `exit()` and `quit()` end their cell like `sys.exit()`, with the session's state kept.
+
+    In a notebook they let the rest of the cell run, and end the kernel under one of the next cells.
+    """
+    from ipykernel.zmqshell import ZMQInteractiveShell
+    from IPython.core.autocall import ZMQExitAutocall
+
+    def leave(_: Any, code: Any = None) -> None:
+        raise SystemExit(code)
+
+    ZMQExitAutocall.__call__ = leave
+    ZMQInteractiveShell.ask_exit = leave  # type: ignore[method-assign]
+    warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning)
 
 
 def wake_at_signals() -> None:

@@ -181,12 +181,11 @@ class ParallelCalls:
         if accepted >= settings.max_assigns_per_turn:
             assigns["over_cap"] += 1
             return OVER_CAP.format(limit=settings.max_assigns_per_turn)
-        if assigns["executed"] >= settings.max_assigns:
+        if self._tree.accepted >= settings.max_assigns:
             assigns["over_cap"] += 1
             return OVER_TOTAL.format(limit=settings.max_assigns)
-        assigns["executed"] += 1
-        is_new = self._tree.is_new(wanted.agent, wanted.prompt)
-        assigns["duplicate"] += not is_new
+        self._tree.accepted += 1
+        is_new = self._tree.is_new(system, wanted.prompt)
         wave = accepted // (settings.max_width or settings.max_assigns_per_turn)
         return Branch(
             tree=self._tree,
@@ -252,8 +251,7 @@ class ParallelCalls:
         if not branches:
             yield
             return
-        distinct = sum(not branch.duplicate for branch in branches)
-        wave = Wave(branches[0].parent.turn, distinct, branches=[branch.times for branch in branches])
+        wave = Wave(branches[0].parent.turn, branches=[branch.times for branch in branches])
         self.ledger.waves.append(wave)
         began = time.perf_counter()
         try:
@@ -261,6 +259,7 @@ class ParallelCalls:
                 yield
         finally:
             wave.seconds = time.perf_counter() - began
+            wave.distinct = sum(branch.has_begun and not branch.duplicate for branch in branches)
             turn.waves.append([branch.steps for branch in branches])
 
 

@@ -35,8 +35,8 @@ class Wave:
     """Sub-agents of one turn that ran at the same time."""
 
     turn: int
-    distinct: int
-    """The number of tasks among them that had not been assigned before."""
+    distinct: int = 0
+    """The number of tasks among them that have begun and had not been assigned before."""
     seconds: float = 0.0
     branches: list[BranchTimes] = field(default_factory=list)
 

@@ -144,7 +144,9 @@ class Branch:
             with waits_for(StepKind.SUBAGENT, self.agent):
                 slot = await stack.enter_async_context(self.tree.host.slot())
             self.times.queued += time.perf_counter() - queued_since
-            self.times.began = self.times.began or time.perf_counter()
+            if not self.has_begun:
+                self.times.began = time.perf_counter()
+                self.tree.count_begun(duplicate=self.duplicate)
             with clock.working():
                 async with self._sandbox() as sandbox:
                     self._sandbox_id = None if sandbox is None else sandbox.id
@@ -223,6 +225,11 @@ class Branch:
             self._invalid_because = InvalidBecause.NO_TOOL_CALL
         else:
             self._invalid_because = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has had a slot: a task that still waited for one when its rollout ended did not run."""
+        return self.times.began is not None
 
     @property
     def node_id(self) -> str:

@@ -7,6 +7,7 @@ serve sub-agents do not change within a rollout, or it fails.
 from __future__ import annotations
 
 import time
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -36,6 +37,8 @@ class AgentTree:
     host: SubagentHost
     assigns: Counter[str] = field(default_factory=Counter)
     """By the fields of `Assigns`."""
+    accepted: int = 0
+    """How many tasks were assigned that may begin, or have begun."""
     version: int | None = None
     """The version that served the first sub-agent."""
     began: float = field(default_factory=time.perf_counter)
@@ -51,11 +54,21 @@ class AgentTree:
         """The task as the root was given it."""
         return next((each.content for each in self.episode.policy.messages if each.role == "user"), "")
 
-    def is_new(self, agent: str, prompt: str) -> bool:
-        """Note a task; return whether it has not been assigned to this agent before."""
-        known = (agent, prompt) in self._tasks
-        self._tasks.add((agent, prompt))
+    def is_new(self, system: str, prompt: str) -> bool:
+        """Note a task for an agent with these instructions; return whether the like has not been assigned before.
+
+        The name of an agent makes no difference, and neither does what cannot be seen: tasks that differ by nothing
+        else would be paid as parallel work.
+        """
+        task = (_visible(system), _visible(prompt))
+        known = task in self._tasks
+        self._tasks.add(task)
         return not known
+
+    def count_begun(self, *, duplicate: bool) -> None:
+        """Count a task that begins to run."""
+        self.assigns["executed"] += 1
+        self.assigns["duplicate"] += duplicate
 
     def put(self, number: int, node: AgentNode) -> None:
         """Add a sub-agent that begins, or replace what was known of it; numbers begin at 1."""
@@ -83,6 +96,8 @@ class AgentTree:
         steps, widths, balances = root.steps(turns), root.widths(), root.balances()
         own = time.perf_counter() - self.began - sum(wave.seconds for wave in root.waves)
         branches = [branch for wave in root.waves for branch in wave.branches]
+        assigns = Assigns(**{name: self.assigns[name] for name in Assigns.model_fields})
+        never_began = self.accepted - assigns.executed
         return Work(
             main_steps=root.main_steps(turns),
             critical_steps=steps.critical,
@@ -94,7 +109,7 @@ class AgentTree:
             balance=sum(balances) / len(balances) if balances else None,
             created=root.created,
             direct_calls=root.direct_calls,
-            assigns=Assigns(**{name: self.assigns[name] for name in Assigns.model_fields}),
+            assigns=assigns.model_copy(update={"abandoned": assigns.abandoned + never_began}),
             seconds=WorkSeconds(
                 critical=max(0.0, own) + root.longest_of_waves(),
                 queued=sum(max((one.queued for one in wave.branches), default=0.0) for wave in root.waves),
@@ -104,3 +119,9 @@ class AgentTree:
             subagent_tokens=sum(node.usage.sampled_tokens for node in self.episode.nodes),
             result_chars=root.result_chars,
         )
+
+
+def _visible(text: str) -> str:
+    """Return a text with single spaces for white space, and without characters such as a zero-width space."""
+    shown = "".join(character for character in text if unicodedata.category(character) != "Cf")
+    return " ".join(shown.split())

@@ -21,6 +21,7 @@ from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, T
 from rollout_service.agents.web.page_text import page_text
 from rollout_service.agents.web.tunnel import tls_context
 from rollout_service.errors import ServiceError
+from rollout_service.settings.service import is_loopback
 
 NAME: Final = "search"
 ANSWER_BYTES: Final = 4 * 1024 * 1024
@@ -111,7 +112,7 @@ async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
         if status in _BAD_QUERY:
             raise ToolInputError(f"the search service does not take this query (HTTP {status})") from error
         raise _failed(settings, f"answered HTTP {status}") from error
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, ValueError, ImportError) as error:  # the last for a proxy that needs a package
         raise _failed(settings, f"gave no usable answer: {str(error) or type(error).__name__}") from error
 
 
@@ -134,7 +135,9 @@ async def _get(settings: SearchSettings, query: str, headers: dict[str, str]) ->
     context = await anyio.to_thread.run_sync(tls_context)
     body = bytearray()
     async with (
-        httpx.AsyncClient(headers=headers, timeout=GET_SECONDS, verify=context) as client,
+        httpx.AsyncClient(
+            headers=headers, timeout=GET_SECONDS, verify=context, trust_env=not is_loopback(url.host)
+        ) as client,
         client.stream("GET", url) as response,
     ):
         if not response.is_success:

@@ -38,7 +38,8 @@ from rollout_service.api.routes.support.trace_headers import trace_of
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.http.requests.disconnects import cancel_on_disconnect
 from rollout_service.inference.errors import NoBackendError
-from rollout_service.runs.delivery import RunOverError
+from rollout_service.runs.delivery import RunOverError, RunWithoutBatchesError
+from rollout_service.runs.nothing_kept import RunStoppedError
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 
 router = APIRouter(prefix="/v1", tags=["runs"], route_class=StrictRoute)
@@ -92,7 +93,7 @@ async def get_run(
 
 @router.patch("/runs/{run_id}", responses=raises(NotFoundError, ConflictError))
 async def patch_run(service: ServiceDep, run_id: RunId, patch: RunPatch) -> Run:
-    """Change a run: pause, resume, or end it, tell it the trainer's version, or change how much it runs at once.
+    """Change a run: pause, resume, or end it, tell it the trainer's version, or change its limits and its share.
 
     Only the fields that are sent change. A run that has ended cannot be resumed: that is a 409.
     """
@@ -124,7 +125,7 @@ async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -
     response_model=Batch,
     responses=extra_response(HTTPStatus.NO_CONTENT, None, "No batch became ready in time.")
     | media_response(BINARY_MEDIA_TYPE, "The batch.")
-    | raises(NotFoundError, RunOverError),
+    | raises(NotFoundError, RunOverError, RunWithoutBatchesError, RunStoppedError),
 )
 async def lease_batch(
     service: ServiceDep,
@@ -155,8 +156,9 @@ async def lease_batch(
     Pass a `key` of your own to make the request safe to repeat.
 
     The batch is JSON; with `Accept: application/vnd.rollout.batch+safetensors` it is binary arrays, which are much
-    faster to read. 204 means that no batch became ready in time. A run that is over, with every batch acknowledged, is
-    a 410 with the code `run_over`.
+    faster to read. 204 means that no batch became ready in time. If none will before a person mends what the run's
+    `problem` says, that is a 409 with the code `run_stopped`. A run that is over, with every batch acknowledged, is a
+    410 with the code `run_over`, or `run_without_batches` if it took all its tasks and delivered none.
     """
     order = BatchLeaseRequest(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
 

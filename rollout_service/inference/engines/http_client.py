@@ -4,9 +4,10 @@ httpx's pool takes time that grows with the square of its connections, and aioht
 
 Guarantees: an answer is complete, of the length that the engine stated, and within the size limit, or it is an error;
 server-sent events are passed on as they arrive, and none after the call has ended; a connection carries one request at
-a time, and is reused only after a complete answer and within `REST_SECONDS`; a cancelled call closes its connection,
-which the engine sees; a connection that is established too late is closed, and `close` waits no longer than
-`CLOSE_SECONDS`.
+a time, and is reused only after a complete answer and within `REST_SECONDS`; a request whose reused connection is lost
+before a byte of the answer came is sent once more, on a new one, since the engine may have closed it as the request was
+on its way; a cancelled call closes its connection, which the engine sees; a connection that is established too late is
+closed, and `close` waits no longer than `CLOSE_SECONDS`.
 """
 
 import asyncio
@@ -56,6 +57,7 @@ class HttpClient:
         )
         self._resting: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
+        self._is_closed = False
 
     async def exchange(
         self,
@@ -84,9 +86,29 @@ class HttpClient:
         if traceparent is not None:
             length += f"traceparent: {traceparent}\r\n"
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode("ascii")
-        connection = self._rested() or await self._connect()
+        request = head + body if body else head
+        if (connection := self._rested()) is not None:
+            began = self._loop_time()
+            try:
+                return await self._exchange(connection, request, seconds, max_bytes, on_event)
+            except OSError:
+                if self._is_closed or not connection.was_lost_silently:
+                    raise
+            if seconds is not None:
+                seconds = max(0.0, seconds - (self._loop_time() - began))
+        return await self._exchange(await self._connect(), request, seconds, max_bytes, on_event)
+
+    async def _exchange(
+        self,
+        connection: "_Connection",
+        request: bytes,
+        seconds: float | None,
+        max_bytes: int,
+        on_event: Callable[[bytes], None] | None,
+    ) -> tuple[int, bytes]:
+        """Exchange on this connection, and let it rest afterwards if it can be used again."""
         try:
-            answer = await connection.exchange(head + body if body else head, seconds, max_bytes, on_event)
+            answer = await connection.exchange(request, seconds, max_bytes, on_event)
         except BaseException:
             connection.close()
             raise
@@ -98,6 +120,7 @@ class HttpClient:
 
     async def close(self) -> None:
         """Close all connections; open calls fail."""
+        self._is_closed = True
         self._resting.clear()
         connections = list(self._open)
         for connection in connections:
@@ -109,13 +132,17 @@ class HttpClient:
 
     def _rested(self) -> "_Connection | None":
         """Return the connection that was used last, if reusable; close those that have rested too long."""
-        oldest = asyncio.get_running_loop().time() - REST_SECONDS
+        oldest = self._loop_time() - REST_SECONDS
         while self._resting and self._resting[0].since < oldest:
             self._resting.popleft().close()
         while self._resting:
             if (connection := self._resting.pop()).is_reusable:
                 return connection
         return None
+
+    @staticmethod
+    def _loop_time() -> float:
+        return asyncio.get_running_loop().time()
 
     async def _connect(self) -> "_Connection":
         context = await anyio.to_thread.run_sync(_tls_context) if self._is_tls else None
@@ -158,6 +185,8 @@ class _Connection(asyncio.Protocol):
         self.is_reusable = False
         self.since = 0.0
         """When the last answer was complete."""
+        self._is_silent = True
+        """Whether no byte has come since the last request."""
         self.lost = anyio.Event()
 
     async def exchange(
@@ -176,7 +205,7 @@ class _Connection(asyncio.Protocol):
         """
         if self._transport is None:
             raise ConnectionError("the connection was never made")
-        self._answer, self._room = self._loop.create_future(), max_bytes
+        self._answer, self._room, self._is_silent = self._loop.create_future(), max_bytes, True
         if on_event is not None:
             self._max_bytes, self._events = max_bytes, EventSplitter(on_event)
         self._transport.write(request)
@@ -194,6 +223,11 @@ class _Connection(asyncio.Protocol):
         self._events = None
         if self._transport is not None:
             self._transport.abort()
+
+    @property
+    def was_lost_silently(self) -> bool:
+        """Whether the engine closed it, or it broke, before a byte of the answer came."""
+        return self.lost.is_set() and self._is_silent
 
     def discard(self) -> None:
         """Close a connection that nobody waits for, now or once it is established.
@@ -214,6 +248,7 @@ class _Connection(asyncio.Protocol):
             self._among.add(self)
 
     def data_received(self, data: bytes) -> None:
+        self._is_silent = False
         if self._answer is None:  # nothing was asked
             self.close()
             return

@@ -17,6 +17,7 @@ from api_schemas.rollouts import RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict
 from api_schemas.views.overview import Bottleneck, BottleneckKind, Overview, StageOverview
+from rollout_service.hangs.signs.runs import RUN
 
 WINDOW_SECONDS = 10.0
 """Over how long numbers are averaged, if overviews are made all the time."""
@@ -67,7 +68,7 @@ class StageLoads:
 def bottleneck(overview: Overview, loads: dict[Stage, StageLoad]) -> Bottleneck | None:
     """Return what limits the throughput; None if nothing is to do, or something else has to be seen to first."""
     init, rollout, evaluate = (loads[stage] for stage in Stage)
-    if any(one.verdict is HangVerdict.STUCK for one in overview.findings):
+    if any(one.verdict is HangVerdict.STUCK and one.kind != RUN for one in overview.findings):
         return None
     # A service without an engine in service is not ready, even if the next weights are just being loaded.
     if not overview.ready:

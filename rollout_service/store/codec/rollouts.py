@@ -196,7 +196,7 @@ def decode_lease(row: Row) -> Lease:
             retries=_RETRIES.validate_json(row["retries"]),
             spans=_SPANS.validate_json(row["spans"]),
             created_at=when(row["created_at"]),
-            queued_at=when(row["queued_at"]),
+            queued_seconds=max(0.0, row["changed_at"] - row["queued_at"]),  # it changes when it is claimed
             token=row["token"],
             saved_turns=row["saved_turns"],
             run_id=row["run_id"],

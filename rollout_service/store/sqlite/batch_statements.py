@@ -129,7 +129,7 @@ def stale_groups(db: sqlite3.Connection, run_id: str, bound: int, now: float) ->
     run = row_of(db, run_id)["seq"]
     for batch in db.execute(_RETURNED, (run,)).fetchall():
         _dissolve_if_stale(db, batch, bound, now)
-    return run_statements.stale_groups(db, run, bound)
+    return run_statements.stale_groups(db, run, bound, now)
 
 
 def _new_batch(
@@ -139,7 +139,7 @@ def _new_batch(
     run = record_of(db, row)  # dissolved batches have changed its counters
     ready = [ReadyGroup(one["number"], one["oldest_version"]) for one in db.execute(_READY, (row["seq"],))]
     (due,) = db.execute(_DUE, (row["seq"],)).fetchone()
-    decision = rules.next_batch(run, ready, bound=bound, due=math.inf if due is None else due)
+    decision = rules.next_batch(run, ready, bound=bound, due_in=math.inf if due is None else due - now)
     if isinstance(decision, NoBatch):
         return decision
     dropped = rules.dropped_counts(run.counters)

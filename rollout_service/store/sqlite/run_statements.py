@@ -49,6 +49,7 @@ _UPDATE = """
 UPDATE runs SET state = :state, version = :version, request = :request, problem = :problem,
     changed_at = :now WHERE seq = :seq
 """
+_CLEAR_PROBLEM = "UPDATE runs SET problem = NULL, changed_at = :now WHERE seq = :seq"
 _TASKS = "SELECT task FROM run_tasks WHERE run = ? AND number >= ? ORDER BY number LIMIT ?"
 _ADD_TASK = "INSERT INTO run_tasks VALUES (?, ?, ?)"
 _APPENDED = "UPDATE runs SET tasks = :tasks, total = :total, changed_at = :now WHERE seq = :seq"
@@ -205,8 +206,10 @@ def update(
         "request": row["request"] if request is None else run_codec.encode_request(request),
         "problem": kept if problem is None else problem.model_dump_json(),
     }
+    if state is RunState.RUNNING:
+        _count(db, row["seq"], rules.restart_counts(before.counters))
     if all(row[name] == value for name, value in values.items()):
-        return before
+        return get(db, run_id)
     db.execute(_UPDATE, values | {"seq": row["seq"], "now": now})
     if values["state"] == row["state"]:
         announce(db, run_id, now)
@@ -266,40 +269,40 @@ def _submit(db: sqlite3.Connection, run: int, number: int, request: RolloutReque
     return rollout.rollout_id
 
 
-def open_groups(db: sqlite3.Connection, run_id: str) -> list[OpenGroup]:
+def open_groups(db: sqlite3.Connection, run_id: str, now: float) -> list[OpenGroup]:
     """Return the open groups with their rollouts."""
-    return _groups(db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall())
+    return _groups(db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall(), now)
 
 
-def stale_groups(db: sqlite3.Connection, run: int, bound: int) -> list[OpenGroup]:
+def stale_groups(db: sqlite3.Connection, run: int, bound: int, now: float) -> list[OpenGroup]:
     """Return the groups that wait for a batch and have a usable sample older than this version."""
-    return _groups(db.execute(_STALE, (run, bound)).fetchall())
+    return _groups(db.execute(_STALE, (run, bound)).fetchall(), now)
 
 
-def _groups(rows: Sequence[sqlite3.Row]) -> list[OpenGroup]:
-    return [_group(list(of)) for _, of in groupby(rows, key=itemgetter("number"))]
+def _groups(rows: Sequence[sqlite3.Row], now: float) -> list[OpenGroup]:
+    return [_group(list(of), now) for _, of in groupby(rows, key=itemgetter("number"))]
 
 
-def _group(rows: Sequence[sqlite3.Row]) -> OpenGroup:
+def _group(rows: Sequence[sqlite3.Row], now: float) -> OpenGroup:
     """Return a group from its rows, one for each of its rollouts."""
     first = rows[0]
     return OpenGroup(
         number=first["number"],
-        members=[_member(row) for row in rows if row["state"] is not None],
+        members=[_member(row, now) for row in rows if row["state"] is not None],
         cancel_reason=first["reason"],
         lost=[row["rollout_id"] for row in rows if row["state"] is None],
         reward_weights=run_codec.decode_weights(first["summary"]),
     )
 
 
-def _member(row: sqlite3.Row) -> GroupMember:
+def _member(row: sqlite3.Row, now: float) -> GroupMember:
     state = RolloutState(row["state"])
     return GroupMember(
         sample=row["sample"],
         rollout_id=row["rollout_id"],
         state=state,
         reward=row["reward"],
-        rolling_since=row["changed_at"] if state is RolloutState.ROLLOUT else None,
+        rolling_seconds=now - row["changed_at"] if state is RolloutState.ROLLOUT else None,
         oldest_version=row["oldest_version"],
         newest_version=row["newest_version"],
         is_straggler=row["sample"] in json.loads(row["cut"]),
@@ -346,9 +349,13 @@ def close_group(
     values = _closed(run, closure, now) | {
         "ids": json.dumps([sample.rollout_id for sample in closure.samples])
     }
+    before = record_of(db, row)
     if db.execute(_CLOSE, values).rowcount:
         _keep_head(db, run, closure.number, head)
-        _count(db, run, rules.closing_counts(closure))
+        _count(db, run, rules.closing_counts(closure, before.counters))
+        if rules.ends_problem(before, closure):
+            db.execute(_CLEAR_PROBLEM, {"seq": run, "now": now})
+            announce(db, run_id, now)
         history.write(db, run, closure.number, encode_record(closure, version=row["version"], now=now))
         finish_if_done(db, run_id, now)
 

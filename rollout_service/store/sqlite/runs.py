@@ -137,7 +137,8 @@ class SqliteRuns(RunStore):
         return started
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
-        return await self._read(lambda db: run_statements.open_groups(db, run_id))
+        now = self._clock()
+        return await self._read(lambda db: run_statements.open_groups(db, run_id, now))
 
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
         now = self._clock()

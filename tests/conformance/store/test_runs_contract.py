@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import RolloutRequest
+from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import FileTasks, Group, InlineTasks, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from rollout_service.cluster.identity import is_gone
@@ -127,7 +127,7 @@ async def test_a_retried_sample_is_counted(store: Store) -> None:
 async def test_a_batch_is_leased_acknowledged_and_never_comes_again(store: Store) -> None:
     await create_run(store)
     await make_ready(store, 0)
-    assert await lease_batch(store) == NoBatch(over=False, due=math.inf)
+    assert await lease_batch(store) == NoBatch(over=False, due_in=math.inf)
     await make_ready(store, 1)
     batch = await leased_batch(store)
     assert (batch.batch_id, batch.groups, batch.delivery) == ("a.b0", [0, 1], 1)
@@ -137,7 +137,7 @@ async def test_a_batch_is_leased_acknowledged_and_never_comes_again(store: Store
     await store.runs.acknowledge("a", 0)
     with pytest.raises(ConflictError):
         await store.runs.give_back("a", 0)
-    assert await lease_batch(store) == NoBatch(over=False, due=math.inf)
+    assert await lease_batch(store) == NoBatch(over=False, due_in=math.inf)
     run = await store.runs.get("a")
     assert (run.count("acknowledged"), run.count("batched"), run.count("batches:acknowledged")) == (2, 0, 1)
 
@@ -159,7 +159,7 @@ async def test_an_unacknowledged_batch_is_delivered_again(store: Store, clock: M
     await make_ready(store, 0, 1)
     await leased_batch(store)
     waiting = await lease_batch(store, "other")
-    assert waiting == NoBatch(over=False, due=clock.now + 60)
+    assert waiting == NoBatch(over=False, due_in=60)
     clock.now += 60
     second = await leased_batch(store, "other")
     assert (second.number, second.delivery, second.groups) == (0, 2, [0, 1])
@@ -178,7 +178,7 @@ async def test_the_last_batch_may_be_smaller_and_ends_the_run(store: Store) -> N
     assert (await store.runs.get("a")).state is RunState.RUNNING
     await store.runs.acknowledge("a", 1)
     assert (await store.runs.get("a")).state is RunState.FINISHED
-    assert await lease_batch(store) == NoBatch(over=True, due=math.inf)
+    assert await lease_batch(store) == NoBatch(over=True, due_in=math.inf)
 
 
 async def mask(store: Store, bound: int, *, usable: int = 0) -> list[int]:
@@ -204,7 +204,7 @@ async def test_stale_groups_are_dropped_and_counted(store: Store) -> None:
     await make_ready(store, 0, version=0)
     await make_ready(store, 1, 2, version=2)
     await store.runs.update("a", version=2)
-    assert await lease_batch(store) == NoBatch(over=False, due=math.inf, stale=True)
+    assert await lease_batch(store) == NoBatch(over=False, due_in=math.inf, stale=True)
     assert await mask(store, 1) == [0]
     assert await mask(store, 1) == []
     batch = await leased_batch(store)
@@ -282,7 +282,7 @@ async def test_a_batch_that_grew_too_old_is_dissolved(store: Store, clock: Manua
     await leased_batch(store)
     clock.now += 61
     await store.runs.update("a", version=2)
-    assert await lease_batch(store, "other") == NoBatch(over=False, due=math.inf, stale=True)
+    assert await lease_batch(store, "other") == NoBatch(over=False, due_in=math.inf, stale=True)
     with pytest.raises(ConflictError, match="dissolved"):
         await store.runs.acknowledge("a", 0)
     assert await mask(store, 1) == [0]
@@ -381,7 +381,7 @@ async def test_a_run_that_is_over_stays_over(store: Store) -> None:
     with pytest.raises(ConflictError):
         await store.runs.update("a", state=RunState.RUNNING)
     assert list(await store.runs.active()) == []
-    assert await lease_batch(store) == NoBatch(over=True, due=math.inf)
+    assert await lease_batch(store) == NoBatch(over=True, due_in=math.inf)
 
 
 async def test_only_what_is_settled_is_pruned(store: Store, clock: ManualClock) -> None:
@@ -585,3 +585,50 @@ async def test_unacknowledged_groups_are_never_deleted(store: Store, clock: Manu
     assert await store.runs.group_states("a") == {0: "ready", 1: "open"}
     assert len((await store.list()).rollouts) == 5
     assert [run.run_id for run in await store.runs.active()] == ["a"], "a group is open"
+
+
+async def test_groups_dropped_in_a_row_are_counted_until_one_is_kept(store: Store) -> None:
+    await create_run(store, source=InlineTasks(tasks=TASKS, epochs=None))
+
+    async def close(number: int, reason: str | None, failure: str | None = None) -> None:
+        await store.runs.start_groups("a", [new_group(number)])
+        await end_all(store)
+        samples = [ClosedSample(s, f"a.{number}.{s}", reason is None, None, None, None) for s in range(2)]
+        closure = GroupClosure(number, reason, samples, None, None, None, None, failure=failure)
+        await store.runs.close_group("a", closure)
+
+    async def in_a_row() -> tuple[dict[str, int], dict[str, int]]:
+        counters = (await store.runs.get("a")).counters
+        return rules.dropped_in_a_row(counters), rules.failed_in_a_row(counters)
+
+    await close(0, "too_few_usable", "broken")
+    await close(1, "too_few_usable", "broken")
+    await close(2, "cancelled")
+    assert await in_a_row() == ({"too_few_usable": 2}, {"broken": 2})
+    await close(3, "too_few_usable", "other")
+    assert await in_a_row() == ({"too_few_usable": 3}, {"other": 1})
+    await close(4, "zero_variance")
+    assert await in_a_row() == ({"too_few_usable": 3, "zero_variance": 1}, {})
+    problem = ErrorInfo(code="groups_dropped", boundary=Boundary.REQUEST, message="nothing is kept")
+    await store.runs.update("a", problem=problem)
+    await close(5, None)
+    assert await in_a_row() == ({}, {})
+    assert (await store.runs.get("a")).problem is None, "the run goes on, and delivers"
+    await close(6, "zero_variance")
+    await store.runs.update("a", state=RunState.PAUSED, problem=problem)
+    run = await store.runs.update("a", state=RunState.RUNNING)
+    assert (run.problem, rules.dropped_in_a_row(run.counters)) == (None, {})
+    assert rules.dropped_counts(run.counters)["zero_variance"] == 2
+
+
+async def test_how_long_an_agent_works_is_measured_by_the_stores_clock(
+    store: Store, clock: ManualClock
+) -> None:
+    await create_run(store)
+    await store.runs.start_groups("a", [new_group(0)])
+    [first, *_] = await store.claim("w", limit=9, lease_seconds=60)
+    clock.now += 5
+    await store.advance(first, "w", RolloutState.ROLLOUT)
+    clock.now += 7
+    [group] = await store.runs.open_groups("a")
+    assert [member.rolling_seconds for member in group.members] == [7, None]

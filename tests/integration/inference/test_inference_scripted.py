@@ -103,7 +103,7 @@ async def test_a_reply_may_take_its_own_time_until_it_is_aborted():
 
 
 async def test_faults_come_in_order_and_end():
-    faults = [Fault.ERROR, None, Fault.DROP]
+    faults = [Fault.ERROR, None, Fault.DROP, Fault.DROP]  # one on a connection that has rested is not seen
     async with ScriptedEngine(Counting(), faults=faults) as engine:
         backend = SGLangBackend(engine.url)
         with pytest.raises(BackendUnreachable, match="500"):

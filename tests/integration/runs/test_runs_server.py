@@ -253,6 +253,28 @@ async def test_a_lease_that_finds_nothing_in_time(url: str) -> None:
         assert answer.status_code == 410
 
 
+async def test_a_run_that_delivers_nothing_does_not_end_a_loop_over_batches_quietly(url: str) -> None:
+    async with RolloutClient(url) as client:
+        finished = await client.create_run(order("all-equal", filters=[FilterSpec(name="zero_variance")]))
+        with pytest.raises(GoneError, match=r"no group was kept of 4 \(4 zero_variance\)") as over:
+            [batch async for batch in finished.batches()]
+        assert over.value.problem.code == "run_without_batches"
+        source = InlineTasks(tasks=[problem(0)], epochs=None)
+        limit = {"filters": [FilterSpec(name="zero_variance")], "max_dropped_in_a_row": 3}
+        paused = await client.create_run(order("paused-for-it", source=source, **limit))
+        while (view := await paused.view()).state is not RunState.PAUSED or view.counts.open:
+            await anyio.sleep(0.02)
+        with pytest.raises(
+            ConflictError, match="the run paused-for-it is paused: no group was kept"
+        ) as stopped:
+            await paused.lease(timeout_seconds=0.1)
+        assert stopped.value.problem.code == "run_stopped"
+        while not (found := [one for one in (await client.hangs()).findings if one.kind == "run"]):
+            await anyio.sleep(0.1)
+        assert [(one.subject, one.verdict) for one in found] == [("paused-for-it", "stuck")]
+        await paused.end()
+
+
 async def test_progress_comes_as_events(url: str) -> None:
     async with RolloutClient(url) as client, aclosing(client.events(after=0)) as events:
         run = await client.create_run(order("told", tasks=2))

@@ -62,6 +62,22 @@ async def test_cells(python: PythonSession, code: str, output: str, result: str 
     assert (found.output, found.result, found.error) == (output, result, None)
 
 
+@pytest.mark.parametrize(
+    ("leave", "value"),
+    [("exit()", "None"), ("quit()", "None"), ("exit(1)", "1"), ("get_ipython().ask_exit()", "None")],
+)
+async def test_a_cell_that_exits_ends_there_and_the_session_goes_on(
+    python: PythonSession, leave: str, value: str
+) -> None:
+    await python.execute("kept = 41")
+    left = await python.execute(f"print('before')\n{leave}\nprint('after')")
+    assert left.error is not None
+    assert (left.output, left.error.ename, left.error.evalue) == ("before\n", "SystemExit", value)
+    for number in range(4):
+        await anyio.sleep(0.05)  # the kernel of a notebook would end now
+        assert (await python.execute(f"kept + {number}")).result == str(41 + number)
+
+
 async def test_classes_of_the_session_can_be_pickled_to_other_processes(python: PythonSession) -> None:
     code = "import multiprocessing\ndef twice(x): return 2 * x\n"
     code += "with multiprocessing.get_context('fork').Pool(2) as p: print(p.map(twice, [1, 2]))"

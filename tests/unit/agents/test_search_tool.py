@@ -1,6 +1,7 @@
 """`search` asks the service that an environment names; a service that fails is a failure, not an empty result."""
 
 import json
+import sys
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -69,6 +70,20 @@ async def test_results_become_text(service):
         "Third\nhttps://c.example/\nx"
     )
     assert service.asked == [{"q": ["2+2 & more"], "format": ["json"]}]
+
+
+async def test_a_service_on_this_machine_is_asked_without_a_proxy(service, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    assert "Second" in await ask(service)
+
+
+async def test_a_proxy_that_cannot_be_used_is_a_failure_of_the_search(monkeypatch):
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    tool = search_tool(SearchSettings(url="http://search.example/search"))
+    with pytest.raises(SearchFailedError, match="SOCKS proxy"):
+        await tool({"query": "what"}, ToolContext(None, 20.0, 4_000))
 
 
 async def test_keys_of_other_services_are_named(service):

@@ -42,7 +42,7 @@ def test_every_setting_says_what_it_means():
 
 
 def test_every_flag_of_serve_is_a_setting_and_says_which():
-    options = set(inspect.signature(serve.command).parameters) - {"config", "port_file"}
+    options = set(inspect.signature(serve.command).parameters) - {"config", "port_file", "own"}
     assert {flag.removeprefix("--").replace("-", "_") for flag in FLAGS.values()} == options
     assert set(FLAGS) <= known_keys(Settings)
 

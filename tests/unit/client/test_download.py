@@ -10,7 +10,7 @@ import httpx
 import pytest
 from anyio.abc import SocketStream
 
-from rollout_client._download import LargeBody, is_direct
+from rollout_client._download import LargeBody
 
 pytestmark = pytest.mark.anyio
 
@@ -103,14 +103,3 @@ async def test_a_call_that_is_cancelled_closes_its_connection() -> None:
         with anyio.fail_after(5):
             while asked[1:] != [b"gone"]:
                 await anyio.sleep(0.005)
-
-
-def test_proxies_are_left_to_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    assert is_direct(httpx.URL("http://node:1"))
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    assert not is_direct(httpx.URL("http://node:1"))
-    monkeypatch.setenv("no_proxy", "node")
-    assert is_direct(httpx.URL("http://node:1"))

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from datetime import UTC, datetime
 
 import pytest
 
+from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
+from api_schemas.runs import InlineTasks, RunRequest, RunState
+from api_schemas.tasks import Task
 from api_schemas.views.hangs import HangVerdict
 from rollout_service.activity import ActivityBoard, waits_for
 from rollout_service.hangs.findings import MAX_ROLLOUTS, FindingLog
 from rollout_service.hangs.metrics import HangMetrics, oldest_in_stages
 from rollout_service.hangs.rules import UNSEEN
+from rollout_service.hangs.signs.runs import TroubledRuns
 from rollout_service.hangs.texts import Judged
 from rollout_service.hangs.waits import StepWait, waits_of
+from rollout_service.store.runs_contract import RunRecord
 
 pytestmark = pytest.mark.anyio
 
@@ -86,7 +92,7 @@ async def test_metrics_have_a_value_for_everything_at_all_times() -> None:
     metrics = HangMetrics(log.list, lambda: 0.25, board)
     stuck, lag, oldest = metrics.collect()
     assert {sample.value for sample in stuck.samples} == {0}
-    assert len(stuck.samples) == len(HangVerdict) * (len(StepKind) + 1)
+    assert len(stuck.samples) == len(HangVerdict) * (len(StepKind) + 2)
     assert [sample.value for sample in lag.samples] == [0.25]
     assert {sample.labels["stage"]: sample.value for sample in oldest.samples} == dict.fromkeys(Stage, 0.0)
     with ExitStack() as stack:
@@ -98,3 +104,40 @@ async def test_metrics_have_a_value_for_everything_at_all_times() -> None:
             {"kind": "engine", "verdict": "stuck"}
         ]
         assert oldest_in_stages(board, time.perf_counter())[Stage.ROLLOUT] == pytest.approx(5, abs=1)
+
+
+def run_record(state: RunState) -> RunRecord:
+    source = InlineTasks(tasks=[Task(environment="calc", instance={})])
+    now = datetime.now(UTC)
+    return RunRecord(
+        run_id="a",
+        request=RunRequest(source=source, batch_size=1),
+        state=state,
+        version=0,
+        first_version=0,
+        tasks=1,
+        total=1,
+        digest=None,
+        cursor=0,
+        counters={},
+        problem=ErrorInfo(
+            code="groups_dropped", boundary=Boundary.REQUEST, message="none is kept", hint="Look."
+        ),
+        created_at=now,
+        changed_at=now,
+    )
+
+
+async def test_a_run_with_a_problem_is_a_finding_that_gets_worse_when_it_is_paused() -> None:
+    troubled, log = [run_record(RunState.RUNNING)], FindingLog()
+    runs = TroubledRuns(lambda: troubled)
+    [began] = log.update([], runs.findings()).began
+    assert (began.kind, began.subject, began.verdict) == ("run", "a", HangVerdict.SLOW)
+    assert (began.message, began.hint) == ("the run a delivers nothing, but goes on: none is kept", "Look.")
+    assert began.finding_id
+    troubled[:] = [run_record(RunState.PAUSED)]
+    [worse] = log.update([], runs.findings()).worsened
+    assert (worse.finding_id, worse.verdict) == (began.finding_id, HangVerdict.STUCK)
+    troubled.clear()
+    [ended] = log.update([], runs.findings()).ended
+    assert ended.finding_id == began.finding_id

@@ -1,6 +1,7 @@
 """The pipeline keeps its promises with scripted environments and policies and a store in memory."""
 
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -487,6 +488,14 @@ async def test_time_in_a_queue_counts_against_no_deadline() -> None:
         rollouts = [await b.result(f"r{i}") for i in range(4)]
         assert {rollout.state for rollout in rollouts} == {RolloutState.COMPLETED}
         assert max(span.queued_seconds for rollout in rollouts for span in rollout.spans) > 0.3
+
+
+@pytest.mark.parametrize("ahead", [30.0, -30.0])
+async def test_a_store_with_another_clock_changes_no_time_in_a_queue(ahead: float) -> None:
+    store = await SqliteStore.open(":memory:", clock=lambda: time.time() + ahead)
+    async with bench(Played(), store=store) as it:
+        rollout = await it.run()
+        assert all(0 <= span.queued_seconds < 20 for span in rollout.spans)
 
 
 async def test_a_slow_evaluation_holds_up_no_rollout() -> None:

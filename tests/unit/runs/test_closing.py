@@ -45,7 +45,7 @@ def sample(
         rollout_id=rollout_id,
         state=state,
         reward=perf,
-        rolling_since=None,
+        rolling_seconds=None,
         oldest_version=version,
         newest_version=version,
         is_straggler=False,

@@ -72,7 +72,7 @@ ready_groups = st.lists(st.none() | st.integers(0, 9), max_size=8).map(
 @given(runs, ready_groups, st.none() | st.integers(0, 9))
 @example(run_of(batch_size=2), [ReadyGroup(0, None)], None)
 def test_a_new_batch_is_full_or_the_last_and_never_stale(run, ready, bound):
-    decision = rules.next_batch(run, ready, bound=bound, due=7.0)
+    decision = rules.next_batch(run, ready, bound=bound, due_in=7.0)
     no_more = (run.total is not None and run.cursor >= run.total) or run.state in rules.OVER
     if isinstance(decision, NewBatch):
         assert 1 <= len(decision.groups) <= run.request.batch_size
@@ -89,7 +89,7 @@ def test_a_new_batch_is_full_or_the_last_and_never_stale(run, ready, bound):
             group.oldest_version is not None and group.oldest_version < bound for group in ready
         )
         assert decision.stale == stale
-        assert stale or decision.due == 7.0
+        assert stale or decision.due_in == 7.0
 
 
 @given(runs, ready_groups)

@@ -18,6 +18,7 @@ export const WAITS = {
   sandbox_end: ["sandbox end", "queued"],
   store: ["store", "queued"],
   event_loop: ["event loop", "held"],
+  run: ["groups to keep", "held"],
 };
 
 // What a wait is for, and the tone that it is drawn in everywhere.

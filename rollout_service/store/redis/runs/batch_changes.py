@@ -58,7 +58,7 @@ def lease(
         change.batch_moved(batch, batch.state)
         return _leased(change, batch), False
     due = min((batch.lease_until for batch in out if batch.lease_until > change.now), default=math.inf)
-    return _new_batch(change, request, waiting, bound=bound, due=due)
+    return _new_batch(change, request, waiting, bound=bound, due_in=due - change.now)
 
 
 def _new_batch(
@@ -67,11 +67,11 @@ def _new_batch(
     waiting: Mapping[int, WaitingGroup],
     *,
     bound: int | None,
-    due: float,
+    due_in: float,
 ) -> tuple[BatchLease | NoBatch, bool]:
     run = change.run.record  # dissolved batches have changed its counters
     ready = [waiting[number].ready for number in sorted(waiting)]
-    decision = rules.next_batch(run, ready, bound=bound, due=due)
+    decision = rules.next_batch(run, ready, bound=bound, due_in=due_in)
     if isinstance(decision, NoBatch):
         return decision, False
     dropped = rules.dropped_counts(run.counters)

@@ -73,8 +73,8 @@ class GroupReader:
         """Return rollouts in this order; None stands for one that is gone."""
         found: list[MemberRecord | None] = []
         for some in chunks(rollout_ids, MEMBERS_AT_ONCE):
-            _, replies = await self._database.read([member_read(self._database.root, one) for one in some])
-            found += map(decode_member, replies)
+            now, replies = await self._database.read([member_read(self._database.root, one) for one in some])
+            found += (decode_member(reply, now) for reply in replies)
         return found
 
     async def closing(self, run_id: str, closure: GroupClosure) -> tuple[int, bytes | None]:
@@ -83,14 +83,14 @@ class GroupReader:
         There is no head for a group that is dropped, while a rollout of it could change, or if it would be too large.
         """
         keys, ids = self._database.keys(run_id), [sample.rollout_id for sample in closure.samples]
-        _, (started, closed, *replies) = await self._database.read(
+        now, (started, closed, *replies) = await self._database.read(
             [
                 ("HGET", keys.open, closure.number),
                 ("HGET", keys.closed, closure.number),
                 *(member_read(self._database.root, one) for one in ids),
             ]
         )
-        members = [member for reply in replies if (member := decode_member(reply)) is not None]
+        members = [member for reply in replies if (member := decode_member(reply, now)) is not None]
         size = sum(member.trajectory_bytes for member in members)
         is_final = len(members) == len(ids) and all(member.state.terminal for member in members)
         epoch = _epoch(started, closed)

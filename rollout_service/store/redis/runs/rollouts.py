@@ -18,8 +18,8 @@ class MemberRecord:
 
     state: RolloutState
     reward: float | None
-    changed_at: float
-    """Unix seconds."""
+    changed_seconds: float
+    """How long ago it changed its state, by Redis's clock."""
     oldest_version: int | None
     newest_version: int | None
     trajectory_bytes: int
@@ -33,7 +33,7 @@ class MemberRecord:
             rollout_id=rollout_id,
             state=self.state,
             reward=self.reward,
-            rolling_since=self.changed_at if self.state is RolloutState.ROLLOUT else None,
+            rolling_seconds=self.changed_seconds if self.state is RolloutState.ROLLOUT else None,
             oldest_version=self.oldest_version,
             newest_version=self.newest_version,
             is_straggler=is_straggler,
@@ -97,15 +97,15 @@ def result_read(root: str, rollout_id: str) -> Command:
     return ("MGET", f"{root}:x:{rollout_id}", f"{root}:t:{rollout_id}")
 
 
-def decode_member(reply: Sequence[bytes | None]) -> MemberRecord | None:
-    """Return a member from the reply to that command; None if the rollout is gone."""
+def decode_member(reply: Sequence[bytes | None], now: float) -> MemberRecord | None:
+    """Return a member from the reply to that command at this time of Redis's; None if the rollout is gone."""
     state, reward, changed_at, oldest, newest, size, erased = reply
     if state is None or changed_at is None:
         return None
     return MemberRecord(
         state=RolloutState(state.decode()),
         reward=None if reward is None else float(reward),
-        changed_at=float(changed_at),
+        changed_seconds=now - float(changed_at),
         oldest_version=None if oldest is None else int(oldest),
         newest_version=None if newest is None else int(newest),
         trajectory_bytes=int(size or 0),

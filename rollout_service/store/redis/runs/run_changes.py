@@ -47,6 +47,8 @@ def update(
         run.set(problem=problem.model_dump_json())
     elif state is RunState.RUNNING:
         run.set(problem=None)
+    if state is RunState.RUNNING:
+        _add(change, rules.restart_counts(before.counters))
     if run.record != before:
         change.touch()
         if run.changed_state is None:
@@ -137,7 +139,7 @@ def close_group(
     stored, *erased = replies
     if stored is None or any(erased):
         return
-    number, status = closure.number, GroupStatus(closure.state, closure.reason)
+    number, status, run = closure.number, GroupStatus(closure.state, closure.reason), change.run.record
     record = ClosedRecord.close(OpenRecord.decode(stored), closure, size=size)
     change.do("HDEL", change.keys.open, number)
     change.do("HSET", change.keys.closed, number, record.encode())
@@ -145,7 +147,11 @@ def close_group(
     _place(change, closure, size=size, head=head)
     change.group_closed(number, status)
     change.write_history(closure)
-    _count(change, rules.closing_counts(closure))
+    if rules.ends_problem(run, closure):
+        change.run.set(problem=None)
+        change.touch()
+        change.announce()
+    _count(change, rules.closing_counts(closure, run.counters))
 
 
 def reclose_group(
@@ -221,6 +227,10 @@ def _place(change: RunTransaction, closure: GroupClosure, *, size: int, head: by
 
 
 def _count(change: RunTransaction, counts: Mapping[str, int]) -> None:
+    _add(change, counts)
+    change.finish_if_done()
+
+
+def _add(change: RunTransaction, counts: Mapping[str, int]) -> None:
     for name, count in counts.items():
         change.run.count(name, count)
-    change.finish_if_done()

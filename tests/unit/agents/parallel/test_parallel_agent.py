@@ -1,11 +1,12 @@
 """An agent that hands on work: what runs when, what the policy reads, and what is written down of it."""
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import anyio
 import pytest
 
-from api_schemas.rollouts import RolloutRequest, StopReason
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
 from api_schemas.rollouts.trees import InvalidBecause
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
@@ -16,6 +17,8 @@ from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
 from rollout_service.episodes import Episode, EpisodeLimits
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
+from rollout_service.groups import work_sums
+from rollout_service.groups.auxiliary import raw_parts
 from rollout_service.testing.scripted_policy import (
     ScriptedPolicy,
     ScriptedSubagents,
@@ -63,10 +66,24 @@ def worker(result="7"):
     return [turn("", call("read", key="k")), f"It is <result>{result}</result>"]
 
 
+def scored(episode):
+    return Rollout(
+        rollout_id="r",
+        state=RolloutState.COMPLETED,
+        task=episode.request.task,
+        pool="policy",
+        reward=1.0,
+        work=episode.work,
+        nodes=episode.nodes,
+        created_at=datetime.now(UTC),
+    )
+
+
 async def play(
     script,
     workers=lambda agent: worker(),
     *,
+    limits=None,
     slots=64,
     delay=0.0,
     host=ScriptedSubagents,
@@ -87,7 +104,7 @@ async def play(
     episode = Episode(
         request=RolloutRequest(rollout_id="r", task=Task(environment="test")),
         attempt=1,
-        limits=EpisodeLimits(),
+        limits=limits or EpisodeLimits(),
         policy=ScriptedPolicy(script),
         subagents=host,
     )
@@ -241,6 +258,42 @@ async def test_the_same_task_again_runs_and_is_flagged():
     assert [node.duplicate for node in played.episode.nodes] == [False, True]
     assert (played.assigns.executed, played.assigns.duplicate) == (2, 1)
     assert played.episode.work.width_max == 1
+
+
+@pytest.mark.parametrize("prompt", ["A ", "A\n", " A", "A\u200b"])
+@pytest.mark.parametrize("agent", ["a", "b"])
+async def test_the_same_task_in_disguise_is_no_other_task(prompt, agent):
+    script = [turn("", create("a"), create("b", "Look  up. "), assign("A"), assign(prompt, agent)), "Done."]
+    played = await play(script)
+    assert (played.assigns.executed, played.assigns.duplicate) == (2, 1)
+    assert played.episode.work.width_max == 1
+
+
+async def test_the_same_task_for_an_agent_with_other_instructions_is_another_one():
+    script = [turn("", create("a"), create("b", "Doubt."), assign("A"), assign("A", "b")), "Done."]
+    played = await play(script)
+    assert (played.assigns.executed, played.assigns.duplicate) == (2, 0)
+    assert played.episode.work.width_max == 2
+
+
+@pytest.mark.parametrize("scarce", [{"max_width": 1}, {"slots": 1}], ids=["waves", "slots"])
+async def test_tasks_that_never_began_did_not_run(scarce):
+    prompts = [assign(f"task {number}") for number in range(8)]
+    episodes = []
+    played = await play(
+        [turn("", create(), *prompts)],
+        delay=0.3,
+        keep=episodes,
+        limits=EpisodeLimits(agent_seconds=1.0),
+        **scarce,
+    )
+    assert played.reason is StopReason.AGENT_TIMEOUT
+    work = episodes[0].work
+    assert 1 <= work.assigns.executed < 8
+    assert (work.assigns.attempted, work.assigns.abandoned) == (8, 8 - work.assigns.executed)
+    assert work.width_max == work.assigns.executed
+    assert raw_parts(work, max_assigns=8, max_width=8)["parallel"] == work.assigns.executed / 8
+    assert work_sums([scored(episodes[0])])["nodes"] == work.assigns.executed, "the figures look at what ran"
 
 
 async def test_the_answer_wins_over_the_assigns_of_its_turn():

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 import anyio.abc
@@ -154,6 +154,90 @@ async def test_a_connection_that_was_closed_while_it_rested_is_not_used_again() 
             assert await client.exchange("GET", "/", None) == (200, b"ok")
             await ended(client)
     assert server.connections == 2
+
+
+class Hasty:
+    """A server that answers the first request of a connection, and closes at the next, after `said`."""
+
+    def __init__(self, said: bytes = b"", *, first: int = 1) -> None:
+        self.said = said
+        self.first = first
+        """Answers requests of only this many connections."""
+        self.connections = 0
+        self.requests: list[bytes] = []
+
+    async def __call__(self, stream: anyio.abc.SocketStream) -> None:
+        """Serve one connection."""
+        self.connections += 1
+        async with stream:
+            self.requests.append(await stream.receive())
+            if self.connections > self.first:
+                return
+            await stream.send(OK)
+            self.requests.append(await stream.receive())
+            if self.said:
+                await stream.send(self.said)
+
+
+async def test_a_request_that_met_the_end_of_a_rested_connection_is_sent_again() -> None:
+    server = Hasty(first=9)
+    async with serving(server) as client:
+        assert await client.exchange("GET", "/", None) == (200, b"ok")
+        assert await client.exchange("POST", "/x", b"{}", seconds=5.0) == (200, b"ok")
+    assert server.connections == 2
+    assert server.requests[1] == server.requests[2], "the same request, whole"
+
+
+@pytest.mark.parametrize(
+    ("server", "connections"),
+    [(Hasty(b"HTTP/1.1 200 OK\r\n", first=9), 1), (Hasty(first=1), 2), (Hasty(first=0), 1)],
+    ids=["a byte came", "also the new one ends", "it is new"],
+)
+async def test_no_request_is_sent_more_than_twice_or_once_an_answer_began(
+    server: Hasty, connections: int
+) -> None:
+    async def ask(client: HttpClient) -> None:
+        for _ in range(2):
+            await client.exchange("GET", "/", None)
+
+    async with serving(server) as client:
+        with pytest.raises(ConnectionError):
+            await ask(client)
+    assert server.connections == connections
+
+
+async def test_a_call_on_a_rested_connection_is_not_sent_again_by_a_client_that_is_closed() -> None:
+    server = Stalling()
+    async with serving(server) as client, anyio.create_task_group() as tasks:
+        assert await client.exchange("GET", "/", None) == (200, b"ok")
+
+        async def close() -> None:
+            await server.asked_again.wait()
+            await client.close()
+
+        tasks.start_soon(close)
+        with pytest.raises(ConnectionError):
+            await client.exchange("GET", "/", None)
+    assert server.connections == 1
+
+
+class Stalling:
+    """A server that answers the first request of a connection, and never the second."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.asked_again = anyio.Event()
+
+    async def __call__(self, stream: anyio.abc.SocketStream) -> None:
+        """Serve one connection."""
+        self.connections += 1
+        async with stream:
+            await stream.receive()
+            await stream.send(OK)
+            await stream.receive()
+            self.asked_again.set()
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                await stream.receive()
 
 
 async def test_a_connection_that_has_rested_for_long_is_not_used_again(
