@@ -32,6 +32,7 @@ async def open_store(settings: Settings, owner: str) -> AsyncIterator[Store]:
         tasks.start_soon(store.failed)
         if not isinstance(store, SqliteStore) and store.segments is not None:
             tasks.start_soon(store.segments.keep_tidy)
+            tasks.start_soon(store.segments.watch.run)
         yield store
         tasks.cancel_scope.cancel()
 

@@ -96,6 +96,20 @@ class SharedFiles:
         finally:
             os.close(descriptor)
 
+    def leads_to(self, name: str, descriptor: int) -> bool:
+        """Return whether a name still leads to an open file: not if the file was deleted, moved or replaced.
+
+        The name is opened anew, because NFS may answer a mere question about it from memory.
+        """
+        try:
+            found = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return os.path.samestat(os.fstat(found), os.fstat(descriptor))
+        finally:
+            os.close(found)
+
     def delete(self, name: str) -> int:
         """Delete a file and its draft, if they exist; return the bytes that this freed."""
         freed = 0

@@ -30,6 +30,22 @@ def folder_failed(folder: Path, error: OSError) -> StoreError:
     )
 
 
+def folder_lost(folder: Path, why: str) -> StoreError:
+    """Return the store's error for a folder that is not the store's any more."""
+    return StoreError(
+        f"the shared folder {folder} {why}",
+        hint="Mount it or move it back; no restart is needed.",
+    )
+
+
+def folder_hangs(folder: Path, seconds: float) -> StoreError:
+    """Return the store's error for a folder that does not answer."""
+    return StoreError(
+        f"the shared folder {folder} has not answered for {seconds:g} s",
+        hint="Look at its file server and at the network; no restart is needed.",
+    )
+
+
 def record_lost(subject: str, why: str) -> RecordLostError:
     """Return the error for a record that cannot be read; `subject` names what it belongs to."""
     return RecordLostError(f"a record of {subject} is lost: {why}", hint=LOST_HINT)

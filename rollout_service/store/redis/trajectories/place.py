@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from rollout_service.errors import DefectError, RecordLostError
+from rollout_service.errors import DefectError, RecordLostError, StoreError
 from rollout_service.store.segments import SegmentFolder
 
 _MARK = b"@"
@@ -18,6 +18,11 @@ _MARK = b"@"
 
 class TrajectoryPlace(Protocol):
     """Keeps encoded trajectories."""
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why no trajectory can be kept at the moment, or None."""
+        ...
 
     def keep(self, data: bytes) -> AbstractAsyncContextManager[bytes]:
         """Make a trajectory durable; yield what Redis is to store of it within the block.
@@ -52,6 +57,10 @@ class TrajectoryPlace(Protocol):
 class InRedis(TrajectoryPlace):
     """Keeps trajectories in Redis itself, for short ones and for tests."""
 
+    @property
+    def problem(self) -> None:
+        return None
+
     @asynccontextmanager
     async def keep(self, data: bytes) -> AsyncIterator[bytes]:
         yield data
@@ -73,6 +82,10 @@ class InSharedFolder(TrajectoryPlace):
 
     def __init__(self, segments: SegmentFolder) -> None:
         self._segments = segments
+
+    @property
+    def problem(self) -> StoreError | None:
+        return self._segments.watch.problem
 
     @asynccontextmanager
     async def keep(self, data: bytes) -> AsyncIterator[bytes]:

@@ -1,0 +1,140 @@
+"""Whatever happens to the shared folder under a service at work, it says so, loses nothing, and duplicates nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.processes.service import Running, eventually, scripted_engine, service
+from tests.support.redis_server import RedisServer
+from tests.support.store.disks import SmallDisk, small_disk
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
+
+ROLLOUTS = 40
+FEW_AT_ONCE = """
+[sandboxes.pressure]
+enabled = false
+[pipeline]
+init_workers = 2
+init_queue = 2
+rollout_workers = 4
+rollout_queue = 2
+evaluate_workers = 2
+evaluate_queue = 2
+"""
+PATIENCE_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with scripted_engine(tmp_path_factory.mktemp("engine"), delay=0.2) as started:
+        yield started.url
+
+
+@pytest.fixture
+def disk(folder: Path) -> Iterator[SmallDisk]:
+    with small_disk(folder / "disk") as mounted:
+        yield mounted
+
+
+@contextmanager
+def with_folder(folder: Path, engine: str, server: RedisServer, shared: Path) -> Iterator[Running]:
+    """Run the service with its trajectories in a folder."""
+    config = f'log_format = "json"\n[store]\nurl = "{server.url}"\nfolder = "{shared}"\n{FEW_AT_ONCE}'
+    with service(folder, engine, config) as running:
+        yield running
+
+
+def submit(server: Running, numbers: range) -> None:
+    for number in numbers:
+        order = {"rollout_id": f"r{number}", "task": {"environment": "echo", "instance": {"number": number}}}
+        httpx.post(f"{server.url}/v1/rollouts", json=order, timeout=30).raise_for_status()
+
+
+def counts(server: Running) -> dict[str, int]:
+    page = httpx.get(f"{server.url}/v1/rollouts", params={"limit": 1}, timeout=30).raise_for_status()
+    found: dict[str, int] = page.json()["counts"]
+    return found
+
+
+def reasons(server: Running) -> str:
+    return " ".join(httpx.get(f"{server.url}/ready", timeout=30).json()["reasons"])
+
+
+def metric(server: Running, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+def stuck_kinds(server: Running) -> set[str]:
+    report: dict[str, Any] = httpx.get(f"{server.url}/v1/hangs", timeout=30).raise_for_status().json()
+    return {finding["kind"] for finding in report["findings"] if finding["verdict"] == "stuck"}
+
+
+def ends(server: RedisServer) -> Counter[str]:
+    """Return how often each rollout has ended."""
+    with server.client() as client:
+        entries = client.xrange("{rollouts}:events")
+    ended = [f for _, f in entries if f[b"k"] == b"rollout.state" and b'"completed"' in f[b"d"]]
+    return Counter(fields[b"s"].decode() for fields in ended)
+
+
+def move_away(disk: SmallDisk) -> None:
+    (disk.folder / "shared").rename(disk.folder / "away")
+
+
+def unmount(disk: SmallDisk) -> None:
+    """Leave an empty folder where the file system was."""
+    move_away(disk)
+    (disk.folder / "shared").mkdir()
+
+
+def bring_back(disk: SmallDisk) -> None:
+    shutil.rmtree(disk.folder / "shared", ignore_errors=True)
+    (disk.folder / "away").rename(disk.folder / "shared")
+
+
+WAYS: dict[str, tuple[Callable[[SmallDisk], None], Callable[[SmallDisk], None], str]] = {
+    "moved": (move_away, bring_back, "has no mark"),
+    "unmounted": (unmount, bring_back, "has no mark"),
+    "read-only": (
+        lambda disk: disk.make_read_only("shared"),
+        lambda disk: disk.make_writable("shared"),
+        "for writing",
+    ),
+    "full": (SmallDisk.fill, SmallDisk.free, "Free space"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_outage_of_the_folder_is_reported_and_loses_nothing(
+    folder: Path, engine: str, own_redis: RedisServer, disk: SmallDisk, way: str
+) -> None:
+    break_it, mend, hint = WAYS[way]
+    with with_folder(folder, engine, own_redis, disk.folder / "shared") as server:
+        submit(server, range(ROLLOUTS))
+        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        break_it(disk)
+        eventually(lambda: hint in reasons(server), server.log_file, PATIENCE_SECONDS)
+        assert metric(server, "rollout_store_failing") == 1
+        before = counts(server)
+        eventually(lambda: "store" in stuck_kinds(server), server.log_file, PATIENCE_SECONDS)
+        assert counts(server)["completed"] == before["completed"] < ROLLOUTS, "results are held"
+        assert counts(server)["queued"] > 0, "nothing is begun whose result would have to wait"
+        mend(disk)
+        eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+        eventually(lambda: not reasons(server), server.log_file, PATIENCE_SECONDS)
+        assert metric(server, "rollout_store_failing") == 0
+        for number in range(ROLLOUTS):
+            found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
+            assert found.raise_for_status().json()["segments"]
+        assert server.said_of_the_store() == ["the store fails", "the store works again"]
+    assert ends(own_redis) == Counter(f"r{number}" for number in range(ROLLOUTS))
