@@ -70,7 +70,6 @@ class SqliteLiveStore(LiveStore):
 
     @property
     def problem(self) -> StoreError | None:
-        """Why writes fail, or None."""
         return self._thread.problem
 
     def size_bytes(self) -> int:

@@ -124,6 +124,10 @@ class SharedFiles:
         """Return the names of all files."""
         return [path.name for path in self.folder.iterdir()]
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of this name."""
+        return (self.folder / name).exists()
+
     def changed_at(self, name: str) -> float:
         """Return when a file was last changed, in Unix seconds of the file server's clock."""
         return (self.folder / name).stat().st_mtime

@@ -206,8 +206,12 @@ class SegmentWriter:
         raise folder_lost(self._proof.folder, "loses the files that are written there")
 
     async def _report_gone(self, segment: _OpenSegment) -> None:
-        """Log that a file is gone with the results in it; the store deletes only files that it has forgotten."""
-        if not await self._ledger.unknown([segment.name]):
+        """Log that a file is gone with the results in it; the store deletes only files that it has forgotten.
+
+        A file that has been mounted anew is another one, and has them still.
+        """
+        is_there = await self._in_thread(self._files.has, segment.name)
+        if not is_there and not await self._ledger.unknown([segment.name]):
             log.error(
                 "a file of the shared folder was deleted, with the trajectories in it",
                 file=str(self._proof.folder / segment.name),

@@ -1,11 +1,11 @@
-"""Whatever happens to the shared folder under a service at work, it says so, loses nothing, and duplicates nothing."""
+"""Whatever happens to the folders of a service at work, it says so, loses nothing, and duplicates nothing."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.support.store.disks import SmallDisk, small_disk
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
 
 ROLLOUTS = 40
+LOG = 'log_format = "json"\n'
 FEW_AT_ONCE = """
 [sandboxes.pressure]
 enabled = false
@@ -43,14 +44,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def disk(folder: Path) -> Iterator[SmallDisk]:
     with small_disk(folder / "disk") as mounted:
         yield mounted
-
-
-@contextmanager
-def with_folder(folder: Path, engine: str, server: RedisServer, shared: Path) -> Iterator[Running]:
-    """Run the service with its trajectories in a folder."""
-    config = f'log_format = "json"\n[store]\nurl = "{server.url}"\nfolder = "{shared}"\n{FEW_AT_ONCE}'
-    with service(folder, engine, config) as running:
-        yield running
 
 
 def submit(server: Running, numbers: range) -> None:
@@ -79,12 +72,32 @@ def stuck_kinds(server: Running) -> set[str]:
     return {finding["kind"] for finding in report["findings"] if finding["verdict"] == "stuck"}
 
 
-def ends(server: RedisServer) -> Counter[str]:
+def ends(server: Running) -> Counter[str]:
     """Return how often each rollout has ended."""
-    with server.client() as client:
-        entries = client.xrange("{rollouts}:events")
-    ended = [f for _, f in entries if f[b"k"] == b"rollout.state" and b'"completed"' in f[b"d"]]
-    return Counter(fields[b"s"].decode() for fields in ended)
+    with httpx.stream("GET", f"{server.url}/v1/events?after=0&follow=false", timeout=30) as answer:
+        events = [json.loads(line[5:]) for line in answer.iter_lines() if line.startswith("data:")]
+    ended = [event for event in events if event["data"].get("state") == "completed"]
+    return Counter(event["subject"] for event in ended)
+
+
+def holds_work(server: Running, hint: str) -> None:
+    """Check that a service at work reports its outage, and holds what it has."""
+    eventually(lambda: hint in reasons(server), server.log_file, PATIENCE_SECONDS)
+    assert metric(server, "rollout_store_failing") == 1
+    eventually(lambda: "store" in stuck_kinds(server), server.log_file, PATIENCE_SECONDS)
+    assert counts(server)["completed"] < ROLLOUTS, "results are held"
+    assert counts(server)["queued"] > 0, "nothing is begun whose result would have to wait"
+
+
+def goes_on(server: Running) -> None:
+    """Check that a service completes everything, once."""
+    eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+    eventually(lambda: not reasons(server), server.log_file, PATIENCE_SECONDS)
+    assert metric(server, "rollout_store_failing") == 0
+    for number in range(ROLLOUTS):
+        found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
+        assert found.raise_for_status().json()["segments"]
+    assert ends(server) == Counter(f"r{number}" for number in range(ROLLOUTS))
 
 
 def move_away(disk: SmallDisk) -> None:
@@ -119,22 +132,25 @@ def test_an_outage_of_the_folder_is_reported_and_loses_nothing(
     folder: Path, engine: str, own_redis: RedisServer, disk: SmallDisk, way: str
 ) -> None:
     break_it, mend, hint = WAYS[way]
-    with with_folder(folder, engine, own_redis, disk.folder / "shared") as server:
+    store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{disk.folder / "shared"}"\n'
+    with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
         submit(server, range(ROLLOUTS))
         eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
         break_it(disk)
-        eventually(lambda: hint in reasons(server), server.log_file, PATIENCE_SECONDS)
-        assert metric(server, "rollout_store_failing") == 1
-        before = counts(server)
-        eventually(lambda: "store" in stuck_kinds(server), server.log_file, PATIENCE_SECONDS)
-        assert counts(server)["completed"] == before["completed"] < ROLLOUTS, "results are held"
-        assert counts(server)["queued"] > 0, "nothing is begun whose result would have to wait"
+        holds_work(server, hint)
         mend(disk)
-        eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
-        eventually(lambda: not reasons(server), server.log_file, PATIENCE_SECONDS)
-        assert metric(server, "rollout_store_failing") == 0
-        for number in range(ROLLOUTS):
-            found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
-            assert found.raise_for_status().json()["segments"]
+        goes_on(server)
         assert server.said_of_the_store() == ["the store fails", "the store works again"]
-    assert ends(own_redis) == Counter(f"r{number}" for number in range(ROLLOUTS))
+
+
+def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder: Path, engine: str) -> None:
+    with service(folder, engine, LOG + FEW_AT_ONCE) as server:
+        submit(server, range(ROLLOUTS))
+        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        (folder / "state").rename(folder / "away")
+        holds_work(server, "was deleted or moved while it is open")
+        shutil.rmtree(folder / "state", ignore_errors=True)
+        (folder / "away").rename(folder / "state")
+        goes_on(server)
+        said = server.said_of_the_store()
+        assert said == ["the store fails"] * 2 + ["the store works again"] * 2, "that of live sessions, too"
