@@ -39,7 +39,7 @@ async def open_store(settings: Settings, owner: str) -> AsyncIterator[Store]:
 
 async def _open(settings: Settings, owner: str) -> SqliteStore | RedisStore:
     if settings.store.url is None:
-        return await SqliteStore.open(settings.database)
+        return await SqliteStore.open(settings.database, disk=settings.store.disk)
     return await _open_redis(settings.store, settings.store.url, owner)
 
 

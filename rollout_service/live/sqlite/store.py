@@ -33,6 +33,7 @@ from rollout_service.live.sqlite import (
     value_statements,
 )
 from rollout_service.live.sqlite.schema import LIVE
+from rollout_service.store.sqlite.schema import Disk
 from rollout_service.store.sqlite.thread import DatabaseThread
 
 T = TypeVar("T")
@@ -46,12 +47,13 @@ class SqliteLiveStore(LiveStore):
             method can raise it.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, disk: Disk = "local") -> None:
         self._path = path
+        self._schema = LIVE.on_disk(disk)
         self._thread: DatabaseThread
 
     async def __aenter__(self) -> Self:
-        self._thread = DatabaseThread(self._path, lambda _: None, LIVE)
+        self._thread = DatabaseThread(self._path, lambda _: None, self._schema)
         await self._thread.start()
         return self
 

@@ -134,8 +134,8 @@ def _close_to_others(path: Path) -> None:
 class Database:
     """An open store file: one connection, for use in the thread that created it.
 
-    The write-ahead log guarantees that a commit that has returned is on the disk if its schema is `synchronous=FULL`,
-    and in the operating system's hands if it is `NORMAL`.
+    SQLite guarantees that a commit that has returned is on the disk if its schema is `synchronous=FULL`, and in the
+    operating system's hands if it is `NORMAL`.
 
     Raises:
         StoreError: The file is in use, is damaged, belongs to another program, or cannot be created.
@@ -174,7 +174,7 @@ class Database:
             self._place.check()
 
     def close(self) -> None:
-        """Merge the write-ahead log into the file, close the file and release the claim."""
+        """Merge a write-ahead log into the file, close the file and release the claim."""
         try:
             self.connection.close()
         finally:
@@ -185,7 +185,7 @@ class Database:
         try:
             connection.row_factory = sqlite3.Row
             connection.execute(f"PRAGMA page_size = {schema.page_size}")  # of a new file
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA journal_mode = {schema.journal_mode}")
             connection.execute(f"PRAGMA synchronous = {schema.synchronous}")
             connection.execute(f"PRAGMA secure_delete = {schema.secure_delete:d}")
             connection.execute("PRAGMA journal_size_limit = 67108864")

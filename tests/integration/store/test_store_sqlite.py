@@ -63,6 +63,25 @@ async def test_everything_is_still_there_after_a_restart(path: Path) -> None:
             await store.wait_for_work()
 
 
+def logs_of(path: Path) -> set[str]:
+    return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}
+
+
+async def test_on_a_network_disk_nothing_is_shared_in_memory_and_an_older_file_is_taken_over(
+    path: Path,
+) -> None:
+    async with await SqliteStore.open(path) as store:
+        await submit_many(store, range(5))
+        assert logs_of(path) == {"-wal", "-shm"}
+    for _ in range(2):
+        async with await SqliteStore.open(path, disk="network") as store:
+            await submit_many(store, range(8))
+            assert logs_of(path) == {"-journal"}
+            assert await store.counts() == {RolloutState.QUEUED: 8}
+    async with await SqliteStore.open(path) as store:
+        assert await store.counts() == {RolloutState.QUEUED: 8}
+
+
 async def test_writes_that_wait_share_a_commit(path: Path) -> None:
     statements: list[str] = []
     async with await SqliteStore.open(path) as store:
