@@ -45,13 +45,7 @@ async def _open(settings: Settings, owner: str) -> SqliteStore | RedisStore:
 
 async def _open_redis(settings: StoreSettings, url: str, owner: str) -> RedisStore:
     # Redis's client takes a tenth of the CPU time of a start, so a service without Redis does not import it.
-    from rollout_service.store.redis import Durability, RedisConfig, RedisStore
+    from rollout_service.store.redis import RedisConfig, RedisStore
 
-    config = RedisConfig(
-        url=url,
-        prefix=settings.prefix,
-        password_file=settings.password_file,
-        durability=Durability(settings.redis_durability),
-        replicas=settings.redis_replicas,
-    )
+    config = RedisConfig.of(settings, url)
     return await RedisStore.open(config, is_gone=is_gone, folder=settings.folder, owner=owner)

@@ -124,6 +124,11 @@ class SharedFiles:
         """Return the names of all files."""
         return [path.name for path in self.folder.iterdir()]
 
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file, in bytes, by its name."""
+        with os.scandir(self.folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
     def has(self, name: str) -> bool:
         """Return whether there is a file of this name."""
         return (self.folder / name).exists()

@@ -18,7 +18,11 @@ _HINTS = {
 }
 _OTHERWISE = "Check the file system of [store] folder, and the kernel's log (dmesg)."
 LOST_HINT = (
-    "Restore the file from a backup of [store] folder, or let the task run again under another rollout_id."
+    "Restore the file from a backup of [store] folder, or let the task run again under another rollout_id. "
+    "`rollout-service store check` names all that is lost."
+)
+BEGIN_AGAIN_HINT = (
+    "If it is lost for good, `rollout-service store new-folder` says what was in it and begins again."
 )
 
 
@@ -34,7 +38,7 @@ def folder_lost(folder: Path, why: str) -> StoreError:
     """Return the store's error for a folder that is not the store's any more."""
     return StoreError(
         f"the shared folder {folder} {why}",
-        hint="Mount it or move it back; no restart is needed.",
+        hint=f"Mount it or move it back; no restart is needed. {BEGIN_AGAIN_HINT}",
     )
 
 

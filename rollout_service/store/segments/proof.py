@@ -22,7 +22,7 @@ import anyio.to_thread
 from rollout_service.errors import ConfigurationError
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentLedger
-from rollout_service.store.segments.problems import folder_failed, folder_lost
+from rollout_service.store.segments.problems import BEGIN_AGAIN_HINT, folder_failed, folder_lost
 
 MARK_FILE = "store.json"
 _MARK_BYTES = 4_096
@@ -169,5 +169,6 @@ def _read(files: SharedFiles) -> FolderMark | None:
 def _not_shared(folder: Path, why: str) -> ConfigurationError:
     return ConfigurationError(
         f"the folder {folder} {why}",
-        hint="Set [store] folder to a folder that all nodes share, and mount its file system on this node.",
+        hint="Set [store] folder to a folder that all nodes share, and mount its file system on this node. "
+        f"{BEGIN_AGAIN_HINT}",
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +143,46 @@ def test_an_outage_of_the_folder_is_reported_and_loses_nothing(
         mend(disk)
         goes_on(server)
         assert server.said_of_the_store() == ["the store fails", "the store works again"]
+
+
+def store_command(folder: Path, *words: str) -> dict[str, Any]:
+    """Run a command on the store of the service's settings; return what it prints."""
+    command = [sys.executable, "-m", "rollout_service.cli", "store", *words, "--json"]
+    done = subprocess.run(
+        [*command, "--config", str(folder / "service.toml")], capture_output=True, text=True, check=False
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
+    folder: Path, engine: str, own_redis: RedisServer
+) -> None:
+    shared = folder / "shared"
+    store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{shared}"\n'
+    with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
+        submit(server, range(ROLLOUTS))
+        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        shutil.rmtree(shared)
+        holds_work(server, "store new-folder")
+        report = store_command(folder, "new-folder")
+        lost = {one["rollout_id"] for one in report["lost"]}
+        assert len(lost) == counts(server)["completed"] == report["trajectories"]
+        assert not shared.exists(), "nothing is changed without --yes"
+        assert store_command(folder, "new-folder", "--yes")["problem"] is None
+        eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+        eventually(lambda: not reasons(server), server.log_file, PATIENCE_SECONDS)
+        for number in range(ROLLOUTS):
+            found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
+            assert found.is_success == (f"r{number}" not in lost)
+        report = store_command(folder, "check")
+        assert report["trajectories"] == ROLLOUTS
+        assert {one["rollout_id"] for one in report["lost"]} == lost
+        assert ends(server) == Counter(f"r{number}" for number in range(ROLLOUTS))
+        server.stop()
+        server.ended(30)
+    with service(folder, engine, LOG + store) as server:
+        assert counts(server) == {"completed": ROLLOUTS}, "it starts again, too"
 
 
 def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder: Path, engine: str) -> None:

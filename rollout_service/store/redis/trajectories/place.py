@@ -108,6 +108,13 @@ class InSharedFolder(TrajectoryPlace):
         return [_whole(next(found)) if data.startswith(_MARK) else data for data in stored.values()]
 
 
+def referred(stored: bytes | None) -> str | None:
+    """Return the reference in what Redis stores of a trajectory; None if there is none."""
+    if stored is None or not stored.startswith(_MARK):
+        return None
+    return stored.removeprefix(_MARK).decode(errors="replace")
+
+
 def _whole(record: bytes | RecordLostError) -> bytes:
     if isinstance(record, RecordLostError):
         raise record
