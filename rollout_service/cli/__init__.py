@@ -14,7 +14,7 @@ from rollout_service import __version__
 from rollout_service.cli import common
 
 COMMANDS = ("serve", "demo", "submit", "show", "watch", "trace", "doctor")
-GROUPS = ("backends", "nodes", "runs", "sessions", "image", "env", "harness", "config", "slurm")
+GROUPS = ("backends", "nodes", "runs", "sessions", "image", "env", "harness", "config", "store", "slurm")
 
 
 class _Commands(Mapping[str, Any]):

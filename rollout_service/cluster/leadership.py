@@ -90,7 +90,7 @@ class Leadership:
             try:
                 renewed = await self._cluster.lead(lease.role, self._owner)
             except StoreError as error:
-                log.error("the lead cannot be renewed", role=lease.role, error=str(error), hint=error.hint)
+                log.debug("the lead cannot be renewed; trying again", role=lease.role, error=str(error))
                 continue
             if renewed != lease:
                 held.cancel()

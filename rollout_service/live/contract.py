@@ -24,6 +24,7 @@ from api_schemas.rollouts.sessions import (
     Votes,
 )
 from api_schemas.sessions import FeedbackByVersion
+from rollout_service.errors import StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +173,11 @@ class Deleted:
 
 class LiveStore(Protocol):
     """The durable sessions of one node."""
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why the store cannot be written to at the moment; None if no reason is known."""
+        ...
 
     # -- sessions --
 

@@ -136,8 +136,10 @@ class LiveFunnel(Collector):
                 counts = await self._store.counts()
                 versions = await self._store.feedback()
                 waiting = await self._store.to_judge(1)
-        except (StoreError, TimeoutError) as error:
-            log.warning("the figures of live sessions could not be read", error=type(error).__name__)
+        except StoreError:
+            return  # it says so itself
+        except TimeoutError:
+            log.warning("the figures of live sessions could not be read in time")
             return
         self._counts, self._versions = counts, versions
         states = (turn.next_state for turn in waiting)

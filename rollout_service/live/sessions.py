@@ -283,8 +283,8 @@ class LiveSessions:
 
 @contextmanager
 def _trying_again() -> Iterator[None]:
-    """Log a store that fails, since the next time it may not."""
+    """Bear with a store that fails, since the next time it may not."""
     try:
         yield
     except StoreError as error:
-        log.error("live sessions cannot be looked after", error=str(error), hint=error.hint)
+        log.debug("live sessions cannot be looked after; trying again", error=str(error), hint=error.hint)

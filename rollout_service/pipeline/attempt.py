@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from api_schemas.errors import ErrorInfo
@@ -30,6 +31,7 @@ from rollout_service.pipeline.turns.resumption import open_turn_log
 from rollout_service.policies.subagent_pools import subagent_pool
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Lease
+from rollout_service.store.retrying import retry_until_stored
 from rollout_service.tokens import ToolSpec
 
 
@@ -108,8 +110,11 @@ class Attempt:
         state = RolloutState(stage.value)
         if state is self._state:
             return
-        with waits_for(StepKind.STORE, f"record the stage {stage}"):
-            is_held = await self._context.store.advance(self.lease, self._context.owner, state)
+        what = f"record the stage {stage}"
+        with waits_for(StepKind.STORE, what):  # an outage of the store costs no attempt
+            is_held = await retry_until_stored(
+                what, partial(self._context.store.advance, self.lease, self._context.owner, state)
+            )
         if not is_held:
             raise LeaseLostError(self.lease.rollout_id)
         self._state = state

@@ -86,7 +86,7 @@ class PolicyServing:
             try:
                 await self._follow_listed(tasks)
             except StoreError as error:
-                log.error("the backends cannot be read; trying again", error=str(error), hint=error.hint)
+                log.debug("the backends cannot be read; trying again", error=str(error), hint=error.hint)
                 await anyio.sleep(RECONNECT_SECONDS)
                 seen -= 1
 

@@ -62,9 +62,14 @@ async def open_answering(stack: AsyncExitStack, foundation: Foundation) -> Answe
     sampler = PoolTextSampler(serving)
     judge = PoolJudge(sampler, JudgeMetrics(metrics.registry))
     live = await stack.enter_async_context(open_live(foundation, serving, gateway, judge))
+    store = foundation.store
     metrics.registry.register(
         HealthMetrics(
-            serving.views, serving.frozen_version_changes, foundation.store, foundation.node.free_bytes
+            serving.views,
+            serving.frozen_version_changes,
+            store,
+            lambda: store.problem or live.store.problem,
+            foundation.node.free_bytes,
         )
     )
     return Answering(serving, gateway, sampler, judge, live)

@@ -68,7 +68,9 @@ async def open_live(
     metrics = LiveMetrics(foundation.metrics.registry)
     canaries = Canaries(state_dir / CANARY_FILE, lambda pool: pool in serving.in_service()[0])
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(SqliteLiveStore(state_dir / STORE_FILE))
+        store = await stack.enter_async_context(
+            SqliteLiveStore(state_dir / STORE_FILE, foundation.settings.store.disk)
+        )
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         judging = await make_judge_stage(live.judge, store, judge, serving, [metrics])

@@ -239,8 +239,8 @@ class Service:
                 "no backend is in service; register one with POST /v1/backends or resume its pool."
                 + "".join(f" {sentence}" for sentence in self.serving.absences())
             )
-        if (problem := self.store.problem) is not None:
-            reasons.append(sentences(str(problem), problem.hint))
+        problems = filter(None, (self.store.problem, self.live.store.problem))
+        reasons += [sentences(str(problem), problem.hint) for problem in problems]
         if not self.pipeline.started:
             reasons.append("the pipeline is stopped; POST /start begins rollouts again")
         if not self.claims.is_open:

@@ -32,25 +32,20 @@ async def open_store(settings: Settings, owner: str) -> AsyncIterator[Store]:
         tasks.start_soon(store.failed)
         if not isinstance(store, SqliteStore) and store.segments is not None:
             tasks.start_soon(store.segments.keep_tidy)
+            tasks.start_soon(store.segments.watch.run)
         yield store
         tasks.cancel_scope.cancel()
 
 
 async def _open(settings: Settings, owner: str) -> SqliteStore | RedisStore:
     if settings.store.url is None:
-        return await SqliteStore.open(settings.database)
+        return await SqliteStore.open(settings.database, disk=settings.store.disk)
     return await _open_redis(settings.store, settings.store.url, owner)
 
 
 async def _open_redis(settings: StoreSettings, url: str, owner: str) -> RedisStore:
     # Redis's client takes a tenth of the CPU time of a start, so a service without Redis does not import it.
-    from rollout_service.store.redis import Durability, RedisConfig, RedisStore
+    from rollout_service.store.redis import RedisConfig, RedisStore
 
-    config = RedisConfig(
-        url=url,
-        prefix=settings.prefix,
-        password_file=settings.password_file,
-        durability=Durability(settings.redis_durability),
-        replicas=settings.redis_replicas,
-    )
+    config = RedisConfig.of(settings, url)
     return await RedisStore.open(config, is_gone=is_gone, folder=settings.folder, owner=owner)

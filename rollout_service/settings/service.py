@@ -70,8 +70,8 @@ class Settings(BaseSettings):
     tls_key_password: SecretStr | None = None
     """The password of an encrypted private key."""
     state_dir: Path = Field(default_factory=default_state_dir)
-    """The folder for the store, and for the record of the sandboxes' run folders; it must be on a local disk. Left out,
-    `$XDG_STATE_HOME/rollout-service`, or `~/.local/state/rollout-service`."""
+    """The folder for the store, and for the record of the sandboxes' run folders; it must be on a local disk, unless
+    `store.disk` says otherwise. Left out, `$XDG_STATE_HOME/rollout-service`, or `~/.local/state/rollout-service`."""
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
     """The largest request body."""
     http: HttpSettings = HttpSettings()

@@ -29,6 +29,10 @@ class StoreSettings(Section):
     redis_durability: Literal["strict", "relaxed"] = "strict"
     """`strict` refuses a Redis that could lose what it acknowledged: it needs `appendonly yes` and `appendfsync
     always`. `relaxed` accepts that a crash of Redis loses work."""
+    disk: Literal["local", "network"] = "local"
+    """Where the state folder is: on a disk of this host, or on a file system that other hosts see too, such as NFS or
+    Lustre. On such a one, SQLite keeps a rollback journal, since its write-ahead log needs memory that only the
+    processes of one host share, and writes take longer. One service at a time may use the folder."""
     redis_replicas: int = Field(0, ge=0, le=16)
     """How many replicas of the Redis must have a write before it is acknowledged, so that a failover to them loses
     nothing. While there are fewer, work is refused."""

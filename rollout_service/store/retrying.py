@@ -1,4 +1,8 @@
-"""Patience with a store that fails for a while."""
+"""Patience with a store that fails for a while.
+
+Every store logs one line when it begins to fail, and one when it works again. The many who wait for it meanwhile log
+nothing that is shown by default.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ STORE_RETRY_SECONDS = 1.0
 
 
 async def retry_until_stored(what: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Repeat an idempotent call to the store until it succeeds, and log each failure.
+    """Repeat an idempotent call to the store until it succeeds.
 
     Raises:
         DefectError: The call itself is wrong.
@@ -27,5 +31,5 @@ async def retry_until_stored(what: str, call: Callable[[], Awaitable[T]]) -> T:
         try:
             return await call()
         except StoreError as error:
-            log.error("the store failed; trying again", doing=what, error=str(error), hint=error.hint)
+            log.debug("the store failed; trying again", doing=what, error=str(error), hint=error.hint)
         await anyio.sleep(STORE_RETRY_SECONDS)

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from api_schemas.inference import BackendState, BackendView
+from rollout_service.errors import StoreError
 from rollout_service.store.contract import Store
 
 
@@ -25,6 +26,8 @@ class HealthMetrics(Collector):
     frozen_version_changes: Callable[[], Mapping[str, int]]
     """Return how often the version of each frozen pool has changed."""
     store: Store
+    store_problem: Callable[[], StoreError | None]
+    """Return why the store, or that of live sessions, cannot be used."""
     disks: Callable[[], Mapping[str, int]]
     """Return the free bytes by folder."""
 
@@ -67,7 +70,7 @@ class HealthMetrics(Collector):
         yield changes
 
     def _store(self) -> Iterator[Metric]:
-        failing = self.store.problem is not None
+        failing = self.store_problem() is not None
         yield GaugeMetricFamily("rollout_store_bytes", "Size of the store's files", self.store.size_bytes())
         yield GaugeMetricFamily("rollout_store_failing", "1 while the store fails, else 0", float(failing))
         yield CounterMetricFamily("rollout_store_errors", "Calls to the store that failed", self.store.errors)

@@ -25,14 +25,19 @@ def run(folder: FolderArgument) -> None:
     _within_the_job(main)
 
 
-def node(folder: FolderArgument) -> None:
+def node(
+    folder: FolderArgument,
+    slot: Annotated[
+        int, typer.Option(min=0, help="The node's number in the job, which names its state.")
+    ] = 0,
+) -> None:
     """Serve on this node of a job."""
 
     async def main() -> int:
         from rollout_service.cluster.slurm.folder import JobFolder
         from rollout_service.cluster.slurm.node import serve_on_node
 
-        return await serve_on_node(JobFolder(folder))
+        return await serve_on_node(JobFolder(folder), slot)
 
     _within_the_job(main)
 

@@ -80,6 +80,13 @@ class JobFolder:
         """The API's key."""
         return self.key_file.read_text()
 
+    def state(self, slot: int | None) -> Path:
+        """Return the state folder of a service: of the only one, or of the one with this number among several.
+
+        A requeued job may get other nodes, so the state belongs to a number and not to a node.
+        """
+        return self.path / "state" if slot is None else self.path / "state" / f"node-{slot}"
+
     def log(self, name: str) -> Path:
         """Return the log of a part."""
         return self.path / "logs" / f"{name}.log"

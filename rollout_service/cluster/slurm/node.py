@@ -1,7 +1,8 @@
 """The service on one node of a job: a task of Slurm.
 
 Guarantees: it listens at the node's own address, on a port that the kernel chose; its address is in the job's folder
-while it answers; its scratch folder, on a local disk, is removed at its end.
+while it answers; its state is in the job's folder and outlasts the job; its scratch folder, on a local disk, is removed
+at its end.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class JobNode:
     spec: JobSpec
     scratch: Path
     name: str
+    slot: int
+    """Its number among the nodes of the job, which one of them has after a requeue, too."""
     home: JobFolder
     """The folder of the job whose Redis, shared folder and work this node has: its own, or the one that it joined."""
     home_spec: JobSpec
@@ -90,7 +93,7 @@ class JobNode:
         spec = self.spec
         command = [spec.python, "-m", "rollout_service.cli", "serve", "--host", address, "--port", "0"]
         command += ["--port-file", str(self._port_file), "--keys-file", str(self.folder.keys_file)]
-        command += ["--state-dir", str(self.scratch / "state" if redis_url else self.folder.path / "state")]
+        command += ["--state-dir", str(self.folder.state(self.slot if redis_url else None))]
         command += ["--config", str(spec.config)] if spec.config else []
         command += ["--engine", "none"] if spec.engines or spec.backends or spec.join else []
         for url in spec.backends:
@@ -105,7 +108,7 @@ class JobNode:
         )
 
     def _settings(self, redis_url: str | None) -> dict[str, str]:
-        settings = {}
+        settings = {"ROLLOUT_STORE__DISK": "network"}
         if self.spec.images_dir is not None:
             settings["ROLLOUT_IMAGES_DIR"] = str(self.spec.images_dir)
         if redis_url is not None:
@@ -140,14 +143,14 @@ class JobNode:
             await anyio.sleep(LOOK_SECONDS)
 
 
-async def serve_on_node(folder: JobFolder) -> int:
+async def serve_on_node(folder: JobFolder, slot: int) -> int:
     """Serve on this node until this task is to end; return the exit code."""
     spec = folder.load().spec
     home = JobFolder(spec.join) if spec.join is not None else folder
     with _scratch(spec) as scratch:
         name = node_name()
         return await JobNode(
-            folder, spec, scratch, name, home, home.load().spec, EndRequests(f"node {name}")
+            folder, spec, scratch, name, slot, home, home.load().spec, EndRequests(f"node {name}")
         ).run()
 
 

@@ -107,8 +107,13 @@ class Supervisor:
         """Return the steps of the service, one for each node."""
         group = ["--het-group=0"] if "SLURM_HET_SIZE" in os.environ else []
         return [
-            self._step(NODE + name, [*group, "--nodes=1", "--ntasks=1", f"--nodelist={name}"], "node")
-            for name in nodes
+            self._step(
+                NODE + name,
+                [*group, "--nodes=1", "--ntasks=1", f"--nodelist={name}"],
+                "node",
+                f"--slot={slot}",
+            )
+            for slot, name in enumerate(nodes)
         ]
 
     def _engines(self, nodes: list[str]) -> list[KeptProcess]:
@@ -120,8 +125,8 @@ class Supervisor:
         size = [f"--nodes={count}", f"--ntasks={count * engines.per_node}", "--kill-on-bad-exit=0"]
         return [self._step(ENGINES, [*where, *size], "engine")]
 
-    def _step(self, name: str, where: list[str], role: str) -> KeptProcess:
-        task = [self.spec.python, "-m", "rollout_service.cli", "slurm", role, str(self.folder.path)]
+    def _step(self, name: str, where: list[str], role: str, *flags: str) -> KeptProcess:
+        task = [self.spec.python, "-m", "rollout_service.cli", "slurm", role, str(self.folder.path), *flags]
         # The steps share the node's processors and memory: none of them waits for another to end.
         srun = ["srun", "--overlap", "--mem=0", "--no-kill", *where, "--", *task]
         grace = self.spec.signal_seconds + DRAIN_MARGIN_SECONDS

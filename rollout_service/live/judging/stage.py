@@ -131,7 +131,7 @@ class JudgeStage:
         try:
             turns = await self._store.to_judge(len(self._held) + room)
         except StoreError as error:
-            log.error("turns to judge could not be read; trying again", error=str(error), hint=error.hint)
+            log.debug("turns to judge could not be read; trying again", error=str(error), hint=error.hint)
             return
         found = [(turn.session_id, turn.turn) for turn in turns]
         for key in [key for key in found if key not in self._held][:room]:
@@ -162,7 +162,7 @@ class JudgeStage:
                 log.warning("the judge's engines fail; trying again", code=error.code, attempt=attempt)
                 attempt += 1
             except StoreError as error:
-                log.error("a mark could not be set; trying again", error=str(error), hint=error.hint)
+                log.debug("a mark could not be set; trying again", error=str(error), hint=error.hint)
             await anyio.sleep(self._retry_seconds * 2 ** (attempt - 1))
 
     async def _judge_once(self, session_id: str, turn_id: int, *, is_last_try: bool) -> None:

@@ -35,6 +35,7 @@ from rollout_service.live.sqlite import (
     value_statements,
 )
 from rollout_service.live.sqlite.schema import LIVE
+from rollout_service.store.sqlite.schema import Disk
 from rollout_service.store.sqlite.thread import DatabaseThread
 
 T = TypeVar("T")
@@ -48,12 +49,13 @@ class SqliteLiveStore(LiveStore):
             method can raise it.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, disk: Disk = "local") -> None:
         self._path = path
+        self._schema = LIVE.on_disk(disk)
         self._thread: DatabaseThread
 
     async def __aenter__(self) -> Self:
-        self._thread = DatabaseThread(self._path, lambda _: None, LIVE)
+        self._thread = DatabaseThread(self._path, lambda _: None, self._schema)
         await self._thread.start()
         return self
 
@@ -72,7 +74,6 @@ class SqliteLiveStore(LiveStore):
 
     @property
     def problem(self) -> StoreError | None:
-        """Why writes fail, or None."""
         return self._thread.problem
 
     def size_bytes(self) -> int:

@@ -7,6 +7,7 @@ sampled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import anyio.to_thread
 import structlog
@@ -21,6 +22,7 @@ from rollout_service.pipeline.turns.writer import NOT_REPLAYABLE
 from rollout_service.policies.saved_turns import SavedTurn, UnreadableTurnError, decode
 from rollout_service.policies.turn_log import AnewReason, CannotResumeError, TurnLog
 from rollout_service.store.contract import Lease
+from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
 
@@ -79,8 +81,9 @@ async def report(
 
 
 async def _read(context: AttemptContext, rollout_id: str) -> list[SavedTurn]:
-    with waits_for(StepKind.STORE, "read the saved turns"):
-        data = await context.store.saved_turns(rollout_id)
+    what = "read the saved turns"
+    with waits_for(StepKind.STORE, what):
+        data = await retry_until_stored(what, partial(context.store.saved_turns, rollout_id))
     if NOT_REPLAYABLE in data:
         raise CannotResumeError(AnewReason.NOT_REPLAYABLE)
     try:

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.to_thread
 import structlog
 
-from rollout_service.errors import StoreError
 from rollout_service.policies.saved_turns import SavedTurn, encode
 from rollout_service.signals import BatchQueue
 from rollout_service.store.contract import Lease
+from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.turns_contract import TurnStore, UnsavedTurn
 from rollout_service.telemetry.metrics import Metrics
 
@@ -29,7 +30,6 @@ MAX_WAITING = 4_096
 """The most turns that wait to be saved; later ones are dropped."""
 MAX_AT_ONCE = 256
 """The most turns in one write, so that other writes do not wait for long."""
-STORE_RETRY_SECONDS = 1.0
 
 NOT_REPLAYABLE = b""
 """Marks a rollout that has turns, of an environment whose turns are not worth saving."""
@@ -77,13 +77,7 @@ class TurnWriter:
 
     async def _save(self, batch: list[_WaitingTurn]) -> None:
         turns = await anyio.to_thread.run_sync(_encode_all, batch)
-        while True:
-            try:
-                saved = await self._store.save_turns(self._owner, turns)
-                break
-            except StoreError as error:
-                log.warning("turns could not be saved; trying again", error=str(error), hint=error.hint)
-                await anyio.sleep(STORE_RETRY_SECONDS)
+        saved = await retry_until_stored("save turns", partial(self._store.save_turns, self._owner, turns))
         self._metrics.count_saved_turns("saved", saved)
         self._metrics.count_saved_turns("dropped", len(batch) - len(turns))
 

@@ -54,12 +54,15 @@ class Announcer:
                 tasks.cancel_scope.deadline = anyio.current_time() + CLOSE_SECONDS
 
     async def _write(self) -> None:
+        lost = 0
         async with self._waiting:
             async for kind, subject, data in self._waiting:
                 try:
                     await self._store.record(kind, subject, data)
-                except StoreError as error:
+                except StoreError:
+                    lost += 1
                     self.dropped += 1
-                    log.warning(
-                        "an event could not be recorded", kind=kind, error=str(error), hint=error.hint
-                    )
+                    continue
+                if lost:
+                    log.warning("events could not be recorded while the store failed", events=lost)
+                    lost = 0

@@ -1,12 +1,15 @@
 """A Redis is used only after it has been checked, and again after every lost connection.
 
 Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; what it
-holds under the prefix is this program's, and not of a newer release; and it has this release's functions.
+holds under the prefix is this program's, and not of a newer release; it has this release's functions; and a durable one
+that has lost everything, as with its files, is not used until the service starts again.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import redis
 import structlog
@@ -43,7 +46,30 @@ class _OneConnection:
         connection.on_connect()
 
 
-def connect(config: RedisConfig, library: FunctionLibrary) -> redis.Redis:
+@dataclass(slots=True)
+class StoreIdentity:
+    """Which store the Redis had when it was first checked, by its random id."""
+
+    store: str | None = None
+
+    def check(self, found: str, config: RedisConfig) -> None:
+        """Check that it is the same store as before.
+
+        Raises:
+            StoreError: It is another one.
+        """
+        if self.store is None or config.durability is Durability.RELAXED:
+            self.store = found
+        if self.store != found:
+            raise _refusal(
+                config,
+                "has lost what this store had in it, or is another Redis",
+                "Restore its files or a backup (`rollout-service restore`), or point [store] url to the right Redis. "
+                "To begin with an empty store, restart the services.",
+            )
+
+
+def connect(config: RedisConfig, library: FunctionLibrary, identity: StoreIdentity) -> redis.Redis:
     """Return a checked connection that raises every failure at once.
 
     Raises:
@@ -53,7 +79,7 @@ def connect(config: RedisConfig, library: FunctionLibrary) -> redis.Redis:
     """
     client = open_client(config)
     try:
-        _check(client, config, library)
+        _check(client, config, library, identity)
     except BaseException:
         client.close()
         raise
@@ -117,7 +143,9 @@ def call_arguments(
     return ("FCALL", library.function(name), 1, config.root, clock, *arguments)
 
 
-def _check(client: redis.Redis, config: RedisConfig, library: FunctionLibrary) -> None:
+def _check(
+    client: redis.Redis, config: RedisConfig, library: FunctionLibrary, identity: StoreIdentity
+) -> None:
     info: dict[str, Any] = execute(client, "INFO", "everything")
     version = str(info.get("redis_version", "0"))
     if int(version.split(".")[0]) < _OLDEST:
@@ -127,6 +155,7 @@ def _check(client: redis.Redis, config: RedisConfig, library: FunctionLibrary) -
     _check_settings(client, config, info)
     load(client, library)
     _check_schema(client, config, library)
+    identity.check(store_id(client, config), config)
 
 
 def _check_settings(client: redis.Redis, config: RedisConfig, info: dict[str, Any]) -> None:
@@ -157,8 +186,14 @@ def _settings(client: redis.Redis, info: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def store_id(client: redis.Redis, config: RedisConfig) -> str:
+    """Return the random id of the store under the prefix; it is empty if there is no store."""
+    found = execute(client, "HGET", f"{config.root}:segments:mark", "id")
+    return "" if found is None else _text(found)
+
+
 def _check_schema(client: redis.Redis, config: RedisConfig, library: FunctionLibrary) -> None:
-    call = call_arguments(config, library, "schema_migrate", None)
+    call = call_arguments(config, library, "schema_migrate", None, uuid4().hex)
     application, version, newest = execute(client, *call)
     if _text(application) != APPLICATION:
         why = f"holds something of another program under the prefix {config.prefix!r}"

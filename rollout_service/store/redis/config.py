@@ -9,10 +9,12 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 from urllib.parse import urlsplit
 
 from rollout_service.errors import ConfigurationError
 from rollout_service.private_files import OTHERS
+from rollout_service.settings import StoreSettings
 
 SCHEMES = ("redis", "rediss", "unix")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -42,6 +44,17 @@ class RedisConfig:
     """How many replicas must have a write before it is acknowledged."""
     answer_seconds: float = 10.0
     """How long Redis may take to accept a connection or to answer."""
+
+    @classmethod
+    def of(cls, settings: StoreSettings, url: str) -> Self:
+        """Return the configuration that the settings describe, which name this Redis."""
+        return cls(
+            url=url,
+            prefix=settings.prefix,
+            password_file=settings.password_file,
+            durability=Durability(settings.redis_durability),
+            replicas=settings.redis_replicas,
+        )
 
     @property
     def root(self) -> str:

@@ -77,7 +77,8 @@ class RedisConnection:
         """How often it has connected again: the Redis there may then be another, which lacks the last writes."""
         self.commit_seconds = commit_times()
         self.health = RedisHealth(config.address)
-        self.events = EventReader(config, self._library, self.health, self._die)
+        self._identity = checks.StoreIdentity()
+        self.events = EventReader(config, self._library, self._identity, self.health, self._die)
 
     @classmethod
     async def open(cls, config: RedisConfig, *, clock: Callable[[], float] | None = None) -> RedisConnection:
@@ -291,7 +292,7 @@ class RedisConnection:
 
     def _connect(self) -> redis.Redis:
         if self._client is None:
-            self._client = checks.connect(self.config, self._library)
+            self._client = checks.connect(self.config, self._library, self._identity)
             if self._was_connected:
                 self._post(self._connected_again)
             self._was_connected = True

@@ -1,4 +1,4 @@
-"""Whether a store's Redis works, as its threads last saw it.
+"""Whether a store's Redis works, and its shared folder, as they were last seen.
 
 Guarantee: the log says once that it fails, and once that it works again.
 """
@@ -20,7 +20,7 @@ PROBLEM_SECONDS = 3.0
 
 @dataclass(slots=True)
 class RedisHealth:
-    """The failures of a Redis; used on the event loop alone."""
+    """The failures of a Redis and of the folder beside it; used on the event loop alone."""
 
     address: str
     errors: int = 0

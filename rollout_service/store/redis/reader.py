@@ -35,8 +35,8 @@ BLOCK_SECONDS = 2.0
 _AT_ONCE = 1_000
 _RETRY_SECONDS = 0.5
 """The wait before connecting again."""
-_SIZE_SECONDS = 10.0
-"""How old the size of Redis's memory may be."""
+_LOOK_SECONDS = 10.0
+"""How old the size of Redis's memory may be, and the last look whether it still has the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,13 @@ class EventReader:
         self,
         config: RedisConfig,
         library: FunctionLibrary,
+        identity: checks.StoreIdentity,
         health: RedisHealth,
         on_defect: Callable[[BaseException], None],
     ) -> None:
         self._config = config
         self._library = library
+        self._identity = identity
         self._health = health
         self._on_defect = on_defect
         self._loop = asyncio.get_running_loop()
@@ -86,7 +88,7 @@ class EventReader:
         self._last: StreamEvent | None = None
         """The event after which to read on; None: read from the start."""
         self._listeners: list[EventListener] = []
-        self._sized_at = -_SIZE_SECONDS
+        self._looked_at = -_LOOK_SECONDS
         self.newest = EventCounter()
         """The id of the newest event."""
         self.used_memory = 0
@@ -140,7 +142,7 @@ class EventReader:
     def _read_or_wait(self) -> None:
         try:
             client = self._client or self._reconnect()
-            self._measure(client)
+            self._look(client)
             events = self._read(client)
         except (redis.RedisError, OSError, ServiceError, ValueError) as error:
             self._disconnect()
@@ -162,7 +164,7 @@ class EventReader:
         return [decode_entry(entry) for entry in found]
 
     def _connect(self) -> redis.Redis:
-        self._client = checks.connect(self._config, self._library)
+        self._client = checks.connect(self._config, self._library, self._identity)
         if self._closing.is_set():  # `close` may have missed this connection
             raise StoreError("the store is closed")
         return self._client
@@ -190,10 +192,12 @@ class EventReader:
         answer: Any = checks.execute(client, "XREVRANGE", key, "+", "-", "COUNT", 1)
         return decode_entry(answer[0]) if answer else None
 
-    def _measure(self, client: redis.Redis) -> None:
-        if time.monotonic() - self._sized_at >= _SIZE_SECONDS:
+    def _look(self, client: redis.Redis) -> None:
+        """Look now and then whether Redis still has the store, and how much memory it uses."""
+        if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
+            self._identity.check(checks.store_id(client, self._config), self._config)
             self.used_memory = int(checks.execute(client, "INFO", "memory")["used_memory"])
-            self._sized_at = time.monotonic()
+            self._looked_at = time.monotonic()
 
     def _disconnect(self) -> None:
         client, self._client = self._client, None

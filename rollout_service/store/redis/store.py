@@ -79,6 +79,8 @@ class RedisStore(RedisRollouts):
         except BaseException:
             await connection.close()
             raise
+        if segments is not None:
+            segments.watch.tell = store._tell_of_folder
         store.segments = segments
         return store
 
@@ -139,6 +141,13 @@ class RedisStore(RedisRollouts):
         if time.monotonic() >= self._look_at_libraries:
             self._look_at_libraries = time.monotonic() + LIBRARIES_SECONDS
             await self._cluster.delete_unused_libraries()
+
+    def _tell_of_folder(self, problem: StoreError | None) -> None:
+        """Let a folder that cannot be used count as a store that fails."""
+        if problem is None:
+            self._connection.health.succeeded("folder")
+        else:
+            self._connection.health.failed("folder", problem)
 
     async def failed(self) -> None:
         """Wait until the store fails for good, which only a defect can cause.

@@ -109,6 +109,20 @@ class SharedFiles:
         finally:
             os.close(descriptor)
 
+    def leads_to(self, name: str, descriptor: int) -> bool:
+        """Return whether a name still leads to an open file: not if the file was deleted, moved or replaced.
+
+        The name is opened anew, because NFS may answer a mere question about it from memory.
+        """
+        try:
+            found = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return os.path.samestat(os.fstat(found), os.fstat(descriptor))
+        finally:
+            os.close(found)
+
     def delete(self, name: str) -> int:
         """Delete a file and its draft, if they exist; return the bytes that this freed."""
         freed = 0
@@ -122,6 +136,15 @@ class SharedFiles:
     def names(self) -> list[str]:
         """Return the names of all files."""
         return [path.name for path in self.folder.iterdir()]
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file, in bytes, by its name."""
+        with os.scandir(self.folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of this name."""
+        return (self.folder / name).exists()
 
     def changed_at(self, name: str) -> float:
         """Return when a file was last changed, in Unix seconds of the file server's clock."""

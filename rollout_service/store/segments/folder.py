@@ -1,6 +1,6 @@
 """The shared folder of a store: large records go in, references come out.
 
-Guarantees: see `writer`, `reader`, `collector` and `proof`, each of which has a part of it.
+Guarantees: see `writer`, `reader`, `collector`, `proof` and `watch`, each of which has a part of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from rollout_service.store.segments import collector
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentLedger, SegmentTotals
 from rollout_service.store.segments.problems import folder_failed
-from rollout_service.store.segments.proof import prove_shared
+from rollout_service.store.segments.proof import FolderProof, prove_shared
 from rollout_service.store.segments.reader import SegmentReader
 from rollout_service.store.segments.reference import SegmentReference
+from rollout_service.store.segments.watch import FolderWatch
 from rollout_service.store.segments.writer import FILE_BYTES, FILE_SECONDS, SegmentWriter
 
 SWEEP_SECONDS = 86_400.0
@@ -34,11 +35,21 @@ TIDY_SECONDS = 60.0
 class SegmentFolder:
     """One service's view of the folder: `async with await SegmentFolder.open(...) as segments:`."""
 
-    def __init__(self, files: SharedFiles, ledger: SegmentLedger, writer: SegmentWriter) -> None:
+    def __init__(
+        self,
+        files: SharedFiles,
+        proof: FolderProof,
+        ledger: SegmentLedger,
+        watch: FolderWatch,
+        writer: SegmentWriter,
+    ) -> None:
         self._files = files
+        self._proof = proof
         self.ledger = ledger
+        self.watch = watch
+        """Whether the folder can be used."""
         self._writer = writer
-        self._reader = SegmentReader(files)
+        self._reader = SegmentReader(files, proof)
         self._sweep_at = time.monotonic()
 
     @classmethod
@@ -62,11 +73,19 @@ class SegmentFolder:
             StoreError: The store fails.
         """
         files = files or SharedFiles(folder)
-        await prove_shared(files, ledger)
+        proof = await prove_shared(files, ledger)
+        watch = FolderWatch(proof, ledger)
         writer = SegmentWriter(
-            files, ledger, owner=owner, name=name, file_bytes=file_bytes, file_seconds=file_seconds
+            files,
+            proof,
+            ledger,
+            owner=owner,
+            name=name,
+            file_bytes=file_bytes,
+            file_seconds=file_seconds,
+            wrote=watch.wrote,
         )
-        return cls(files, ledger, writer)
+        return cls(files, proof, ledger, watch, writer)
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,6 +101,7 @@ class SegmentFolder:
 
     async def abandon(self, reference: str) -> None:
         """Open another file for the next records, since the ledger refused this reference."""
+        await self.watch.follow()  # it refuses all files of a folder that was exchanged
         await self._writer.abandon(reference)
 
     async def read(self, reference: str, subject: str) -> bytes:
@@ -123,7 +143,11 @@ class SegmentFolder:
         """Delete garbage and, once a day, old files that the ledger does not know; return the bytes that this freed.
 
         Only the leader of `retention` calls this. See `collector`.
+
+        Raises:
+            StoreError: The store fails, or the folder is not the store's any more: its files are not ours to delete.
         """
+        await anyio.to_thread.run_sync(self._proof.check)
         freed = await collector.collect(self._files, self.ledger)
         if time.monotonic() >= self._sweep_at:
             freed += await collector.sweep(self._files, self.ledger)

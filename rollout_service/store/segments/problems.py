@@ -18,7 +18,11 @@ _HINTS = {
 }
 _OTHERWISE = "Check the file system of [store] folder, and the kernel's log (dmesg)."
 LOST_HINT = (
-    "Restore the file from a backup of [store] folder, or let the task run again under another rollout_id."
+    "Restore the file from a backup of [store] folder, or let the task run again under another rollout_id. "
+    "`rollout-service store check` names all that is lost."
+)
+BEGIN_AGAIN_HINT = (
+    "If it is lost for good, `rollout-service store new-folder` says what was in it and begins again."
 )
 
 
@@ -27,6 +31,22 @@ def folder_failed(folder: Path, error: OSError) -> StoreError:
     why = error.strerror or type(error).__name__
     return StoreError(
         f"the shared folder {folder} cannot be used: {why}", hint=_HINTS.get(error.errno or 0, _OTHERWISE)
+    )
+
+
+def folder_lost(folder: Path, why: str) -> StoreError:
+    """Return the store's error for a folder that is not the store's any more."""
+    return StoreError(
+        f"the shared folder {folder} {why}",
+        hint=f"Mount it or move it back; no restart is needed. {BEGIN_AGAIN_HINT}",
+    )
+
+
+def folder_hangs(folder: Path, seconds: float) -> StoreError:
+    """Return the store's error for a folder that does not answer."""
+    return StoreError(
+        f"the shared folder {folder} has not answered for {seconds:g} s",
+        hint="Look at its file server and at the network; no restart is needed.",
     )
 
 

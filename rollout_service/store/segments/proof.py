@@ -1,7 +1,8 @@
 """The proof that a folder is shared by all services of one store, and by no other store.
 
 Guarantees: a service that cannot write, flush and name files in the folder does not start, nor does one that sees
-another folder than the services before it. Nothing depends on the clocks of the hosts.
+another folder than the services before it. Whoever relies on the folder later can check that it is still the one that
+was proved. Nothing depends on the clocks of the hosts.
 
 The file MARK_FILE contains the id of the store and a random mark; the store keeps both. The first service writes the
 file, and only then the store remembers its mark. So a service that sees no file although the store has a mark looks at
@@ -21,7 +22,7 @@ import anyio.to_thread
 from rollout_service.errors import ConfigurationError
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentLedger
-from rollout_service.store.segments.problems import folder_failed
+from rollout_service.store.segments.problems import BEGIN_AGAIN_HINT, folder_failed, folder_lost
 
 MARK_FILE = "store.json"
 _MARK_BYTES = 4_096
@@ -32,10 +33,55 @@ class FolderMark:
     """The contents of the file that marks a folder."""
 
     store: str
-    mark: str
+    mark: str | None
+    """None: no service of the store has marked a folder yet."""
 
 
-async def prove_shared(files: SharedFiles, ledger: SegmentLedger) -> None:
+class FolderProof:
+    """The mark that was proved, to be looked for again before anything in the folder is relied on.
+
+    `check` and `check_usable` may block: call them in threads.
+    """
+
+    def __init__(self, files: SharedFiles, mark: FolderMark) -> None:
+        self._files = files
+        self.folder = files.folder
+        self.mark = mark
+        """The mark that the folder is to have."""
+
+    def check(self) -> None:
+        """Check that the folder is still there, and is no other.
+
+        Raises:
+            StoreError: It is not, or it cannot be read.
+        """
+        try:
+            found = _read(self._files)
+        except ConfigurationError as error:
+            raise folder_lost(self.folder, "has a damaged mark") from error
+        except OSError as error:
+            raise folder_failed(self.folder, error) from error
+        if found is None:
+            raise folder_lost(self.folder, "has no mark: it was deleted, moved or emptied, or is not mounted")
+        if found.store != self.mark.store:
+            raise folder_lost(self.folder, "belongs to another store than the one in Redis")
+        if found != self.mark:
+            raise folder_lost(self.folder, "is not the one that the other services of this store use")
+
+    def check_usable(self) -> None:
+        """Check the folder as `check` does, and that files can be written there.
+
+        Raises:
+            StoreError: It is another folder, or it cannot be written.
+        """
+        self.check()
+        try:
+            _probe(self._files)
+        except OSError as error:
+            raise folder_failed(self.folder, error) from error
+
+
+async def prove_shared(files: SharedFiles, ledger: SegmentLedger) -> FolderProof:
     """Check a folder at the start of a service; the first service of a store creates and marks it.
 
     Raises:
@@ -44,19 +90,25 @@ async def prove_shared(files: SharedFiles, ledger: SegmentLedger) -> None:
     """
     store, known = await ledger.store_id(), await ledger.mark(None)
     with anyio.CancelScope(shield=True):
-        found, is_new = await anyio.to_thread.run_sync(_look, files, store, known is None)
-        if found is None:
-            raise _not_shared(files.folder, "has no mark, although other services have marked theirs")
-        if found.store != store:
-            raise ConfigurationError(
-                f"the folder {files.folder} belongs to another store",
-                hint="Set [store] folder to an empty folder. If the other store is gone for good, delete "
-                f"{MARK_FILE} there.",
-            )
-        if await ledger.mark(found.mark) != found.mark:
-            if is_new:
-                await anyio.to_thread.run_sync(files.delete, MARK_FILE)
-            raise _not_shared(files.folder, "is not the one that other services of this store see")
+        mark = await _prove(files, ledger, store, may_create=known is None)
+    return FolderProof(files, mark)
+
+
+async def _prove(files: SharedFiles, ledger: SegmentLedger, store: str, *, may_create: bool) -> FolderMark:
+    found, is_new = await anyio.to_thread.run_sync(_look, files, store, may_create)
+    if found is None:
+        raise _not_shared(files.folder, "has no mark, although other services have marked theirs")
+    if found.store != store:
+        raise ConfigurationError(
+            f"the folder {files.folder} belongs to another store",
+            hint="Set [store] folder to an empty folder. If the other store is gone for good, delete "
+            f"{MARK_FILE} there.",
+        )
+    if await ledger.mark(found.mark) != found.mark:
+        if is_new:
+            await anyio.to_thread.run_sync(files.delete, MARK_FILE)
+        raise _not_shared(files.folder, "is not the one that other services of this store see")
+    return found
 
 
 def _look(files: SharedFiles, store: str, may_create: bool) -> tuple[FolderMark | None, bool]:
@@ -117,5 +169,6 @@ def _read(files: SharedFiles) -> FolderMark | None:
 def _not_shared(folder: Path, why: str) -> ConfigurationError:
     return ConfigurationError(
         f"the folder {folder} {why}",
-        hint="Set [store] folder to a folder that all nodes share, and mount its file system on this node.",
+        hint="Set [store] folder to a folder that all nodes share, and mount its file system on this node. "
+        f"{BEGIN_AGAIN_HINT}",
     )

@@ -14,7 +14,7 @@ import anyio.to_thread
 from rollout_service.errors import RecordLostError
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.problems import folder_failed, record_lost
-from rollout_service.store.segments.proof import MARK_FILE
+from rollout_service.store.segments.proof import FolderProof
 from rollout_service.store.segments.reference import SegmentReference
 
 READERS = 8
@@ -24,8 +24,9 @@ READERS = 8
 class SegmentReader:
     """Reads from the files of one folder."""
 
-    def __init__(self, files: SharedFiles) -> None:
+    def __init__(self, files: SharedFiles, proof: FolderProof) -> None:
         self._files = files
+        self._proof = proof
         self._threads = anyio.CapacityLimiter(READERS)
 
     async def read(self, reference: str, subject: str) -> bytes:
@@ -53,8 +54,8 @@ class SegmentReader:
         for subject, reference in references.items():
             try:
                 found.append(self._read(SegmentReference.parse(reference)))
-            except FileNotFoundError as error:
-                self._check_folder(error)
+            except FileNotFoundError:
+                self._proof.check()
                 found.append(record_lost(subject, "its file is missing"))
             except OSError as error:
                 raise folder_failed(self._files.folder, error) from error
@@ -65,14 +66,3 @@ class SegmentReader:
     def _read(self, reference: SegmentReference) -> bytes:
         framed = self._files.read(reference.file, reference.offset, reference.framed_length)
         return reference.extract(framed)
-
-    def _check_folder(self, error: OSError) -> None:
-        """Raise an error if the folder itself is gone.
-
-        Raises:
-            StoreError: It is.
-        """
-        try:
-            self._files.read(MARK_FILE, 0, 1)
-        except OSError:
-            raise folder_failed(self._files.folder, error) from error

@@ -1,9 +1,10 @@
 """Writes the records of one service to its own segment files.
 
 Guarantees:
-- A reference is given out only once the record is on the disk.
+- A reference is given out only once the record is on the disk, in a file that its name leads to, in the store's folder.
 - Records that wait at the same time share one write and one flush to the disk.
 - After a failed write nothing more is written to that file, since nobody knows what the disk holds of it.
+- A file that was deleted under the writer is followed by another, to which its last records are written again.
 - A file is sealed only once everyone who was given a reference to it is done with it.
 - A write completes even if its caller is cancelled.
 """
@@ -11,18 +12,25 @@ Guarantees:
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import structlog
 
 from rollout_service.errors import ServiceError, StoreError
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentLedger
-from rollout_service.store.segments.problems import folder_failed
+from rollout_service.store.segments.problems import LOST_HINT, folder_failed, folder_lost
+from rollout_service.store.segments.proof import FolderProof
 from rollout_service.store.segments.reference import FILE_HEADER, SegmentReference, frame
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 FILE_BYTES = 64_000_000
 """The size beyond which a file takes no more records; deleting files of this size costs little."""
@@ -30,6 +38,14 @@ FILE_SECONDS = 600.0
 """The age beyond which a file takes no more records, so that records of one file expire at about the same time."""
 BATCH_BYTES = 16_000_000
 """The size beyond which a write takes no more records, so that the first does not wait for too many others."""
+
+
+FILES_PER_WRITE = 3
+"""How many files may be deleted under a write before it fails."""
+
+
+class _SegmentGoneError(Exception):
+    """The file that was written was deleted or exchanged; its folder is as it should be."""
 
 
 @dataclass(eq=False)
@@ -66,20 +82,27 @@ class SegmentWriter:
     def __init__(
         self,
         files: SharedFiles,
+        proof: FolderProof,
         ledger: SegmentLedger,
         *,
         owner: str,
         name: str,
         file_bytes: int = FILE_BYTES,
         file_seconds: float = FILE_SECONDS,
+        wrote: Callable[[StoreError | None], None] = lambda _: None,
     ) -> None:
-        """Take the owner of the files, and what their names begin with: 12 hexadecimal digits that nobody else has."""
+        """Take the owner of the files, and what their names begin with: 12 hexadecimal digits that nobody else has.
+
+        `wrote` is told how each write to the folder ended.
+        """
         self._files = files
+        self._proof = proof
         self._ledger = ledger
         self._owner = owner
         self._name = name
         self._file_bytes = file_bytes
         self._file_seconds = file_seconds
+        self._wrote = wrote
         self._number = 0
         self._queue: list[_PendingWrite] = []
         self._is_writing = False
@@ -148,13 +171,10 @@ class SegmentWriter:
         self._is_writing = True
         batch = self._next_batch()
         try:
-            segment = await self._current()
-            found = await anyio.to_thread.run_sync(self._append, segment, batch, limiter=self._thread)
+            segment, found = await self._write_batch(batch)
             segment.pending += len(batch)
             for write, references in zip(batch, found, strict=True):
                 write.references, write.segment = references, segment
-        except OSError as error:
-            self._fail(batch, folder_failed(self._files.folder, error))
         except ServiceError as error:
             self._fail(batch, error)
         finally:
@@ -165,6 +185,54 @@ class SegmentWriter:
             self._is_writing = bool(self._queue)
             if self._queue:
                 self._queue[0].woken.set()
+
+    async def _write_batch(
+        self, batch: Sequence[_PendingWrite]
+    ) -> tuple[_OpenSegment, list[list[SegmentReference]]]:
+        """Write records to the current file; return it, and the references of each write.
+
+        Raises:
+            StoreError: The folder or the ledger fails.
+        """
+        for _ in range(FILES_PER_WRITE):
+            segment = await self._current()
+            try:
+                found = await self._in_thread(self._append, segment, batch)
+            except _SegmentGoneError:
+                await self._report_gone(segment)
+            else:
+                self._wrote(None)
+                return segment, found
+        raise folder_lost(self._proof.folder, "loses the files that are written there")
+
+    async def _report_gone(self, segment: _OpenSegment) -> None:
+        """Log that a file is gone with the results in it; the store deletes only files that it has forgotten.
+
+        A file that has been mounted anew is another one, and has them still.
+        """
+        is_there = await self._in_thread(self._files.has, segment.name)
+        if not is_there and not await self._ledger.unknown([segment.name]):
+            log.error(
+                "a file of the shared folder was deleted, with the trajectories in it",
+                file=str(self._proof.folder / segment.name),
+                hint=LOST_HINT,
+            )
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do something in the folder, and tell if it fails.
+
+        Raises:
+            StoreError: The folder fails.
+        """
+        try:
+            return await anyio.to_thread.run_sync(work, *arguments, limiter=self._thread)
+        except OSError as error:
+            failed = folder_failed(self._proof.folder, error)
+            self._wrote(failed)
+            raise failed from error
+        except StoreError as error:
+            self._wrote(error)
+            raise
 
     def _next_batch(self) -> list[_PendingWrite]:
         size, count = 0, 0
@@ -195,13 +263,26 @@ class SegmentWriter:
                 end += reference.framed_length
             found.append(references)
         try:
-            self._files.write(segment.descriptor, parts, segment.end)
-            self._files.sync(segment.descriptor)
+            self._flush(segment, parts)
         except BaseException:
             segment.broken = True
             raise
         segment.end = end
         return found
+
+    def _flush(self, segment: _OpenSegment, parts: Sequence[bytes]) -> None:
+        """Write to the disk, and see that it is where readers will look for it.
+
+        Raises:
+            OSError: It cannot be written.
+            StoreError: The folder is not the store's any more.
+            _SegmentGoneError: The file is not in the folder any more.
+        """
+        self._files.write(segment.descriptor, parts, segment.end)
+        self._files.sync(segment.descriptor)
+        self._proof.check()
+        if not self._files.leads_to(segment.name, segment.descriptor):
+            raise _SegmentGoneError
 
     async def _current(self) -> _OpenSegment:
         """Return the file for the next records, a new one if there is none that may take them."""
@@ -214,14 +295,13 @@ class SegmentWriter:
         return segment
 
     async def _open(self) -> _OpenSegment:
+        await self._in_thread(self._proof.check)  # or a file would be left where the folder was mounted
         self._number += 1
         name = f"{self._name}-{self._number}.segment"
         await self._ledger.register(name, self._owner)
         try:
-            descriptor = await anyio.to_thread.run_sync(
-                self._files.create, name, FILE_HEADER, limiter=self._thread
-            )
-        except OSError:
+            descriptor = await self._in_thread(self._files.create, name, FILE_HEADER)
+        except StoreError:
             self._retired.append(_OpenSegment(name, -1, 0.0))
             raise
         return _OpenSegment(name, descriptor, time.monotonic())

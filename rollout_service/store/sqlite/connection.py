@@ -1,6 +1,7 @@
 """Opening the store's file.
 
-Guarantees: only one process at a time has the file open, and errors say what to do. The claim on a file is a lock on
+Guarantees: only one process at a time has the file open, and errors say what to do. Whether the open file is still at
+its path can be asked at any time: SQLite itself writes to a file that was deleted. The claim on a file is a lock on
 `<file>.lock`, which the kernel releases however the process dies; the lock file contains the owner's pid for people to
 read. No child process inherits the lock, since every child calls `exec`.
 """
@@ -57,6 +58,47 @@ def explain_job(error: sqlite3.Error) -> ServiceError:
     return failure
 
 
+class FileLostError(StoreError):
+    """The open file is no longer where it was opened: what is written now would be gone with the process."""
+
+
+class FilePlace:
+    """Where an open file and its log were, to be compared with where they are now.
+
+    The log is known from the first look after something was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._paths = (path, path.with_name(path.name + "-wal"))
+        self._known: dict[Path, os.stat_result] = {path: path.stat()}
+
+    def check(self) -> None:
+        """Check that the paths lead to the open files.
+
+        Raises:
+            FileLostError: One of them was deleted, moved or replaced, or cannot be reached.
+        """
+        for path in self._paths:
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                if path in self._known:
+                    raise _lost(path, "was deleted or moved") from None
+            except OSError as error:
+                raise _lost(path, f"cannot be reached: {error.strerror}") from error
+            else:
+                if not os.path.samestat(found, self._known.setdefault(path, found)):
+                    raise _lost(path, "was replaced by another file")
+
+
+def _lost(path: Path, why: str) -> FileLostError:
+    return FileLostError(
+        f"the store's file {path} {why} while it is open",
+        hint="Move it back; no restart is needed. If it is lost for good, stop the service and restore a backup "
+        "(`rollout-service restore`): a start without one begins with an empty store.",
+    )
+
+
 class FileClaim:
     """This process's claim on a store's file, until `release` or the end of the process."""
 
@@ -92,8 +134,8 @@ def _close_to_others(path: Path) -> None:
 class Database:
     """An open store file: one connection, for use in the thread that created it.
 
-    The write-ahead log guarantees that a commit that has returned is on the disk if its schema is `synchronous=FULL`,
-    and in the operating system's hands if it is `NORMAL`.
+    SQLite guarantees that a commit that has returned is on the disk if its schema is `synchronous=FULL`, and in the
+    operating system's hands if it is `NORMAL`.
 
     Raises:
         StoreError: The file is in use, is damaged, belongs to another program, or cannot be created.
@@ -101,12 +143,15 @@ class Database:
 
     def __init__(self, path: Path | str, schema: DatabaseSchema = STORE) -> None:
         self._claim: FileClaim | None = None
+        self._place: FilePlace | None = None
         try:
             if str(path) != IN_MEMORY:
                 Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._claim = FileClaim(Path(path))
                 _close_to_others(Path(path))
             self.connection = self._connect(path, schema)
+            if self._claim is not None:
+                self._place = FilePlace(Path(path))
         except OSError as error:
             self._release()
             raise StoreError(
@@ -119,8 +164,17 @@ class Database:
             self._release()
             raise
 
+    def check_place(self) -> None:
+        """Check that the file is where it was opened.
+
+        Raises:
+            FileLostError: It is not.
+        """
+        if self._place is not None:
+            self._place.check()
+
     def close(self) -> None:
-        """Merge the write-ahead log into the file, close the file and release the claim."""
+        """Merge a write-ahead log into the file, close the file and release the claim."""
         try:
             self.connection.close()
         finally:
@@ -131,7 +185,7 @@ class Database:
         try:
             connection.row_factory = sqlite3.Row
             connection.execute(f"PRAGMA page_size = {schema.page_size}")  # of a new file
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA journal_mode = {schema.journal_mode}")
             connection.execute(f"PRAGMA synchronous = {schema.synchronous}")
             connection.execute(f"PRAGMA secure_delete = {schema.secure_delete:d}")
             connection.execute("PRAGMA journal_size_limit = 67108864")

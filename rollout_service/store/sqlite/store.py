@@ -41,6 +41,7 @@ from rollout_service.store.sqlite import rollout_statements as statements
 from rollout_service.store.sqlite import turn_statements
 from rollout_service.store.sqlite.lists.summaries import ROWS_AT_ONCE, SummarySearch, look
 from rollout_service.store.sqlite.runs import SqliteRuns
+from rollout_service.store.sqlite.schema import STORE, Disk
 from rollout_service.store.sqlite.thread import DatabaseThread
 from rollout_service.store.steps_contract import EncodedSteps
 from rollout_service.store.turns_contract import UnsavedTurn
@@ -60,26 +61,30 @@ class SqliteStore(Store):
     The path `:memory:` opens a store for tests that ends with its process.
     """
 
-    def __init__(self, path: Path | str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local"
+    ) -> None:
         self._clock = clock
         self._work = ResettableEvent(is_set=True)
         self._cancels = ResettableEvent(is_set=True)
         self._newest_event = MonotonicCounter()
         self._results = KeyedEvents()
         self._due = math.inf
-        self._thread = DatabaseThread(path, self._newest_event.advance)
+        self._thread = DatabaseThread(path, self._newest_event.advance, STORE.on_disk(disk))
         self._runs = SqliteRuns(self._thread, clock, self._work.set)
         self._cluster = SingleCluster(self.record)
 
     @classmethod
-    async def open(cls, path: Path | str, *, clock: Callable[[], float] = time.time) -> Self:
+    async def open(
+        cls, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local"
+    ) -> Self:
         """Open the store in a file, or create it; `clock` returns Unix seconds.
 
         Raises:
             StoreError: Another process has the file open, or the file is damaged, was written by a newer release, or
                 cannot be created.
         """
-        store = cls(path, clock=clock)
+        store = cls(path, clock=clock, disk=disk)
         await store._thread.start()
         store._newest_event.advance(await store.last_event())
         return store

@@ -4,7 +4,7 @@ Guarantees:
 - Jobs run one at a time, in the order of their requests.
 - Writing jobs that wait at the same time share one transaction, and so one flush to the disk.
 - A job that fails undoes its own changes and no others.
-- A result is returned only after its transaction is on the disk.
+- A result is returned only after its transaction is on the disk, in a file that is where it was opened.
 - The event loop never waits for the disk.
 - If the thread itself fails, every caller gets an error, and `failed` raises it.
 """
@@ -27,7 +27,7 @@ import structlog
 
 from rollout_service.errors import StoreError
 from rollout_service.store.jobs import JobResult, commit_times
-from rollout_service.store.sqlite.connection import Database, explain_job
+from rollout_service.store.sqlite.connection import Database, FileLostError, explain_job
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema
 
 log = structlog.get_logger(__name__)
@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 PROBLEM_SECONDS = 3.0
 """The shortest time for which `problem` reports a failure."""
+LOOK_SECONDS = 2.0
+"""How often the thread looks whether the file is still there, besides each time it writes."""
 MAX_BATCH = 256
 """The most jobs in one transaction, so that the first does not wait for too many others."""
 
@@ -67,6 +69,9 @@ class DatabaseThread:
         self._failure: StoreError | None = None
         self._failed_at = 0.0
         self._recovered = True
+        self._is_lost = False
+        """Whether the file is not where it was opened."""
+        self._look_at = 0.0
         self._is_reported = False
         """Whether the log reports that writing fails, and not yet that it works again."""
         self.errors = 0
@@ -157,17 +162,17 @@ class DatabaseThread:
         self._call(self._opened.set_result, None)
         batch: list[_DatabaseJob] = []
         try:
-            while batch := self._next_batch():
-                self._run_batch(database.connection, batch)
+            while batch := self._next_batch(database):
+                self._run_batch(database, batch)
         except BaseException as error:  # noqa: BLE001 - nobody sees a thread end
             self._call(self._die, error, batch)
         finally:
             database.close()
 
-    def _next_batch(self) -> list[_DatabaseJob]:
+    def _next_batch(self, database: Database) -> list[_DatabaseJob]:
         """Return the waiting jobs, at least one; an empty list ends the thread."""
         batch: list[_DatabaseJob] = []
-        job = self._jobs.get()
+        job = self._next_job(database)
         while job is not None:
             batch.append(job)
             if len(batch) == MAX_BATCH:
@@ -180,21 +185,46 @@ class DatabaseThread:
             self._jobs.put(None)  # the end comes after this batch
         return batch
 
-    def _run_batch(self, connection: sqlite3.Connection, batch: list[_DatabaseJob]) -> None:
+    def _next_job(self, database: Database) -> _DatabaseJob | None:
+        """Wait for a job, and look now and then whether the file is still there."""
+        while True:
+            self._look(database)
+            try:
+                return self._jobs.get(timeout=LOOK_SECONDS)
+            except Empty:
+                pass
+
+    def _look(self, database: Database) -> None:
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        try:
+            database.check_place()
+        except FileLostError as error:
+            self._call(self._looked, error)
+        else:
+            self._call(self._looked, None)
+
+    def _run_batch(self, database: Database, batch: list[_DatabaseJob]) -> None:
+        connection = database.connection
         writes = any(job.writes for job in batch)
         started = time.perf_counter()
         try:
             if writes:
+                database.check_place()
                 connection.execute("BEGIN IMMEDIATE")
             outcomes = [_attempt(connection, job) for job in batch if not job.alone]
             newest = _newest_event(connection) if writes and self._schema.has_events else 0
             if writes:
+                database.check_place()
                 connection.execute("COMMIT")
                 self.commit_seconds.observe(time.perf_counter() - started)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, FileLostError) as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            outcomes = [JobResult(job, error=explain_job(error)) for job in batch if not job.alone]
+            failure = error if isinstance(error, FileLostError) else explain_job(error)
+            outcomes = [JobResult(job, error=failure) for job in batch if not job.alone]
             writes = False
         outcomes += [_attempt(connection, job) for job in batch if job.alone]
         self._call(self._deliver, outcomes, newest if writes else None)
@@ -215,6 +245,7 @@ class DatabaseThread:
         failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
         if failed:
             self._failure, self._failed_at = failed[0], time.monotonic()
+            self._is_lost = isinstance(failed[0], FileLostError)
         self.errors += len(failed)
         self._recovered = not failed and (self._recovered or newest is not None)
         self._report()
@@ -222,6 +253,14 @@ class DatabaseThread:
             outcome.deliver()
         if newest is not None:
             self._on_commit(newest)
+
+    def _looked(self, lost: FileLostError | None) -> None:
+        if lost is not None:
+            self._failure, self._failed_at, self._recovered = lost, time.monotonic(), False
+        elif self._is_lost:
+            self._recovered = True
+        self._is_lost = lost is not None
+        self._report()
 
     def _report(self) -> None:
         """Log once that writing fails, and once that it works again."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import anyio.to_thread
 import structlog
 
 from rollout_service.activity import Activity, StepObserver
-from rollout_service.errors import StoreError
 from rollout_service.signals import BatchQueue
+from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.steps_contract import EncodedSteps, StepStore
 from rollout_service.tracing.steps.encoding import compress, encode
 
@@ -27,7 +28,6 @@ MAX_WAITING = 4_096
 """The most attempts that wait to be saved; the steps of later ones are dropped."""
 MAX_AT_ONCE = 64
 """The most attempts in one write, so that other writes do not wait for long."""
-STORE_RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 """How long the end of the service waits until the last steps are saved."""
 
@@ -73,14 +73,7 @@ class StepWriter(StepObserver):
 
     async def _save(self, batch: list[Activity]) -> None:
         attempts = await anyio.to_thread.run_sync(_encode_all, batch)
-        is_saved = False
-        while not is_saved:
-            try:
-                await self._store.save_steps(attempts)
-                is_saved = True
-            except StoreError as error:
-                log.warning("steps could not be saved; trying again", error=str(error), hint=error.hint)
-                await anyio.sleep(STORE_RETRY_SECONDS)
+        await retry_until_stored("save steps", partial(self._store.save_steps, attempts))
 
 
 def _encode_all(batch: list[Activity]) -> list[EncodedSteps]:

@@ -116,6 +116,24 @@ def broken(server: RedisServer, way: str) -> Iterator[None]:
     server.do(*mends)
 
 
+def test_the_log_has_one_line_for_the_beginning_of_each_outage_and_one_for_its_end(
+    folder: Path, engine: str, own_redis: RedisServer
+) -> None:
+    config = f'log_format = "json"\n[store]\nurl = "{own_redis.url}"\n'
+    with service(folder, engine, config) as server:
+        for outage in range(2):
+            for number in range(20 * outage, 20 * outage + 20):
+                submit(server, number).raise_for_status()
+            own_redis.kill()
+            eventually(lambda: ready(server).status_code == 503, server)
+            time.sleep(5)  # many calls are repeated
+            own_redis.start()
+            eventually(lambda: ready(server).is_success, server)
+            last = 20 * outage + 19
+            eventually(lambda last=last: state(server, last) == "completed", server)
+        assert server.said_of_the_store() == ["the store fails", "the store works again"] * 2
+
+
 def is_reported(server: Running, hint: str) -> bool:
     """Return whether `/ready` says what to do; a submission is what a full Redis refuses."""
     httpx.post(f"{server.url}/v1/rollouts", json=order(1_000), timeout=30)

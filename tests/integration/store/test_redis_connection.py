@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import ssl
 import subprocess
@@ -15,9 +16,10 @@ import pytest
 
 from rollout_service.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.store.cluster_contract import NodeReport
-from rollout_service.store.redis import Durability, RedisConfig, RedisConnection, RedisStore
+from rollout_service.store.redis import Durability, RedisConfig, RedisConnection, RedisStore, reader
 from rollout_service.store.redis.library import library_name
 from rollout_service.store.redis.reader import StreamEvent
+from rollout_service.store.retrying import retry_until_stored
 from sandboxes.host.ports import free_port
 from tests.support.redis_server import RedisServer, Tls, redis_server
 
@@ -206,6 +208,38 @@ async def until_well(connection: RedisConnection) -> None:
             await anyio.sleep(0.05)
 
 
+@pytest.mark.parametrize("durability", list(Durability))
+async def test_a_durable_redis_that_has_lost_everything_is_not_used(
+    own_redis: RedisServer, durability: Durability
+) -> None:
+    config = own_redis.config("lost", durability=durability)
+    async with opened(config) as connection:
+        own_redis.kill()
+        shutil.rmtree(own_redis.folder / "appendonlydir")
+        own_redis.start()
+        if durability is Durability.RELAXED:
+            await retry_until_stored("migrate", lambda: connection.call("schema_migrate"))
+            return
+        for _ in range(2):
+            with pytest.raises(StoreError, match="has lost what this store had"):
+                await connection.call("schema_migrate")
+        assert connection.problem is not None
+    async with opened(config) as connection:
+        assert await connection.call("schema_migrate")
+
+
+async def test_a_redis_that_was_emptied_while_it_is_used_is_noticed(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_LOOK_SECONDS", 0.0)
+    async with opened(own_redis.config()) as connection:
+        own_redis.do("FLUSHALL")
+        with anyio.fail_after(20):
+            while connection.problem is None:
+                await anyio.sleep(0.05)
+        assert "has lost what this store had" in str(connection.problem)
+
+
 async def test_it_goes_on_after_redis_stood_still(own_redis: RedisServer) -> None:
     async with opened(own_redis.config(answer_seconds=3.0)) as connection:
         with own_redis.paused():
@@ -261,7 +295,7 @@ def add(server: RedisServer, connection: RedisConnection, number: int) -> None:
 
 
 async def test_listeners_are_told_when_events_were_lost(own_redis: RedisServer) -> None:
-    async with opened(own_redis.config()) as connection:
+    async with opened(own_redis.config(durability=Durability.RELAXED)) as connection:
         batches: list[list[StreamEvent]] = []
         connection.events.listen(lambda events: batches.append(list(events)))
         add(own_redis, connection, 7)

@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.proof import MARK_FILE, FolderMark, FolderProof
 from rollout_service.store.segments.reader import SegmentReader
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +21,7 @@ import os, sys
 from pathlib import Path
 import anyio
 from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.proof import FolderMark, FolderProof
 from rollout_service.store.segments.writer import SegmentWriter
 from tests.support.store.segments import MemoryLedger
 
@@ -31,7 +33,8 @@ async def write(writer, number):
 
 async def main():
     files, name = SharedFiles(Path(sys.argv[1])), sys.argv[2]
-    writer = SegmentWriter(files, MemoryLedger(), owner=name, name=name, file_bytes=200_000)
+    proof = FolderProof(files, FolderMark("store", "mark"))
+    writer = SegmentWriter(files, proof, MemoryLedger(), owner=name, name=name, file_bytes=200_000)
     async with anyio.create_task_group() as group:
         for number in range(8):
             group.start_soon(write, writer, number)
@@ -55,12 +58,15 @@ def write_until_killed(folder: Path, name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("services", [2])
 def test_what_was_written_before_a_kill_can_be_read(tmp_path: Path, services: int) -> None:
+    (tmp_path / MARK_FILE).write_text('{"store": "store", "mark": "mark"}')
     written: dict[str, int] = {}
     for number in range(services):
         written |= write_until_killed(tmp_path, f"{number:012x}")
 
     async def read() -> list[object]:
-        return list(await SegmentReader(SharedFiles(tmp_path)).read_all({text: text for text in written}))
+        files = SharedFiles(tmp_path)
+        reader = SegmentReader(files, FolderProof(files, FolderMark("store", "mark")))
+        return list(await reader.read_all({text: text for text in written}))
 
     assert len(written) >= RECORDS * services
     assert anyio.run(read) == [b"%d" % number * 1000 for number in written.values()]

@@ -11,7 +11,6 @@ import pytest
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.errors import ConfigurationError, RecordLostError
 from rollout_service.store.cluster_contract import DEAD_SECONDS, NodeReport
 from rollout_service.store.contract import Lease
@@ -21,24 +20,9 @@ from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.redis_members import Clock
 from tests.support.redis_server import RedisServer
+from tests.support.store.rollouts import TRAJECTORY
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
-
-TRAJECTORY = Trajectory(
-    segments=[
-        Segment(
-            token_ids=list(range(1_000)),
-            loss_mask=[1] * 1_000,
-            logprobs=[-0.25] * 1_000,
-            versions=[3] * 1_000,
-            turn_ids=[0] * 1_000,
-            fork_reason=ForkReason.FIRST,
-        )
-    ],
-    messages=[Message(role="user", content="What is 12 * 30?")],
-    finish_reasons=[FinishReason.STOP],
-    fork_counts={ForkReason.FIRST: 1},
-)
 
 
 async def opened(config: RedisConfig, folder: Path, owner: str, clock: Clock | None = None) -> RedisStore:

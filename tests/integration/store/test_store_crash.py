@@ -13,6 +13,7 @@ import pytest
 from api_schemas.rollouts import RolloutState
 from rollout_service.errors import StoreError
 from rollout_service.store.sqlite import SqliteStore
+from rollout_service.store.sqlite.schema import Disk
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +46,7 @@ async def finish(store):
 async def main():
     first = int(sys.argv[2])
     numbers = itertools.count(first)
-    async with await SqliteStore.open(sys.argv[1]) as store:
+    async with await SqliteStore.open(sys.argv[1], disk=sys.argv[3]) as store:
         await store.recover("next")
         async with anyio.create_task_group() as group:
             for _ in range(8):
@@ -56,15 +57,15 @@ anyio.run(main)
 """
 
 
-def start_writer(path: Path, first: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WRITER, str(path), str(first)]
+def start_writer(path: Path, first: int, disk: Disk = "local") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(path), str(first), disk]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def write_until_killed(path: Path, first: int, acknowledgments: int) -> list[tuple[str, str]]:
+def write_until_killed(path: Path, first: int, acknowledgments: int, disk: Disk) -> list[tuple[str, str]]:
     """Kill a writer after so many acknowledgments, and return all that it received."""
     acknowledged: list[tuple[str, str]] = []
-    with start_writer(path, first) as writer:
+    with start_writer(path, first, disk) as writer:
         for line in writer.stdout or ():
             what, rollout_id = line.split()
             acknowledged.append((what, rollout_id))
@@ -74,14 +75,15 @@ def write_until_killed(path: Path, first: int, acknowledgments: int) -> list[tup
     return acknowledged
 
 
-async def test_every_acknowledged_write_survives_kill_9(tmp_path: Path) -> None:
+@pytest.mark.parametrize("disk", ["local", "network"])
+async def test_every_acknowledged_write_survives_kill_9(tmp_path: Path, disk: Disk) -> None:
     path = tmp_path / "state" / "store.sqlite3"
     submitted: set[str] = set()
     finished: set[str] = set()
     for round_ in range(3):
-        for what, rollout_id in write_until_killed(path, round_ * 1_000_000, 300):
+        for what, rollout_id in write_until_killed(path, round_ * 1_000_000, 300, disk):
             (submitted if what == "submitted" else finished).add(rollout_id)
-        async with await SqliteStore.open(path) as store:
+        async with await SqliteStore.open(path, disk=disk) as store:
             for rollout_id in submitted | finished:
                 rollout = await store.get(rollout_id)
                 assert rollout is not None

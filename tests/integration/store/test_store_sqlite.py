@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.errors import DefectError, StoreError
 from rollout_service.store.retrying import retry_until_stored
-from rollout_service.store.sqlite import SqliteStore
+from rollout_service.store.sqlite import SqliteStore, thread
 from rollout_service.store.sqlite.schema import APPLICATION_ID, MIGRATIONS
 
 pytestmark = pytest.mark.anyio
@@ -59,6 +61,25 @@ async def test_everything_is_still_there_after_a_restart(path: Path) -> None:
         assert await store.wait_for_events(after=newest - 1) == newest
         with anyio.fail_after(5):
             await store.wait_for_work()
+
+
+def logs_of(path: Path) -> set[str]:
+    return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}
+
+
+async def test_on_a_network_disk_nothing_is_shared_in_memory_and_an_older_file_is_taken_over(
+    path: Path,
+) -> None:
+    async with await SqliteStore.open(path) as store:
+        await submit_many(store, range(5))
+        assert logs_of(path) == {"-wal", "-shm"}
+    for _ in range(2):
+        async with await SqliteStore.open(path, disk="network") as store:
+            await submit_many(store, range(8))
+            assert logs_of(path) == {"-journal"}
+            assert await store.counts() == {RolloutState.QUEUED: 8}
+    async with await SqliteStore.open(path) as store:
+        assert await store.counts() == {RolloutState.QUEUED: 8}
 
 
 async def test_writes_that_wait_share_a_commit(path: Path) -> None:
@@ -210,6 +231,58 @@ async def test_a_full_disk_fails_one_write_and_later_writes_succeed(path: Path) 
                 await anyio.sleep(0.1)
         assert [line["event"] for line in log] == ["the store works again"]
         assert store.problem is None
+
+
+def delete(path: Path) -> None:
+    shutil.copytree(path.parent, path.parent.with_name("kept"))
+    shutil.rmtree(path.parent)
+
+
+def move(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("moved"))
+
+
+def replace(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.touch()
+
+
+def delete_the_log(path: Path) -> None:
+    path.with_name(f"{path.name}-wal").unlink()
+
+
+@pytest.mark.parametrize("lose", [delete, move, replace, delete_the_log])
+async def test_a_file_that_was_lost_takes_no_write(path: Path, lose: Callable[[Path], None]) -> None:
+    async with await SqliteStore.open(path) as store:
+        await store.submit(order(0))
+        await store.submit(order(1))
+        lose(path)
+        with capture_logs() as logs:
+            for number in range(2, 5):
+                with pytest.raises(StoreError, match="while it is open") as caught:
+                    await store.submit(order(number))
+        assert "no restart is needed" in caught.value.hint
+        assert store.problem is not None
+        assert await store.counts() == {RolloutState.QUEUED: 2}, "it can still be read"
+        assert [line["event"] for line in logs] == ["the store fails"]
+
+
+async def test_work_goes_on_once_a_lost_file_is_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(thread, "PROBLEM_SECONDS", 0.0)
+    async with await SqliteStore.open(path) as store:
+        await store.submit(order(0))
+        move(path)
+        with anyio.fail_after(20):
+            while store.problem is None:
+                await anyio.sleep(0.01)
+        await anyio.Path(path.parent.with_name("moved")).rename(path.parent)
+        with anyio.fail_after(20):
+            while store.problem is not None:
+                await anyio.sleep(0.01)
+        await store.submit(order(1))
+    async with await SqliteStore.open(path) as store:
+        assert await store.counts() == {RolloutState.QUEUED: 2}
 
 
 async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(path: Path) -> None:

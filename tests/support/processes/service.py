@@ -1,5 +1,7 @@
 """The service and a scripted engine as processes, for tests that stop, restart and break them."""
 
+import json
+import re
 import signal
 import sys
 import time
@@ -36,6 +38,12 @@ class Running:
     def log(self) -> str:
         """The contents of its log."""
         return self.log_file.read_text()
+
+    def said_of_the_store(self) -> list[str]:
+        """Return the events of a log in JSON that are about the store."""
+        lines = [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
+        about = re.compile("store|Redis|folder")
+        return [line["event"] for line in lines if about.search(f"{line['event']} {line.get('error')}")]
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send it a signal."""

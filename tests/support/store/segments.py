@@ -49,6 +49,15 @@ class MemoryLedger:
         self._mark = self._mark or proposal
         return self._mark
 
+    def forget_mark(self) -> None:
+        """Let the next service mark a new folder."""
+        self._mark = None
+        self.owners.clear()
+
+    def lose_everything(self) -> None:
+        """Be another store, as an emptied Redis is."""
+        self._store, self._mark = uuid4().hex, None
+
     async def register(self, file: str, owner: str) -> None:
         self.owners[file] = owner
         self.live[file] = 0

@@ -27,6 +27,7 @@ COMMANDS = {
     *(("runs", name) for name in ("ack", "nack", "export", "rescore", "groups", "history")),
     *(("sessions", name) for name in ("list", "show", "judge", "delete")),
     *(("config", name) for name in ("show", "docs")),
+    *(("store", name) for name in ("check", "new-folder")),
     *(("image", name) for name in ("list", "build", "pull", "import", "inspect", "remove", "prune")),
     *(("slurm", name) for name in ("submit", "status", "logs", "tunnel", "stop", "run", "node", "engine")),
     *(

@@ -11,10 +11,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, KeptProcess
+from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, EndRequests, KeptProcess
 from rollout_service.cluster.slurm.commands import PartitionNode, _partition_node
 from rollout_service.cluster.slurm.folder import JobFolder, Published
 from rollout_service.cluster.slurm.limits import check_fits
+from rollout_service.cluster.slurm.node import JobNode
 from rollout_service.cluster.slurm.relay import relay
 from rollout_service.cluster.slurm.script import render
 from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of
@@ -96,6 +97,24 @@ def test_a_value_cannot_add_a_line_to_the_script():
             JobSpec(**({"name": "a"} | values))
     with pytest.raises(ValueError):
         Resources(directives=["--comment=a\nrm -r /"])
+
+
+def flags_of(folder: JobFolder, spec: JobSpec, name: str, slot: int, redis_url: str | None) -> KeptProcess:
+    """Return how the service is started on a node."""
+    node = JobNode(folder, spec, folder.path / "scratch", name, slot, folder, spec, EndRequests("node"))
+    return node._child("10.0.0.1", redis_url)
+
+
+async def test_the_state_of_a_service_outlasts_its_job_and_its_node(tmp_path):
+    folder = JobFolder(tmp_path)
+    alone = flags_of(folder, SPECS["one-node"], "n1", 0, None)
+    assert f"{tmp_path}/state" in alone.command
+    assert alone.environment["ROLLOUT_STORE__DISK"] == "network", "other hosts see the job's folder"
+    redis = "redis://10.0.0.1:1/0"
+    nodes = [flags_of(folder, SPECS["many-nodes"], f"n{slot}", slot, redis) for slot in range(2)]
+    requeued = flags_of(folder, SPECS["many-nodes"], "n7", 0, redis)
+    states = [child.command[child.command.index("--state-dir") + 1] for child in (*nodes, requeued)]
+    assert states == [f"{tmp_path}/state/node-0", f"{tmp_path}/state/node-1", f"{tmp_path}/state/node-0"]
 
 
 async def test_a_child_that_fails_is_started_again_and_ends_when_asked(tmp_path):

@@ -21,7 +21,7 @@ from api_schemas.tasks import Limits, Task
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, Policy, Score
-from rollout_service.errors import EnvironmentFailedError, UnavailableError
+from rollout_service.errors import EnvironmentFailedError, StoreError, UnavailableError
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
 from rollout_service.pipeline.pipeline import Pipeline
@@ -29,6 +29,8 @@ from rollout_service.pipeline.semaphore import ResizableSemaphore, acquire_avail
 from rollout_service.pipeline.stage import Slot, StageLimiter
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.settings import PipelineSettings
+from rollout_service.store import retrying
+from rollout_service.store.contract import Lease
 from rollout_service.store.sqlite.store import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.testing.scripted_policy import ScriptedPolicy
@@ -799,6 +801,28 @@ async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_not
             assert {(r.state, r.attempt) for r in rollouts} == {(RolloutState.COMPLETED, 1)}
             await b.idle()
             assert b.provider.started == 7
+
+
+class FailsOnce(SqliteStore):
+    """A store that fails when a rollout enters its second stage for the first time."""
+
+    has_failed = False
+
+    async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
+        if state is RolloutState.ROLLOUT and not self.has_failed:
+            self.has_failed = True
+            raise StoreError("the disk is full")
+        return await super().advance(lease, owner, state)
+
+
+async def test_a_store_that_fails_between_two_stages_costs_no_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retrying, "STORE_RETRY_SECONDS", 0.01)
+    async with await FailsOnce.open(":memory:") as store, bench(Played(), store=store) as b:
+        rollout = await b.run()
+        assert store.has_failed
+        assert (rollout.state, rollout.attempt, rollout.retries) == (RolloutState.COMPLETED, 1, [])
 
 
 async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other() -> None:

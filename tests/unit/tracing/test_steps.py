@@ -17,6 +17,7 @@ from api_schemas.rollouts.steps import RolloutAttempts, StepKind
 from api_schemas.tasks import Task
 from rollout_service.activity import Activity, ActivityBoard, OpenStep, in_lane, note_outcome, waits_for
 from rollout_service.errors import StoreError
+from rollout_service.store import retrying
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.steps_contract import EncodedSteps
 from rollout_service.tracing.steps import StepArchive, StepWriter, encoding, writer
@@ -132,7 +133,7 @@ class FailingStore:
 
 
 async def test_a_store_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "STORE_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(retrying, "STORE_RETRY_SECONDS", 0.01)
     store, board = FailingStore(2), ActivityBoard()
     saves = StepWriter(store)  # type: ignore[arg-type]
     board.observe(saves)

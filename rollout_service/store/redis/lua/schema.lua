@@ -8,9 +8,9 @@ local APPLICATION = 'rollout-service'
 local STEPS = {}
 local VERSION = #STEPS + 1
 
--- Return {application, version} of what is stored after bringing it up to date; it is left alone if it is another
--- program's, or a newer release's.
-common.register('schema_migrate', function(call)
+-- Return {application, version, this release's version} after bringing what is stored up to date; it is left alone if it
+-- is another program's, or a newer release's. A store without an id gets the proposed one.
+common.register('schema_migrate', function(call, id)
     local key = call:key('meta')
     local kind = redis.call('TYPE', key)
     if kind.ok ~= 'none' and kind.ok ~= 'hash' then
@@ -29,6 +29,9 @@ common.register('schema_migrate', function(call)
     for step = version, VERSION - 1 do
         STEPS[step](call)
         redis.call('HSET', key, 'version', step + 1)
+    end
+    if id then
+        redis.call('HSETNX', call:key('segments:mark'), 'id', id)
     end
     return {application, VERSION, VERSION}
 end)

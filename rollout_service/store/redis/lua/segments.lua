@@ -92,6 +92,17 @@ common.register_read('segments_orphans', function(call)
     return orphans
 end)
 
+-- Forget the folder, so that the next service that starts marks another, and seal all files: no reference to one of them is
+-- accepted any more, whoever still sees the folder.
+common.register_freeing('segments_begin_again', function(call)
+    for _, file in ipairs(redis.call('HKEYS', call:key('segments:owners'))) do
+        redis.call('HDEL', call:key('segments:owners'), file)
+        discard_if_unused(call, file)
+    end
+    redis.call('HDEL', call:key('segments:mark'), 'mark')
+    return 1
+end)
+
 common.register_freeing('segments_forget', function(call, ...)
     return redis.call('SREM', call:key('segments:garbage'), ...)
 end)

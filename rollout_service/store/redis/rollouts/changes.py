@@ -95,6 +95,8 @@ class RedisRollouts(RolloutReads):
         pools: Collection[str] | None = None,
         waits: Mapping[str, float] | None = None,
     ) -> list[Lease]:
+        if (problem := self._place.problem) is not None:  # begin nothing whose result would have to wait
+            raise StoreError(str(problem), hint=problem.hint)
         self._claims += 1
         of_pools = b"" if pools is None else to_json(sorted(pools))
         of_environments = b"" if waits is None else to_json(dict(waits))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from rollout_service.errors import DefectError, RecordLostError
+from rollout_service.errors import DefectError, RecordLostError, StoreError
 from rollout_service.store.segments import SegmentFolder
 
 _MARK = b"@"
@@ -18,6 +18,11 @@ _MARK = b"@"
 
 class TrajectoryPlace(Protocol):
     """Keeps encoded trajectories."""
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why no trajectory can be kept at the moment, or None."""
+        ...
 
     def keep(self, data: bytes) -> AbstractAsyncContextManager[bytes]:
         """Make a trajectory durable; yield what Redis is to store of it within the block.
@@ -60,6 +65,10 @@ class TrajectoryPlace(Protocol):
 class InRedis(TrajectoryPlace):
     """Keeps trajectories in Redis itself, for short ones and for tests."""
 
+    @property
+    def problem(self) -> None:
+        return None
+
     @asynccontextmanager
     async def keep(self, data: bytes) -> AsyncIterator[bytes]:
         yield data
@@ -85,6 +94,10 @@ class InSharedFolder(TrajectoryPlace):
     def __init__(self, segments: SegmentFolder) -> None:
         self._segments = segments
 
+    @property
+    def problem(self) -> StoreError | None:
+        return self._segments.watch.problem
+
     @asynccontextmanager
     async def keep(self, data: bytes) -> AsyncIterator[bytes]:
         async with self._segments.keep([data]) as references:
@@ -94,22 +107,25 @@ class InSharedFolder(TrajectoryPlace):
         await self._segments.abandon(stored.removeprefix(_MARK).decode())
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        await self._segments.overwrite([_reference(data) for data in stored if data.startswith(_MARK)])
+        await self._segments.overwrite([one for data in stored if (one := referred(data)) is not None])
 
     async def collect(self) -> int:
         return await self._segments.collect()
 
     async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
         references = {
-            f"the rollout {rollout_id}": _reference(data)
+            f"the rollout {rollout_id}": one
             for rollout_id, data in stored.items()
-            if data.startswith(_MARK)
+            if (one := referred(data)) is not None
         }
         found = iter(await self._segments.read_all(references) if references else ())
         return [_whole(next(found)) if data.startswith(_MARK) else data for data in stored.values()]
 
 
-def _reference(stored: bytes) -> str:
+def referred(stored: bytes | None) -> str | None:
+    """Return the reference in what Redis stores of a trajectory; None if there is none."""
+    if stored is None or not stored.startswith(_MARK):
+        return None
     return stored.removeprefix(_MARK).decode(errors="replace")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from rollout_service.errors import StoreError
 from rollout_service.store.sqlite.schema.lists import (
@@ -22,6 +22,8 @@ from rollout_service.store.sqlite.schema.lists import (
 from rollout_service.store.sqlite.schema.migrations import ForRows, Migration, run_migration
 from rollout_service.store.sqlite.schema.runs import VERSION_2, VERSION_4, VERSION_5
 
+Disk = Literal["local", "network"]
+"""Whether a file is on a disk of this host, or on a file system that other hosts see too."""
 APPLICATION_ID = 0x526F6C6C
 """The mark of this project's files: "Roll" in ASCII."""
 
@@ -165,6 +167,12 @@ class DatabaseSchema:
     page_size: int = 4096
     secure_delete: bool = False
     """Whether deleted content is overwritten."""
+    journal_mode: Literal["WAL", "TRUNCATE"] = "WAL"
+    """`WAL` needs an index in memory that all openers share, which a file system of several hosts cannot give them."""
+
+    def on_disk(self, disk: Disk) -> Self:
+        """Return the same schema for a file on such a disk."""
+        return replace(self, journal_mode="WAL" if disk == "local" else "TRUNCATE")
 
 
 STORE = DatabaseSchema(migrations=MIGRATIONS, application_id=APPLICATION_ID, has_events=True)

@@ -1,0 +1,124 @@
+"""`rollout-service store`: see what a store's shared folder lacks, and begin again where it is lost for good."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import AsJson, CommandError
+
+if TYPE_CHECKING:
+    from rollout_service.store.redis import RedisConnection
+    from rollout_service.store.redis.trajectories.lost import FolderReport
+    from rollout_service.store.segments.files import SharedFiles
+
+app = typer.Typer(
+    name="store",
+    help="See what a store's shared folder lacks, and begin again where it is lost.",
+    no_args_is_help=True,
+)
+
+Config = Annotated[Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")]
+SHOWN = 20
+"""The most rollouts that are named without --json."""
+
+
+@app.command("check", epilog="Example: rollout-service store check --json")
+def check(config: Config = None, as_json: AsJson = False) -> None:
+    """Say which rollouts have their trajectories in files that are not in the shared folder.
+
+    Services may be running, and nothing is changed. The exit code is 1 if anything is lost.
+    """
+
+    async def main() -> int:
+        async with _opened(config) as (connection, files):
+            report = await _look(connection, files)
+        _show(report, files, as_json=as_json)
+        return 1 if report.problem or report.lost else 0
+
+    common.run(main)
+
+
+@app.command("new-folder", epilog="Example: rollout-service store new-folder --yes")
+def new_folder(
+    config: Config = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; otherwise only say what is lost.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Use the folder of the settings in place of the one before, which is lost, and say what was in it.
+
+    It may be empty, or hold what could be saved. Rollouts whose trajectories are lost keep their rewards; reading the
+    trajectories fails with `record_lost`. Services that run go on by themselves.
+    """
+
+    async def main() -> int:
+        from rollout_service.store.redis.trajectories.lost import begin_again
+
+        async with _opened(config) as (connection, files):
+            report = await _look(connection, files)
+            if yes:
+                await begin_again(connection, files)
+                report = await _look(connection, files)
+        _show(report, files, as_json=as_json)
+        if not yes:
+            common.err().print("nothing was changed; --yes begins again with this folder")
+        return 0
+
+    common.run(main)
+
+
+@asynccontextmanager
+async def _opened(config: Path | None) -> AsyncIterator[tuple[RedisConnection, SharedFiles]]:
+    from rollout_service.settings import load_settings
+
+    settings = load_settings(config).store
+    if settings.url is None or settings.folder is None:
+        raise CommandError(
+            "the settings name no shared folder",
+            hint="Pass the settings of a node with --config: [store] url and folder.",
+        )
+    from rollout_service.store.redis import RedisConfig, RedisConnection
+    from rollout_service.store.segments.files import SharedFiles
+
+    connection = await RedisConnection.open(RedisConfig.of(settings, settings.url))
+    try:
+        yield connection, SharedFiles(settings.folder)
+    finally:
+        await connection.close()
+
+
+async def _look(connection: RedisConnection, files: SharedFiles) -> FolderReport:
+    from rollout_service.store.redis.trajectories.lost import look
+
+    return await look(connection, files)
+
+
+def _show(report: FolderReport, files: SharedFiles, *, as_json: bool) -> None:
+    if as_json:
+        common.print_json(
+            {
+                "folder": str(files.folder),
+                "problem": None if report.problem is None else str(report.problem),
+                "trajectories": report.referenced,
+                "lost": [asdict(one) for one in report.lost],
+            }
+        )
+        return
+    if report.problem is not None:
+        common.explain(report.problem)
+    out, count = common.out(), common.count(report.referenced, "trajectory", "trajectories")
+    out.print(f"{len(report.lost)} of {count} are not in {files.folder}", soft_wrap=True)
+    for run, lost in report.by_run().most_common():
+        out.print(f"  {lost} of {'rollouts of no run' if run is None else f'run {run}'}")
+    for environment, lost in report.by_environment().most_common():
+        out.print(f"  {lost} of environment {environment}")
+    if report.lost:
+        names = ", ".join(one.rollout_id for one in report.lost[:SHOWN])
+        more = " and others, which --json names" if len(report.lost) > SHOWN else ""
+        out.print(f"  rollouts: {names}{more}", soft_wrap=True)

@@ -1,0 +1,198 @@
+"""Whatever happens to the folders of a service at work, it says so, loses nothing, and duplicates nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.processes.service import Running, eventually, scripted_engine, service
+from tests.support.redis_server import RedisServer
+from tests.support.store.disks import SmallDisk, small_disk
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
+
+ROLLOUTS = 40
+LOG = 'log_format = "json"\n'
+FEW_AT_ONCE = """
+[sandboxes.pressure]
+enabled = false
+[pipeline]
+init_workers = 2
+init_queue = 2
+rollout_workers = 4
+rollout_queue = 2
+evaluate_workers = 2
+evaluate_queue = 2
+"""
+PATIENCE_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with scripted_engine(tmp_path_factory.mktemp("engine"), delay=0.2) as started:
+        yield started.url
+
+
+@pytest.fixture
+def disk(folder: Path) -> Iterator[SmallDisk]:
+    with small_disk(folder / "disk") as mounted:
+        yield mounted
+
+
+def submit(server: Running, numbers: range) -> None:
+    for number in numbers:
+        order = {"rollout_id": f"r{number}", "task": {"environment": "echo", "instance": {"number": number}}}
+        httpx.post(f"{server.url}/v1/rollouts", json=order, timeout=30).raise_for_status()
+
+
+def counts(server: Running) -> dict[str, int]:
+    page = httpx.get(f"{server.url}/v1/rollouts", params={"limit": 1}, timeout=30).raise_for_status()
+    found: dict[str, int] = page.json()["counts"]
+    return found
+
+
+def reasons(server: Running) -> str:
+    return " ".join(httpx.get(f"{server.url}/ready", timeout=30).json()["reasons"])
+
+
+def metric(server: Running, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+def stuck_kinds(server: Running) -> set[str]:
+    report: dict[str, Any] = httpx.get(f"{server.url}/v1/hangs", timeout=30).raise_for_status().json()
+    return {finding["kind"] for finding in report["findings"] if finding["verdict"] == "stuck"}
+
+
+def ends(server: Running) -> Counter[str]:
+    """Return how often each rollout has ended."""
+    with httpx.stream("GET", f"{server.url}/v1/events?after=0&follow=false", timeout=30) as answer:
+        events = [json.loads(line[5:]) for line in answer.iter_lines() if line.startswith("data:")]
+    ended = [event for event in events if event["data"].get("state") == "completed"]
+    return Counter(event["subject"] for event in ended)
+
+
+def holds_work(server: Running, hint: str) -> None:
+    """Check that a service at work reports its outage, and holds what it has."""
+    eventually(lambda: hint in reasons(server), server.log_file, PATIENCE_SECONDS)
+    assert metric(server, "rollout_store_failing") == 1
+    eventually(lambda: "store" in stuck_kinds(server), server.log_file, PATIENCE_SECONDS)
+    assert counts(server)["completed"] < ROLLOUTS, "results are held"
+    assert counts(server)["queued"] > 0, "nothing is begun whose result would have to wait"
+
+
+def goes_on(server: Running) -> None:
+    """Check that a service completes everything, once."""
+    eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+    eventually(lambda: not reasons(server), server.log_file, PATIENCE_SECONDS)
+    assert metric(server, "rollout_store_failing") == 0
+    for number in range(ROLLOUTS):
+        found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
+        assert found.raise_for_status().json()["segments"]
+    assert ends(server) == Counter(f"r{number}" for number in range(ROLLOUTS))
+
+
+def move_away(disk: SmallDisk) -> None:
+    (disk.folder / "shared").rename(disk.folder / "away")
+
+
+def unmount(disk: SmallDisk) -> None:
+    """Leave an empty folder where the file system was."""
+    move_away(disk)
+    (disk.folder / "shared").mkdir()
+
+
+def bring_back(disk: SmallDisk) -> None:
+    shutil.rmtree(disk.folder / "shared", ignore_errors=True)
+    (disk.folder / "away").rename(disk.folder / "shared")
+
+
+WAYS: dict[str, tuple[Callable[[SmallDisk], None], Callable[[SmallDisk], None], str]] = {
+    "moved": (move_away, bring_back, "has no mark"),
+    "unmounted": (unmount, bring_back, "has no mark"),
+    "read-only": (
+        lambda disk: disk.make_read_only("shared"),
+        lambda disk: disk.make_writable("shared"),
+        "for writing",
+    ),
+    "full": (SmallDisk.fill, SmallDisk.free, "Free space"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_outage_of_the_folder_is_reported_and_loses_nothing(
+    folder: Path, engine: str, own_redis: RedisServer, disk: SmallDisk, way: str
+) -> None:
+    break_it, mend, hint = WAYS[way]
+    store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{disk.folder / "shared"}"\n'
+    with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
+        submit(server, range(ROLLOUTS))
+        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        break_it(disk)
+        holds_work(server, hint)
+        mend(disk)
+        goes_on(server)
+        assert server.said_of_the_store() == ["the store fails", "the store works again"]
+
+
+def store_command(folder: Path, *words: str) -> dict[str, Any]:
+    """Run a command on the store of the service's settings; return what it prints."""
+    command = [sys.executable, "-m", "rollout_service.cli", "store", *words, "--json"]
+    done = subprocess.run(
+        [*command, "--config", str(folder / "service.toml")], capture_output=True, text=True, check=False
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
+    folder: Path, engine: str, own_redis: RedisServer
+) -> None:
+    shared = folder / "shared"
+    store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{shared}"\n'
+    with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
+        submit(server, range(ROLLOUTS))
+        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        shutil.rmtree(shared)
+        holds_work(server, "store new-folder")
+        report = store_command(folder, "new-folder")
+        lost = {one["rollout_id"] for one in report["lost"]}
+        assert len(lost) == counts(server)["completed"] == report["trajectories"]
+        assert not shared.exists(), "nothing is changed without --yes"
+        assert store_command(folder, "new-folder", "--yes")["problem"] is None
+        eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+        eventually(lambda: not reasons(server), server.log_file, PATIENCE_SECONDS)
+        for number in range(ROLLOUTS):
+            found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
+            assert found.is_success == (f"r{number}" not in lost)
+        report = store_command(folder, "check")
+        assert report["trajectories"] == ROLLOUTS
+        assert {one["rollout_id"] for one in report["lost"]} == lost
+        assert ends(server) == Counter(f"r{number}" for number in range(ROLLOUTS))
+        server.stop()
+        server.ended(30)
+    with service(folder, engine, LOG + store) as server:
+        assert counts(server) == {"completed": ROLLOUTS}, "it starts again, too"
+
+
+def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder: Path, engine: str) -> None:
+    with service(folder, engine, LOG + FEW_AT_ONCE) as server:
+        submit(server, range(ROLLOUTS))
+        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        (folder / "state").rename(folder / "away")
+        holds_work(server, "was deleted or moved while it is open")
+        shutil.rmtree(folder / "state", ignore_errors=True)
+        (folder / "away").rename(folder / "state")
+        goes_on(server)
+        said = server.said_of_the_store()
+        assert said == ["the store fails"] * 2 + ["the store works again"] * 2, "that of live sessions, too"

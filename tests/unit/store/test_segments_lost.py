@@ -1,0 +1,223 @@
+"""No record is acknowledged in a folder that is lost, whatever became of it, and none is lost once it is back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from rollout_service.errors import RecordLostError, StoreError
+from rollout_service.store.segments import SegmentFolder
+from rollout_service.store.segments import watch as watching
+from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.proof import MARK_FILE
+from rollout_service.store.segments.reference import SegmentReference
+from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger
+
+pytestmark = pytest.mark.anyio
+
+NAME = "0123456789ab"
+
+
+async def opened(folder: Path, ledger: MemoryLedger, files: SharedFiles | None = None) -> SegmentFolder:
+    return await SegmentFolder.open(folder, ledger, owner="host/one", name=NAME, files=files)
+
+
+async def keep(segments: SegmentFolder, ledger: MemoryLedger, record: bytes) -> str:
+    async with segments.keep([record]) as (reference,):
+        assert ledger.add(reference)
+    return reference
+
+
+def move_away(folder: Path) -> None:
+    folder.rename(folder.with_name("away"))
+
+
+def unmount(folder: Path) -> None:
+    move_away(folder)
+    folder.mkdir()
+
+
+def exchange(folder: Path) -> None:
+    """Put the folder of another store in its place."""
+    unmount(folder)
+    (folder / MARK_FILE).write_text(json.dumps({"store": "another", "mark": "m"}))
+
+
+def damage_the_mark(folder: Path) -> None:
+    shutil.copytree(folder, folder.with_name("away"))
+    (folder / MARK_FILE).write_text("{")
+
+
+def bring_back(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_name("away").rename(folder)
+
+
+LOSSES = [move_away, unmount, exchange, damage_the_mark]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_is_back(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
+    ledger, folder = MemoryLedger(), tmp_path / "shared"
+    async with await opened(folder, ledger) as segments:
+        before = await keep(segments, ledger, b"before")
+        lose(folder)
+        files = set(ledger.live)
+        for _ in range(3):
+            with pytest.raises(StoreError, match="shared folder") as caught:
+                await keep(segments, ledger, b"held")
+            assert "no restart is needed" in caught.value.hint
+            with pytest.raises(StoreError, match="shared folder"):
+                await segments.read("cccccccccccc-1.segment:0:1:00000000", "r1")
+        assert set(ledger.live) == files, "no file is registered for nothing"
+        assert segments.watch.problem is not None
+        bring_back(folder)
+        after = await keep(segments, ledger, b"held")
+        await segments.watch.check()
+        assert segments.watch.problem is None
+        assert await segments.read_all({"r1": before, "r2": after}) == [b"before", b"held"]
+
+
+async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path: Path) -> None:
+    ledger, folder = MemoryLedger(), tmp_path / "shared"
+    async with await opened(folder, ledger) as segments:
+        await keep(segments, ledger, b"before")
+        shutil.rmtree(folder)
+        with pytest.raises(StoreError, match="has no mark"):
+            await keep(segments, ledger, b"held")
+        assert (await segments.totals()).records == 1
+
+
+async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_gone(tmp_path: Path) -> None:
+    ledger = MemoryLedger()
+    async with await opened(tmp_path, ledger) as segments:
+        before = await keep(segments, ledger, b"before")
+        gone = tmp_path / SegmentReference.parse(before).file
+        gone.unlink()
+        with capture_logs() as logs:
+            after = await keep(segments, ledger, b"after")
+        assert await segments.read(after, "r2") == b"after"
+        with pytest.raises(RecordLostError, match="r1"):
+            await segments.read(before, "r1")
+        [line] = [line for line in logs if line["log_level"] == "error"]
+        assert line["file"] == str(gone)
+        assert segments.watch.problem is None
+
+
+async def test_the_log_says_nothing_of_a_file_that_the_store_deleted_itself(tmp_path: Path) -> None:
+    ledger = MemoryLedger()
+    async with await opened(tmp_path, ledger) as segments:
+        reference = await keep(segments, ledger, b"before")
+        await ledger.seal([SegmentReference.parse(reference).file])  # it was taken for dead
+        ledger.drop(reference)
+        await segments.collect()
+        with capture_logs() as logs:
+            after = await keep(segments, ledger, b"after")
+        assert await segments.read(after, "r2") == b"after"
+        assert not logs
+
+
+async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path: Path) -> None:
+    ledger, folder = MemoryLedger(), tmp_path / "shared"
+    async with await opened(folder, ledger) as segments:
+        reference = await keep(segments, ledger, b"garbage")
+        await ledger.seal([SegmentReference.parse(reference).file])
+        ledger.drop(reference)
+        exchange(folder)
+        theirs = folder / SegmentReference.parse(reference).file
+        theirs.write_bytes(b"theirs")
+        with pytest.raises(StoreError, match="another store"):
+            await segments.collect()
+        assert theirs.exists()
+        assert (await segments.totals()).garbage == 1
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+async def test_a_loss_is_noticed_while_nothing_is_written(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
+    ledger, folder, told = MemoryLedger(), tmp_path / "shared", []
+    async with await opened(folder, ledger) as segments:
+        segments.watch.tell = told.append
+        await segments.watch.check()
+        lose(folder)
+        await segments.watch.check()
+        bring_back(folder)
+        await segments.watch.check()
+        assert [error is None for error in told] == [True, False, True]
+
+
+@pytest.mark.parametrize("number", [NO_SPACE, IO_ERROR])
+async def test_a_folder_that_cannot_be_written_is_noticed_while_nothing_is_written(
+    tmp_path: Path, number: int
+) -> None:
+    ledger, files = MemoryLedger(), FaultyFiles(tmp_path)
+    async with await opened(tmp_path, ledger, files) as segments:
+        files.fail["write"] = number
+        await segments.watch.check()
+        assert segments.watch.problem is not None
+        await segments.watch.check()
+        assert segments.watch.problem is None
+        assert files.names() == [MARK_FILE]
+
+
+async def test_a_folder_that_does_not_answer_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, noticed = MemoryLedger(), anyio.Event()
+    monkeypatch.setattr(watching, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(watching, "HANGS_SECONDS", 0.05)
+    async with await opened(tmp_path, ledger) as segments, anyio.create_task_group() as tasks:
+
+        async def hang() -> None:
+            await noticed.wait()
+
+        monkeypatch.setattr(segments.watch, "check", hang)
+        segments.watch.tell = lambda error: noticed.set() if error is not None else None
+        tasks.start_soon(segments.watch.run)
+        with anyio.fail_after(30):
+            await noticed.wait()
+        assert "has not answered" in str(segments.watch.problem)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path: Path) -> None:
+    ledger, folder = MemoryLedger(), tmp_path / "shared"
+    async with await opened(folder, ledger) as segments:
+        await keep(segments, ledger, b"lost")
+        shutil.rmtree(folder)
+        await segments.watch.check()
+        assert segments.watch.problem is not None
+        ledger.forget_mark()
+        async with await SegmentFolder.open(folder, ledger, owner="host/two", name="b" * 12):
+            await segments.watch.check()
+            assert segments.watch.problem is None
+            reference = await keep(segments, ledger, b"in the new folder")
+            assert await segments.read(reference, "r1") == b"in the new folder"
+
+
+async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path: Path) -> None:
+    ledger, folder = MemoryLedger(), tmp_path / "shared"
+    async with await opened(folder, ledger) as segments:
+        await keep(segments, ledger, b"before")
+        ledger.forget_mark()
+        async with await SegmentFolder.open(tmp_path / "new", ledger, owner="host/two", name="b" * 12):
+            await segments.watch.check()
+            with pytest.raises(StoreError, match="other services of this store use"):
+                await keep(segments, ledger, b"held")
+
+
+async def test_a_store_that_lost_everything_is_not_the_folders_any_more(tmp_path: Path) -> None:
+    ledger = MemoryLedger()
+    async with await opened(tmp_path, ledger) as segments:
+        ledger.lose_everything()
+        await segments.watch.check()
+        assert "another store than the one in Redis" in str(segments.watch.problem)
