@@ -27,8 +27,8 @@ def parse_instance(line: bytes) -> dict[str, JsonValue]:
     """
     if len(line) > MAX_INSTANCE_BYTES:
         raise ValueError(
-            f"an instance of {len(line) / 1e6:.1f} MB; it may have {MAX_INSTANCE_BYTES / 1e6:.1f} MB, since every "
-            "sample has a copy. Put large data into the image, or into a file that the instance names"
+            f"an instance of over {MAX_INSTANCE_BYTES / 1e6:.1f} MB, of which every sample would have a copy; put "
+            "large data into the image, or into a file that the instance names"
         )
     return strict_json.parse_row(line)
 
