@@ -15,6 +15,23 @@ from rollout_service import strict_json
 from rollout_service.environments.splits import SPLIT
 from rollout_service.errors import ConfigurationError
 
+MAX_INSTANCE_BYTES = 8 * 1024 * 1024
+"""What a request may have by default. Each rollout of a task, and each sample that is delivered, has a copy of it."""
+
+
+def parse_instance(line: bytes) -> dict[str, JsonValue]:
+    """Return the instance in a line of a data file.
+
+    Raises:
+        ValueError: The line is not an object that can be stored, or is too large.
+    """
+    if len(line) > MAX_INSTANCE_BYTES:
+        raise ValueError(
+            f"an instance of over {MAX_INSTANCE_BYTES / 1e6:.1f} MB, of which every sample would have a copy; put "
+            "large data into the image, or into a file that the instance names"
+        )
+    return strict_json.parse_row(line)
+
 
 def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonValue]]:
     """Read the instances of a file; `split`, if given, becomes theirs.
@@ -47,7 +64,7 @@ def find_empty(files: Iterable[tuple[Path, str | None]]) -> list[str]:
 
 def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue]:
     try:
-        instance = strict_json.parse_row(line)
+        instance = parse_instance(line)
     except ValueError as error:
         raise ConfigurationError(f"{where}: {error}") from error
     if split is None:

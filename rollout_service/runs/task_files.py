@@ -17,6 +17,7 @@ import stat
 import weakref
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,7 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.runs import FileTasks
 from rollout_service import strict_json
+from rollout_service.environments.dataset_files import MAX_INSTANCE_BYTES, parse_instance
 from rollout_service.errors import InvalidFieldError, ServiceError
 
 FIELD = "body.source"
@@ -60,10 +62,11 @@ class JsonLines(Rows):
     ) -> None:
         self._offsets: list[int] = []
         digest, offset = hashlib.sha256(), 0
-        for number, line in enumerate(file, start=1):
+        # A line that is too long is cut, and then refused, before it fills the memory.
+        for number, line in enumerate(iter(partial(file.readline, MAX_INSTANCE_BYTES + 1), b""), start=1):
             digest.update(line)
             if line.strip():
-                check_row(path, f"line {number}", line, lambda one: check(strict_json.parse_row(one)))
+                check_row(path, f"line {number}", line, lambda one: check(parse_instance(one)))
                 self._offsets.append(offset)
             offset += len(line)
         self.digest = digest.hexdigest()
@@ -109,7 +112,7 @@ class Parquet(Rows):
         for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
             for row in batch.to_pylist():
                 number += 1
-                check_row(path, f"row {number}", row, lambda one: check(strict_json.parse_row(_as_json(one))))
+                check_row(path, f"row {number}", row, lambda one: check(parse_instance(_as_json(one))))
 
     def __len__(self) -> int:
         rows: int = self._table.num_rows

@@ -27,6 +27,8 @@ from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images.store import ImageStore
 
 SHOWN_FINDINGS = 20
+LARGE_INSTANCE_BYTES = 1024 * 1024
+"""A batch has a copy of an instance for each sample and one for the group, so this gives batches of many megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class EnvironmentReport:
     findings: list[str]
     """The problems, each with its location."""
     warnings: list[str]
-    """Settings that have no effect."""
+    """Settings that have no effect, and instances that are large."""
     tried: list[dict[str, JsonValue]] = field(default_factory=list)
     """The tasks whose solutions ran, with their rewards."""
     task_images: bool = False
@@ -155,7 +157,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         len(dataset),
         count_splits(dataset),
         findings,
-        environment.warnings(),
+        [*environment.warnings(), *_find_large(dataset)],
         task_images=spec.image is None and spec.evaluate_in is EvaluateIn.FRESH,
     )
 
@@ -227,6 +229,16 @@ def _check_task_images(
             except ImageError as error:
                 hint = "build it with `rollout-service env build`" if image in built else error.hint
                 yield f"{instance_name(instance)}: image: {error} ({hint})"
+
+
+def _find_large(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+    sizes = [len(json.dumps(instance)) for instance in dataset]
+    if large := [(size, number) for number, size in enumerate(sizes, 1) if size > LARGE_INSTANCE_BYTES]:
+        size, number = max(large)
+        yield (
+            f"data set: {count(len(large), 'instance')} of over {LARGE_INSTANCE_BYTES / 1e6:.0f} MB, of which number "
+            f"{number} has {size / 1e6:.1f} MB: every sample of a batch has a copy, so put large data into the image"
+        )
 
 
 def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:

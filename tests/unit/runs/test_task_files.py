@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from pyarrow import parquet, table
 
 from api_schemas.runs import FileTasks
-from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.dataset_files import MAX_INSTANCE_BYTES, read_instances
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.runs.task_files import Rows, open_file
 
@@ -129,6 +130,23 @@ def test_a_row_that_cannot_be_stored_is_refused_with_its_cause(data: Path, conte
         read_instances(data / "odd.jsonl")
     assert f"odd.jsonl, line 2: {said}" in str(caught.value)
     assert f"odd.jsonl:2: {said}" in str(of_environment.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_row_that_every_sample_would_copy_has_a_bound(data: Path, suffix: str) -> None:
+    path, size = data / f"large{suffix}", MAX_INSTANCE_BYTES
+    for length, fits in ((size - 100, True), (size, False), (3 * size, False)):
+        path.write_text(json.dumps({"n": "x" * length}) + "\n")
+        if suffix == ".parquet":
+            parquet.write_table(table({"n": ["x" * length]}), path)
+        if fits:
+            assert len(opened(path, data)) == 1
+            continue
+        with pytest.raises(InvalidFieldError, match=r"an instance of over 8\.4 MB, of which"):
+            opened(path, data)
+        if suffix == ".jsonl":
+            with pytest.raises(ConfigurationError, match=r"large\.jsonl:1: an instance of"):
+                read_instances(path)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

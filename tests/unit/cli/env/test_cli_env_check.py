@@ -70,5 +70,12 @@ def test_faults_of_an_environment_are_found(tmp_path):
         assert text in result.stdout
 
 
+def test_instances_that_make_large_batches_are_a_warning(tmp_path):
+    texts = ["a", "b" * 1_500_000, "c" * 2_500_000]
+    path = folder(tmp_path / "mine", [{"question": text} for text in texts])
+    said = invoke("env", "check", path).stdout
+    assert "warning: data set: 2 instances of over 1 MB, of which number 3 has 2.5 MB" in said
+
+
 def test_the_version_is_printed():
     assert invoke("--version").stdout == f"rollout-service {__version__}\n"
