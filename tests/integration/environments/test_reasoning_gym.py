@@ -49,6 +49,41 @@ for line in sys.stdin:
 """
 
 
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the program that makes tasks."""
+    command = [sys.executable, "-m", generate.__module__, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["countdwn"],
+            "there is no task 'countdwn' that can be scored; did you mean countdown?\nIts tasks: ab, ",
+        ),
+        (["coin_flip"], "there is no task 'coin_flip' that can be scored"),
+        (["countdown", "--size", "0"], "argument --size: '0' is not a number of 1 or more"),
+        (["countdown", "--config", "{bad"], "argument --config: '{bad' is not JSON"),
+        (["countdown", "--config", "[1]"], "argument --config: '[1]' is not a JSON object"),
+        (["countdown", "--config", '{"nope": 1}'], "unexpected keyword argument 'nope'"),
+    ],
+)
+def test_a_mistake_in_a_command_is_named_without_a_traceback(arguments: list[str], said: str) -> None:
+    done = make(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_tasks_are_printed_one_a_line() -> None:
+    tasks = [json.loads(line) for line in make("countdown", "--size", "2", "--seed", "7").stdout.splitlines()]
+    assert [(task["task"], task["seed"], task["index"]) for task in tasks] == [
+        ("countdown", 7, 0),
+        ("countdown", 7, 1),
+    ]
+
+
 class Scorer:
     """The library alone, in a process of its own."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import anyio
 
 from rollout_service.environments.bridges.process import LibraryProcess, library_process
 from rollout_service.environments.libraries import Library
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError, did_you_mean
 
 NAME: Final = "reasoning-gym"
 TASKS: Final = "tasks.jsonl"
@@ -86,21 +86,53 @@ def write_tasks(folder: Path) -> None:
 REASONING_GYM: Final = Library(NAME, Path(__file__).with_name("requirements.lock"), prepare=write_tasks)
 
 
-async def main(arguments: Sequence[str]) -> None:
-    """Print the instances that the arguments ask for, one a line."""
-    parser = argparse.ArgumentParser(description="Make tasks of reasoning-gym, one JSON object a line.")
-    parser.add_argument("task", help="the name of a task, such as countdown")
-    parser.add_argument("--size", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--config", type=json.loads, default={}, help="more options of the task, as JSON")
-    options = parser.parse_args(arguments)
+async def print_tasks(task: str, seed: int, size: int, config: dict[str, Any]) -> None:
+    """Print instances of one task, one a line.
+
+    Raises:
+        ConfigurationError: The library is not installed, or has no such task.
+        EnvironmentFailedError: The task has no such option.
+    """
     async with library_process([REASONING_GYM.python(), "-I", WORKER], NAME) as process:
-        made = await generate(
-            process, options.task, seed=options.seed, size=options.size, config=options.config
-        )
-        for instance in made:
+        known = await task_names(process)
+        if task not in known:
+            raise ConfigurationError(
+                f"there is no task {task!r} that can be scored{did_you_mean(task, known)}",
+                hint=f"Its tasks: {', '.join(known)}.",
+            )
+        for instance in await generate(process, task, seed=seed, size=size, config=config):
             sys.stdout.write(json.dumps(instance) + "\n")
 
 
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def _config(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return config
+
+
+def main() -> None:
+    """Print the instances that the arguments ask for; a mistake in them ends the program with its cause."""
+    parser = argparse.ArgumentParser(description="Make tasks of reasoning-gym, one JSON object a line.")
+    parser.add_argument("task", help="the name of a task, such as countdown")
+    parser.add_argument("--size", type=_size, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--config", type=_config, default={}, help="more options of the task, as JSON")
+    options = parser.parse_args()
+    try:
+        anyio.run(print_tasks, options.task, options.seed, options.size, options.config)
+    except (ConfigurationError, EnvironmentFailedError) as error:
+        parser.error(f"{error}\n{error.hint}".rstrip())
+
+
 if __name__ == "__main__":
-    anyio.run(main, sys.argv[1:])
+    main()
