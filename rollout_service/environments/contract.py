@@ -74,7 +74,7 @@ class SandboxSettings(EnvironmentSettings):
     """Seconds after which the sandbox ends, whatever it is doing; None: it lives as long as its rollout."""
     env: dict[str, str] = {}
     requires: tuple[Name, ...] = ()
-    """The labels that a node must have, such as `gpu`; see `[cluster] labels` of the settings."""
+    """The labels that a node must have, such as `large-disk`; see `[cluster] labels` of the settings."""
 
     @field_validator("network", mode="before")
     @classmethod

@@ -33,6 +33,7 @@ from rollout_service.errors import ConfigurationError, did_you_mean
 M = TypeVar("M", bound=BaseModel)
 
 FILE_NAME = "environment.toml"
+NO_GPU = "sandboxes have no GPU. Let a service do what needs one, and list its host in `network` of [sandbox]"
 INSIDE = "/environment"
 """The path at which commands find the environment's folder."""
 
@@ -231,6 +232,8 @@ def _explain(model: type[BaseModel], item: Any) -> str:
         return str(item["msg"])
     *parents, last = [str(part) for part in item["loc"]]
     path = ".".join([*parents, last])
+    if item["type"] == "extra_forbidden" and last.startswith("gpu"):
+        return f"there is no key {path}: {NO_GPU}"
     if item["type"] == "extra_forbidden":
         return f"there is no key {path}{did_you_mean(last, _known_keys(model, parents))}"
     if item["type"] == "missing":

@@ -83,6 +83,10 @@ def test_the_hint_lists_the_known_keys(text, hint):
             'tools = ["bsh"]\n' + MINIMAL,
             "environment 'e': there is no built-in tool 'bsh'; did you mean bash",
         ),
+        (
+            MINIMAL + "[sandbox]\ngpus = 1\n",
+            "there is no key sandbox.gpus: sandboxes have no GPU. Let a service",
+        ),
         ('prompt = "{{ instance.a "\n' + MINIMAL, "prompt of 'e' is not a valid template"),
         (
             'prompt = "{{ question }}"\n' + MINIMAL,
