@@ -4,6 +4,7 @@ Guarantees:
 - The agent finds no commit that came after the task's, and no reference, log or object that leads to one.
 - What the agent changed is read with a git folder of our own: its settings, hooks, attributes and index take no part.
 - Where git fails after the agent, it worked before: what the agent left then counts as nothing.
+- Leftovers of the agent, such as a core file or a folder of builds, do not make its repair too long to be graded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from sandboxes import ExecResult, Sandbox
 GIT_SECONDS = 300.0
 PATCH_BYTES = 8 * 1024 * 1024
 """A longer patch counts as none."""
+NEW_BYTES = PATCH_BYTES // 2
+"""What new files may have together in a patch that would be too long; the largest are left out. Binary files have a
+quarter more as a patch, and changes of the repository's own files need room too."""
+LEFT_OUT = "left out: "
+"""Begins the line that says which new files are not in a patch."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/miniconda3/bin"
 
 PRELUDE = r"""
@@ -84,10 +90,36 @@ git rev-parse --path-format=absolute --git-path objects 2>/dev/null || echo "$fo
 """
 """Removes the future, and prints the tree of the files as they are, and where the objects are."""
 
+ADD = r"""
+git add --update --ignore-errors >/dev/null 2>&1 || true
+new=() count=0
+while IFS= read -r -d '' path; do
+    case $path in */) ;; *) new[count]=$path count=$((count + 1)) ;; esac  # a folder is a repository of its own
+done < <(git ls-files --others --exclude-standard -z)
+if [ "$count" != 0 ]; then
+    sizes=($(printf '%s\0' "${new[@]}" | xargs -0 stat -c %s -- 2>/dev/null || true))
+    if [ "${#sizes[@]}" = "$count" ]; then
+        total=0 left=0 largest=
+        while read -r size index; do
+            total=$((total + size + 256))  # an empty file is some lines of a patch too
+            [ "$total" -gt "$most" ] || continue
+            largest=${new[index]} left=$((left + 1))
+            unset "new[index]"
+        done < <(for index in "${!sizes[@]}"; do echo "${sizes[index]} $index"; done | sort -n)
+        if [ "$left" != 0 ]; then
+            printf 'left out: %s of %s new files, such as %q\n' "$left" "$count" "$largest" >&2
+        fi
+    fi
+    printf '%s\0' ${new[@]+"${new[@]}"} |
+        GIT_LITERAL_PATHSPECS=1 xargs -0 git add --ignore-errors -- >/dev/null 2>&1 || true
+fi
+"""
+"""Adds the agent's changes to the index. If new files have more than $most bytes together, the largest are left out."""
+
 DIFF = (
     PRELUDE
     + r"""
-tree=$2 objects=$3
+tree=$2 objects=$3 most=$4
 git init --quiet --bare --template= "$place/git"
 printf '%s\n' "$objects" >"$place/git/objects/info/alternates" 2>/dev/null ||
     { mkdir -p "$place/git/objects/info"; printf '%s\n' "$objects" >"$place/git/objects/info/alternates"; }
@@ -96,7 +128,9 @@ printf '* -filter -ident -working-tree-encoding\n' >"$place/git/info/attributes"
 export GIT_DIR=$place/git GIT_WORK_TREE=$repo GIT_ATTR_SOURCE=$tree
 git config core.bare false
 git read-tree "$tree"
-git add --all --ignore-errors >/dev/null 2>&1 || true
+"""
+    + ADD
+    + r"""
 git diff --cached --binary --full-index --no-ext-diff --no-textconv --no-renames --no-color \
     --ignore-submodules=all --src-prefix=a/ --dst-prefix=b/ "$tree"
 """
@@ -220,16 +254,21 @@ async def _has_branch(sandbox: Sandbox, task: SweTask) -> bool:
 
 
 async def read_changes(sandbox: Sandbox, task: SweTask, start: StartState) -> tuple[bytes, str]:
-    """Return a patch of what the agent changed, and a note for people if it counts as nothing.
+    """Return a patch of what the agent changed, and a note for people if not all of it counts.
 
     Call it after the agent's processes have ended. A patch is in git's format, with binary files and modes.
     """
-    result = await _run(sandbox, DIFF, task.folder, start.tree, start.objects, limit=PATCH_BYTES)
+    arguments = (task.folder, start.tree, start.objects)
+    result = await _run(sandbox, DIFF, *arguments, str(PATCH_BYTES), limit=PATCH_BYTES)
+    if result.truncated:
+        result = await _run(sandbox, DIFF, *arguments, str(NEW_BYTES), limit=PATCH_BYTES)
     if result.truncated:
         return b"", f"the changes are longer than {PATCH_BYTES} bytes, and count as none"
     if result.exit_code != 0:
         return b"", f"the changes could not be read, and count as none: {_said(result)}"
-    return result.stdout, ""
+    lines = result.stderr.decode(errors="replace").splitlines()
+    left_out = next((line for line in lines if line.startswith(LEFT_OUT)), "")
+    return result.stdout, left_out and f"{left_out}, since the changes are longer than {PATCH_BYTES} bytes"
 
 
 async def apply_patch(sandbox: Sandbox, task: SweTask, patch: bytes, *, reverse: bool = False) -> str:

@@ -155,6 +155,38 @@ async def test_changes_survive_with_their_modes_and_bytes_whatever_git_is_told(p
         assert await shell(fresh, listing) == wanted
 
 
+@pytest.mark.parametrize(
+    ("leftover", "said"),
+    [
+        ("head -c 12000000 /dev/urandom >core.1234", "1 of 2 new files, such as core.1234,"),
+        (
+            "for n in 1 2 3; do head -c 2600000 /dev/urandom >part.$n; done",
+            "2 of 4 new files, such as part.3,",
+        ),
+        (
+            "mkdir out; head -c 12000000 /dev/urandom | split -a 3 -b 6000 - out/",
+            "of 2001 new files, such as out/",
+        ),
+    ],
+)
+async def test_leftovers_of_an_agent_do_not_undo_its_repair(provider, packages, instances, leftover, said):
+    instance = instances["cachetools"]
+    repair = bash(f"cd /testbed && git apply <<'END'\n{instance['patch']}END\necho more >new.txt; {leftover}")
+    policy = ScriptedPolicy([repair, turn("", call("finish"))])
+    played = await play(packages, instance, policy, SandboxSource(provider))
+    assert played.score.reward == 1.0
+    assert any(note.startswith("left out: ") and said in note for note in played.episode.notes)
+    assert b"b/new.txt" in played.episode.state[PATCH]
+
+
+async def test_changes_of_the_repositorys_own_files_are_whole_or_none(provider, packages, instances):
+    grow = bash("cd /testbed && head -c 12000000 /dev/urandom >>src/cachetools/keys.py; echo x >new.txt")
+    policy = ScriptedPolicy([grow, turn("", call("finish"))])
+    played = await play(packages, instances["cachetools"], policy, SandboxSource(provider))
+    assert (played.score.reward, played.episode.state[PATCH]) == (0.0, b"")
+    assert played.episode.notes == ["the changes are longer than 8388608 bytes, and count as none"]
+
+
 async def test_the_agent_finds_no_later_commit(provider, instances):
     task = read_task(instances["sqlparse"])
     later = """
