@@ -20,6 +20,7 @@ ServiceError
  |- RecordLostError               one record of the store is gone or damaged            500
  |- UnavailableError              the service cannot do this now                        503
  |   `- TryLaterError             ... but will; the client is told when to come back
+ |       `- TooManyBytesError     ... since the bodies of too many requests are being read       429
  |- StageTimeoutError             a stage's deadline passed
  |- AttemptsExhaustedError        the service crashed while running the rollout, too often
  |- ConfigurationError            the service cannot run as it is configured
@@ -204,6 +205,13 @@ class TryLaterError(UnavailableError):
     def __init__(self, message: str, *, hint: str = "", seconds: float = 1.0) -> None:
         super().__init__(message, hint=hint)
         self.retry_after = max(1, ceil(seconds))
+
+
+class TooManyBytesError(TryLaterError):
+    """There was no room for a request's body in time, since too many others are being read."""
+
+    code = "too_many_bytes"
+    status = 429
 
 
 class StageTimeoutError(ServiceError):

@@ -124,7 +124,11 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
             Middleware(BearerAuthMiddleware, keyring=keyring),
             Middleware(SessionCalls),
             Middleware(JsonBodyMiddleware),
-            Middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes),
+            Middleware(
+                BodyLimitMiddleware,
+                max_bytes=settings.max_body_bytes,
+                max_bytes_in_flight=settings.http.max_bytes_in_flight,
+            ),
         ],
     )
     app.state.failure = None

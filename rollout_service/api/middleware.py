@@ -18,6 +18,7 @@ from rollout_service.errors import (
     ForbiddenError,
     MediaTypeError,
     TooLargeError,
+    TooManyBytesError,
     UnauthorizedError,
     UnavailableError,
 )
@@ -26,6 +27,7 @@ from rollout_service.http.api_keys import ApiKey, Role, needed_role
 from rollout_service.http.connections import find_slot
 from rollout_service.http.keyring import Keyring
 from rollout_service.http.problems import problem_response, to_problem
+from rollout_service.http.requests.bodies import BodiesInFlight, HeldBytes
 from rollout_service.live.serving.app import MAY_USE_ALL, is_session_call
 from rollout_service.telemetry.metrics import Metrics
 
@@ -136,29 +138,49 @@ def _is_json(headers: Headers) -> bool:
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies over a limit: at once if their length is announced, otherwise while they are read."""
+    """Refuses bodies over a limit: at once if their length is announced, otherwise while they are read.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Those that are received at once are bounded together, too, and wait for each other.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_in_flight: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._bodies = BodiesInFlight(max_bytes_in_flight, max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        announced = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
             await problem_response(to_problem(self._error()))(scope, receive, send)
-            return
+        elif announced not in ("", "0") or "transfer-encoding" in headers:
+            with self._bodies.reading(headers.get(OWN_HEADER) or headers.get("authorization")) as held:
+                await self._app(scope, self._bounded(receive, held), send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _bounded(self, receive: Receive, held: HeldBytes) -> Receive:
+        """Return a function that receives no more of a body than is allowed."""
         read = 0
 
-        async def count() -> Message:
+        async def receive_bounded() -> Message:
             nonlocal read
             message = await receive()
+            if message["type"] != "http.request":
+                return message
             read += len(message.get("body", b""))
+            # FastAPI turns anything but its own exception into "there was an error parsing the body".
             if read > self._max_bytes:
-                # FastAPI turns anything but its own exception into "there was an error parsing the body".
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(self._error()))
+            try:
+                await held.grow_to(read)
+            except TooManyBytesError as error:
+                raise HTTPException(error.status) from error
+            if not message.get("more_body", False):
+                held.release()
             return message
 
-        await self._app(scope, count, send)
+        return receive_bounded
 
     def _error(self) -> TooLargeError:
         return TooLargeError(

@@ -29,6 +29,7 @@ from rollout_service.gateway.sessions.sampling import PolicyEngines, StreamingGe
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit
 from rollout_service.http.protocol import Observe
+from rollout_service.http.requests.bodies import BodiesInFlight
 from rollout_service.policies.serving import ServedModel
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.tokens import ChatRenderer
@@ -72,6 +73,8 @@ class Gateway:
         self._others: list[KeyedApp] = []
         self._tasks: TaskGroup | None = None
         self.metrics = parts.metrics
+        self.bodies = BodiesInFlight(parts.settings.max_bytes_in_flight, parts.settings.max_body_bytes)
+        """The bodies that are read for all sessions, live ones included."""
         self.url = ""
         """The address that programs are told, once the gateway runs."""
 
@@ -85,7 +88,8 @@ class Gateway:
         parts = self._parts
         listener = bind(parts.settings)
         self.url = address_of(listener, parts.settings)
-        app = KeyedApps(GatewayApp(self._sessions, parts.settings, parts.metrics), self._others)
+        own = GatewayApp(self._sessions, parts.settings, parts.metrics, self.bodies)
+        app = KeyedApps(own, self._others)
         limits = ConnectionLimits.within(descriptor_limit() // DESCRIPTOR_SHARE)
         async with anyio.create_task_group() as self._tasks:
             async with serving(app, listener, parts.settings, limits, parts.observe):
@@ -142,5 +146,5 @@ class Gateway:
 
     def _serve_alone(self, session: GatewaySession, listener: socket) -> AbstractAsyncContextManager[None]:
         parts = self._parts
-        app = GatewayApp(OneSession(session), parts.settings, parts.metrics)
+        app = GatewayApp(OneSession(session), parts.settings, parts.metrics, self.bodies)
         return serving(app, listener, parts.settings, ONE_PROGRAM, parts.observe)

@@ -107,6 +107,8 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
+    if isinstance(error.__cause__, ServiceError):  # raised where FastAPI passes on only exceptions of its own
+        return await _service_error(request, error.__cause__)
     title = HTTPStatus(error.status_code).phrase
     headers = error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := _allowed(request)):

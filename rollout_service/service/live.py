@@ -91,7 +91,8 @@ async def open_live(
         foundation.metrics.registry.register(funnel)
         for work in (store.failed, judging.run, training.run, sessions.expire, sessions.prune):
             tasks.start_soon(work)
-        app = LiveApp(sessions.served, foundation.settings.gateway, gateway.metrics, live.hold_seconds)
+        settings = foundation.settings.gateway
+        app = LiveApp(sessions.served, settings, gateway.metrics, live.hold_seconds, gateway.bodies)
         with gateway.also_serving(app):
             yield Live(sessions, app, store, judging, training, canaries, funnel, metrics)
 

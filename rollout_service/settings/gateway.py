@@ -37,6 +37,9 @@ class GatewaySettings(Section):
     """The most tools of one request."""
     max_stops: int = Field(16, ge=1)
     """The most stop strings of one request."""
+    max_bytes_in_flight: int = Field(256 * 1024 * 1024, ge=1_024)
+    """The most bytes of bodies that are read, or whose prompts are made, at once; of one key at most as many as are
+    left for all others. A body waits for room for up to 10 s, and then gets a 429."""
     body_seconds: float = Field(60.0, gt=0)
     """How long a program may take to send a body; every 16 KiB received extend it by a second."""
     write_seconds: float = Field(300.0, gt=0)

@@ -80,7 +80,8 @@ class LiveSettings(Section):
     hold_seconds: float = Field(30.0, gt=0)
     """How long a request waits while its pool is paused; then it is refused with 503, and nothing is recorded."""
     requests_per_minute: int | None = Field(None, ge=1)
-    """The most requests of one user in a minute; more are refused with 429. Left out sets no limit."""
+    """The most requests of one user in a minute; more are refused with 429. One that asks for several answers counts as
+    so many. Left out sets no limit."""
     quarantine_sessions: int = Field(0, ge=0)
     """The first sessions of a new user that are judged and not trained on."""
     retention_seconds: float = Field(604_800.0, gt=0)

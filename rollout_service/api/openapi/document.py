@@ -30,6 +30,7 @@ from rollout_service.errors import (
     ServiceError,
     StoreError,
     TooLargeError,
+    TooManyBytesError,
     UnauthorizedError,
     UnavailableError,
 )
@@ -53,7 +54,12 @@ EVERYWHERE: tuple[type[ServiceError], ...] = (
     RecordLostError,
 )
 """Errors of every route but the probes."""
-WITH_BODY: tuple[type[ServiceError], ...] = (MalformedBodyError, TooLargeError, MediaTypeError)
+WITH_BODY: tuple[type[ServiceError], ...] = (
+    MalformedBodyError,
+    TooLargeError,
+    TooManyBytesError,
+    MediaTypeError,
+)
 """Errors of routes that read a body."""
 
 DESCRIPTION = """\

@@ -23,9 +23,9 @@ from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import Trajectory
 from rollout_service.api.openapi.responses import raises
 from rollout_service.api.routes.support.dependencies import ServiceDep
-from rollout_service.api.routes.support.disconnects import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.errors import ConflictError, InvalidFieldError
+from rollout_service.http.requests.disconnects import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 from rollout_service.inference.errors import (
     BackendProtocolError,
     BackendRejected,
@@ -172,7 +172,7 @@ async def process(service: ServiceDep, http: Request, request: ProcessRequest) -
         )
     )
     try:
-        ended = await cancel_on_disconnect(http, lambda: service.wait(rollout_id, math.inf))
+        ended = await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, math.inf))
     except ShuttingDownError as error:
         # A caller that named no job needs this id to ask for the same job again.
         raise ShuttingDownError(context={"job_id": rollout_id}) from error

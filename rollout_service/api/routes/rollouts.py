@@ -31,11 +31,11 @@ from api_schemas.trajectories import Trajectory
 from rollout_service.api.elsewhere import pass_on, wait_for_access
 from rollout_service.api.openapi.responses import extra_response, media_response, raises
 from rollout_service.api.routes.support.dependencies import ServiceDep, as_json, role_of
-from rollout_service.api.routes.support.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.api.routes.support.trace_headers import trace_of
 from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundError, UnavailableError
 from rollout_service.http.api_keys import Role
+from rollout_service.http.requests.disconnects import cancel_on_disconnect
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.service import Service
 from rollout_service.shutdown import ShuttingDownError
@@ -77,7 +77,7 @@ async def submit_rollout(
     rollout = await service.submit(request.model_copy(update=known))
     if wait:
         with suppress(ShuttingDownError):  # the rollout is stored already
-            if ended := await cancel_on_disconnect(http, lambda: service.wait(rollout_id, wait)):
+            if ended := await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, wait)):
                 return as_json(ended)
     return as_json(rollout, HTTPStatus.ACCEPTED)
 
@@ -125,12 +125,14 @@ async def get_rollout(
     """
     rollout = await service.get(rollout_id, trajectory=trajectory)
     if wait and until == "access" and not rollout.state.terminal:
-        elsewhere = await cancel_on_disconnect(http, lambda: wait_for_access(service, http, rollout_id, wait))
+        elsewhere = await cancel_on_disconnect(
+            http.receive, lambda: wait_for_access(service, http, rollout_id, wait)
+        )
         if elsewhere is not None:
             return elsewhere
         rollout = await service.get(rollout_id)
     elif wait and not rollout.state.terminal:
-        ended = await cancel_on_disconnect(http, lambda: service.wait(rollout_id, wait))
+        ended = await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, wait))
         if ended is not None:
             rollout = ended if trajectory else ended.model_copy(update={"trajectory": None})
     if rollout.access is not None and not role_of(http).allows(Role.SUBMIT):

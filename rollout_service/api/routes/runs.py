@@ -33,10 +33,10 @@ from api_schemas.runs import (
 from rollout_service.api.openapi.responses import extra_response, media_response, raises
 from rollout_service.api.routes.support.buffered_response import BufferedResponse
 from rollout_service.api.routes.support.dependencies import ServiceDep, as_json
-from rollout_service.api.routes.support.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.support.strict import StrictRoute
 from rollout_service.api.routes.support.trace_headers import trace_of
 from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.http.requests.disconnects import cancel_on_disconnect
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.runs.delivery import RunOverError
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
@@ -163,7 +163,7 @@ async def lease_batch(
     def lease() -> Awaitable[BatchLease | None]:
         return service.delivery.lease(order, version=version, timeout=timeout)
 
-    leased = await cancel_on_disconnect(http, lambda: service.shutdown.until_begun(lease))
+    leased = await cancel_on_disconnect(http.receive, lambda: service.shutdown.until_begun(lease))
     if leased is None:
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if BINARY_MEDIA_TYPE not in accept:

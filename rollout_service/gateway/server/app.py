@@ -1,13 +1,15 @@
 """The ASGI app of the gateway: the routes of four model APIs, with the calls that their clients make at their start.
 
 Guarantees: a request reaches one session, by its key, and nothing else of the service. Whatever goes wrong is told in
-the form of the API that was spoken. No more of a body is read than the settings allow.
+the form of the API that was spoken. No more of a body is read than the settings allow, nor of all bodies together; what
+takes long to read or to render is left undone once its client has gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 from starlette.responses import Response
@@ -27,6 +29,8 @@ from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.gateway.threads import in_thread
 from rollout_service.http.access_log import without_keys
 from rollout_service.http.connections import find_slot
+from rollout_service.http.requests.bodies import BodiesInFlight, HeldBytes
+from rollout_service.http.requests.disconnects import cancel_on_disconnect
 from rollout_service.settings.gateway import GatewaySettings
 
 log = structlog.get_logger(__name__)
@@ -39,10 +43,18 @@ MAX_LOGGED_ROUTES = 1_000
 class GatewayApp:
     """Answers the calls of programs; an ASGI application."""
 
-    def __init__(self, sessions: SessionSource, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        sessions: SessionSource,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        bodies: BodiesInFlight | None = None,
+    ) -> None:
+        """Take `bodies` if other applications read some too."""
         self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
+        self._bodies = bodies or BodiesInFlight(settings.max_bytes_in_flight, settings.max_body_bytes)
         self._logged: set[tuple[str, str]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,12 +79,8 @@ class GatewayApp:
         session = await self._find(request, scope)
         _admit(scope)
         match request.action:
-            case Action.ANSWER:
-                return await self._answer(request, codec, session, receive)
-            case Action.COUNT:
-                call = await self._read(request, codec, receive)
-                tokens = await session.count_tokens(call)
-                return Response(codec.token_count(tokens), media_type=JSON)
+            case Action.ANSWER | Action.COUNT:
+                return await self._call(request, codec, session, receive)
             case Action.LIST_MODELS:
                 return Response(codec.models([session.model]), media_type=JSON)
             case Action.SHOW_MODEL:
@@ -91,55 +99,77 @@ class GatewayApp:
         _ = scope
         return self._sessions.find(request.key)
 
-    async def _answer(
+    async def _call(
         self, request: GatewayRequest, codec: DialectCodec, session: GatewaySession, receive: Receive
     ) -> ASGIApp:
-        call = await self._read(request, codec, receive)
+        with self._bodies.reading(request.key) as held:
+            body = await self._body(request, receive, held)
+            work = partial(self._work, request, codec, session, body)
+            if len(body) <= INLINE_BYTES:
+                return await work()
+            return await cancel_on_disconnect(receive, work) or _send_nothing
+
+    async def _work(
+        self, request: GatewayRequest, codec: DialectCodec, session: GatewaySession, body: bytes
+    ) -> ASGIApp:
+        parse = partial(self._parse, request, codec, body)
+        call = parse() if len(body) <= INLINE_BYTES else await in_thread(parse)
+        if request.action is Action.COUNT:
+            return Response(codec.token_count(await session.count_tokens(call)), media_type=JSON)
         self._check_model(call.model, session)
+        return self._response(codec, call, await self._answers(call, session))
+
+    async def _answers(self, call: ModelCall, session: GatewaySession) -> list[LiveAnswer]:
+        """Return the answers to a call once all of them have begun."""
         if call.n == 1:
-            answers = [await session.answer(call)]
-        else:
-            answers = []
+            return [await session.answer(call)]
+        session.charge(call.n - 1)
+        answers: list[LiveAnswer] = []
+        try:
             for number in range(call.n):
                 own = call.fingerprint + number.to_bytes(4) if call.fingerprint else b""
                 answers.append(await session.answer(replace(call, sibling=number, fingerprint=own)))
-        return self._response(codec, call, answers)
+        except BaseException:
+            for answer in answers:  # nobody will read them, unless the request is repeated
+                with answer.reading():
+                    pass
+            raise
+        return answers
 
     def _response(self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer]) -> ASGIApp:
         return AnswerResponse(codec, call, answers, self._settings.keep_alive_seconds)
-
-    async def _read(self, request: GatewayRequest, codec: DialectCodec, receive: Receive) -> ModelCall:
-        body = await self._body(request, receive)
-        if len(body) <= INLINE_BYTES:
-            return self._parse(request, codec, body)
-        return await in_thread(self._parse, request, codec, body)
 
     def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
         call = codec.read(body, request.headers, request.target)
         check_call(call, codec.bounded, self._settings)
         return call
 
-    async def _body(self, request: GatewayRequest, receive: Receive) -> bytes:
-        """Read a body.
+    async def _body(self, request: GatewayRequest, receive: Receive, held: HeldBytes) -> bytes:
+        """Read a body, once there is room for it.
 
         Raises:
             TooLargeError: It is larger than the settings allow; no more of it is read.
+            TooManyBytesError: There was no room in time.
         """
-        most, announced = self._settings.max_body_bytes, request.headers.get("content-length", "")
+        announced = request.headers.get("content-length", "")
+        await self._make_room(held, int(announced) if announced.isdecimal() else 0)
         parts: list[bytes] = []
-        left = most - int(announced) if announced.isdecimal() else 0
         read, is_more = 0, True
-        while is_more and left >= 0 and read <= most:
+        while is_more:
             message = await receive()
             parts.append(message.get("body", b""))
             read += len(parts[-1])
+            await self._make_room(held, read)
             is_more = message.get("more_body", False)
-        if left < 0 or read > most:
+        return b"".join(parts)
+
+    async def _make_room(self, held: HeldBytes, size: int) -> None:
+        if size > self._settings.max_body_bytes:
             raise TooLargeError(
-                f"the body is larger than {most} bytes",
+                f"the body is larger than {self._settings.max_body_bytes} bytes",
                 hint="Shorten the conversation, or raise `max_body_bytes` in `[gateway]`.",
             )
-        return b"".join(parts)
+        await held.grow_to(size)
 
     def _check_model(self, model: str, session: GatewaySession) -> None:
         """Check the name of the model that a program asks for.
@@ -167,6 +197,10 @@ class GatewayApp:
         if not isinstance(error, ServiceError):
             log.error("unhandled error in the gateway", path=without_keys(request.path), exc_info=error)
         self._metrics.count_refused(request.dialect, client_name(request.headers))
+
+
+async def _send_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a client that has gone."""
 
 
 def _admit(scope: Scope) -> None:

@@ -35,7 +35,7 @@ class LiveAnswer:
         self.delivered = False
         """Whether a reader has sent the last event."""
         self.scope = anyio.CancelScope()
-        """Covers the sampling, and the wait for a reader at its end."""
+        """Covers the making of its prompt, the sampling, and the wait for a reader at its end."""
         self.tool_calls = 0
         """The tool calls so far, malformed ones included."""
         self.malformed_calls = 0
@@ -43,6 +43,8 @@ class LiveAnswer:
         """The events so far."""
         self._changed = ChangeSignal()
         self._retry_seconds = retry_seconds
+        self._waiting = 0
+        """How many requests wait for its first event."""
         self._readers = 0
         self._left_at = inf
         self._sampled = SampledSoFar()
@@ -126,15 +128,22 @@ class LiveAnswer:
                 self.observer.sent()
 
     async def begun(self) -> None:
-        """Wait until there is an event.
+        """Wait until there is an event; what nobody waits for any more before that does not begin.
 
         Raises:
             ServiceError: There will be none.
         """
-        while not self.events:
-            if self.error is not None:
-                raise self.error
-            await self._changed.wait()
+        self._waiting += 1
+        try:
+            while not self.events:
+                if self.error is not None:
+                    raise self.error
+                await self._changed.wait()
+        finally:
+            self._waiting -= 1
+            if not (self._waiting or self.events):
+                self._left_at = -inf
+                self.scope.cancel()
 
     async def after(self, seen: int, seconds: float) -> list[AnswerEvent]:
         """Return the events behind the first `seen`; none if none came in time, or `error` says why."""

@@ -73,6 +73,8 @@ class SessionPlace:
     """How long an answer is kept for a client that went away."""
     observer: CallObserver[Any] | None = None
     """What sees the calls, and keeps their turns."""
+    charge: Callable[[int], None] = lambda _: None
+    """Counts answers that a request asks for beside its first one, against what its user may ask for."""
 
 
 class GatewaySession:
@@ -137,6 +139,14 @@ class GatewaySession:
         await answer.begun()
         return answer
 
+    def charge(self, answers: int) -> None:
+        """Count answers that a request asks for beside its first one.
+
+        Raises:
+            TryLaterError: The user has asked for too many.
+        """
+        self._place.charge(answers)
+
     async def count_tokens(self, call: ModelCall) -> int:
         """Return how many tokens the prompt of a call would have; nothing is kept of it.
 
@@ -179,22 +189,17 @@ class GatewaySession:
 
     async def _sample(self, answer: LiveAnswer) -> CallOutcome:
         """Sample an answer and record it; it ends early once its client is gone for good or the agent has ended."""
-        began = time.perf_counter()
-        planned = await self._plan(answer.call)
-        budget = self._budget(answer.call, planned)
-        if self._place.observer is not None:
-            answer.observer = self._place.observer.planned(answer.call, planned)
-        answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
-        self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
+        planned: PlannedAnswer | None = None
         generation, is_read = None, False
         steps_before = 0 if self._activity is None else len(self._activity.ended)
         with answer.scope:
+            planned, budget = await self._begin(answer)
             generation = await self._generate(answer, planned, budget)
             await answer.until_read()
             is_read = True
         if generation is None:
             generation = answer.partial()
-        if generation is not None:
+        if planned is not None and generation is not None:
             events = planned.finish(generation) if is_read else []
             async with self._capturing:
                 if answer.observer is None:
@@ -209,6 +214,17 @@ class GatewaySession:
             return CallOutcome.ANSWERED
         answer.fail(RolloutEndedError())
         return CallOutcome.ABANDONED
+
+    async def _begin(self, answer: LiveAnswer) -> tuple[PlannedAnswer, int]:
+        """Make an answer's prompt, and return it with the most tokens that may be sampled on it."""
+        began = time.perf_counter()
+        planned = await self._plan(answer.call)
+        budget = self._budget(answer.call, planned)
+        if self._place.observer is not None:
+            answer.observer = self._place.observer.planned(answer.call, planned)
+        answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
+        self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
+        return planned, budget
 
     async def _plan(self, call: ModelCall) -> PlannedAnswer:
         async with self._capturing:

@@ -23,6 +23,7 @@ from rollout_service.gateway.server.paths import Action, GatewayRequest
 from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.http.requests.bodies import BodiesInFlight
 from rollout_service.live.serving.wishes import SESSION_HEADER, read_wishes
 from rollout_service.settings.gateway import GatewaySettings
 
@@ -72,8 +73,9 @@ class LiveApp(GatewayApp):
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         hold_seconds: float,
+        bodies: BodiesInFlight | None = None,
     ) -> None:
-        super().__init__(GatewaySessions(), settings, metrics)
+        super().__init__(GatewaySessions(), settings, metrics, bodies)
         self._finder = finder
         self._hold_seconds = hold_seconds
         self._keep_alive_seconds = settings.keep_alive_seconds

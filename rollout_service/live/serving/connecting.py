@@ -110,22 +110,28 @@ class SessionEngines:
         return self._connect(pool)[0].renderer
 
     def open(
-        self, record: SessionRecord, capture: TurnCapture, observer: CallObserver[Any]
+        self,
+        record: SessionRecord,
+        capture: TurnCapture,
+        observer: CallObserver[Any],
+        charge: Callable[[int], None],
     ) -> GatewaySession:
-        """Return the gateway session of a live session.
+        """Return the gateway session of a live session; `charge` counts answers beside the first one of a request.
 
         Raises:
             PoolHeldError: The pool is not served, or not yet again.
         """
-        return self._open(record.pool, record.tenant, record.session_id, capture, observer)
+        return self._open(record.pool, record.tenant, record.session_id, capture, observer, charge)
 
-    def open_unrecorded(self, pool: str, tenant: str, observer: CallObserver[Any]) -> GatewaySession:
-        """Return a gateway session for one request that belongs to no session.
+    def open_unrecorded(
+        self, pool: str, tenant: str, observer: CallObserver[Any], charge: Callable[[int], None]
+    ) -> GatewaySession:
+        """Return a gateway session for one request that belongs to no session; `charge` is as for `open`.
 
         Raises:
             PoolHeldError: The pool is not served, or not yet again.
         """
-        return self._open(pool, tenant, "", TurnCapture(self.renderer(pool), LIVE), observer)
+        return self._open(pool, tenant, "", TurnCapture(self.renderer(pool), LIVE), observer, charge)
 
     def _connect(self, pool: str) -> tuple[ServedModel, PausablePool]:
         try:
@@ -138,7 +144,13 @@ class SessionEngines:
             ) from error
 
     def _open(
-        self, pool: str, tenant: str, session_id: str, capture: TurnCapture, observer: CallObserver[Any]
+        self,
+        pool: str,
+        tenant: str,
+        session_id: str,
+        capture: TurnCapture,
+        observer: CallObserver[Any],
+        charge: Callable[[int], None],
     ) -> GatewaySession:
         model, engines = self._connect(pool)
         salt = "" if self.settings.share_prefixes else _salt(tenant)
@@ -160,6 +172,7 @@ class SessionEngines:
             metrics=self.metrics,
             retry_seconds=self.gateway.retry_seconds,
             observer=observer,
+            charge=charge,
         )
         return GatewaySession(capture, policy, LIMITS, place)
 

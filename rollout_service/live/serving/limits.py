@@ -1,4 +1,4 @@
-"""How many requests a user may send. Guarantee: memory is bounded by the users of the last minute."""
+"""How many answers a user may ask for. Guarantee: memory is bounded by the users of the last minute."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RequestRate:
         self._clock = clock
         self._users: OrderedDict[str, _Allowance] = OrderedDict()
 
-    def take(self, user: str) -> None:
-        """Count a request.
+    def take(self, user: str, count: int = 1) -> None:
+        """Count a request, or further answers that one asks for.
 
         Raises:
-            RateLimitedError: The user has sent too many.
+            RateLimitedError: The user has asked for too many.
         """
         if self._most is None:
             return
@@ -38,13 +38,13 @@ class RequestRate:
         self._forget(now)
         allowance = self._users.get(user) or _Allowance(self._most, now)
         left = min(self._most, allowance.left + (now - allowance.at) * per_second)
-        if left < 1:
+        if left < count:
             raise RateLimitedError(
-                f"this user may send {self._most} requests a minute",
-                hint="Repeat the request later.",
-                seconds=(1 - left) / per_second,
+                f"this user may ask for {self._most} answers a minute",
+                hint="Repeat the request later, or ask for fewer answers at once.",
+                seconds=(count - left) / per_second,
             )
-        self._users[user] = _Allowance(left - 1, now)
+        self._users[user] = _Allowance(left - count, now)
         self._users.move_to_end(user)
 
     def _forget(self, now: float) -> None:

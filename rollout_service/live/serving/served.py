@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 
 import anyio.to_thread
@@ -95,9 +96,10 @@ class ServedSessions:
 
     async def _serve_client_id(self, key: LiveKey, client_id: str) -> GatewaySession:
         if not client_id:
-            self._rate.take(self._register.user_of(key.user, f"{key.name}:"))
+            charge = partial(self._rate.take, self._register.user_of(key.user, f"{key.name}:"))
+            charge()
             self._recording.metrics.unrecorded("no_session")
-            return self._engines.open_unrecorded(key.pool, key.tenant, Unrecorded("no-session"))
+            return self._engines.open_unrecorded(key.pool, key.tenant, Unrecorded("no-session"), charge)
         if len(client_id) > _MAX_ID:
             message = f"must have at most {_MAX_ID} characters"
             raise InvalidFieldError([FieldError(path="X-Session-Id", message=message)])
@@ -156,7 +158,8 @@ class ServedSessions:
             has_opted_out=record.opted_out > 0,
             sent={turn.turn for turn in turns if turn.delivered},
         )
-        return ActiveSession(record, engines.open(record, capture, recorder), recorder)
+        charge = partial(self._rate.take, record.user)
+        return ActiveSession(record, engines.open(record, capture, recorder, charge), recorder)
 
 
 def _client_session_id(key_name: str, client_id: str, number: int) -> str:

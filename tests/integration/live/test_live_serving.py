@@ -313,6 +313,20 @@ async def test_too_many_sessions_or_requests_are_told_when_to_come_back(tmp_path
         await service.open(user="v")
 
 
+async def test_a_request_counts_as_the_answers_that_it_asks_for(tmp_path: Path) -> None:
+    live = {"requests_per_minute": 5}
+    async with scripted(*["One."] * 5) as engine, live_service(tmp_path, [engine], live=live) as service:
+        opened = await service.open(user="u")
+        assert opened.key is not None
+        answered = await service.ask(opened.key, "a", n=3)
+        assert len(answered.json()["choices"]) == 3
+        refused = await service.ask(opened.key, "b", n=3)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 1
+        assert (await service.ask(opened.key, "c")).status_code == 200
+        assert "fewer" in refused.json()["error"]["message"]
+
+
 async def test_deleting_a_user_leaves_no_byte(tmp_path: Path) -> None:
     async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine]) as service:
         mine = [await service.open(user="alice") for _ in range(2)]

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import httpx
 from prometheus_client import CollectorRegistry
+from starlette.types import Message
 
 from api_schemas.rollouts import Sampling, TokenExtras
 from api_schemas.trajectories import FinishReason
@@ -22,6 +23,7 @@ from rollout_service.gateway.server.app import GatewayApp
 from rollout_service.gateway.sessions.keys import OneSession
 from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
+from rollout_service.http.requests.bodies import BodiesInFlight
 from rollout_service.inference.contract import GenerateRequest, Generation, TokenSink
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.tokens import ChatRenderer
@@ -75,6 +77,7 @@ class ReadyEngine:
 class GatewayBench:
     """The gateway, and a client of it."""
 
+    app: GatewayApp
     session: GatewaySession
     engine: ReadyEngine
     http: httpx.AsyncClient
@@ -86,10 +89,39 @@ class GatewayBench:
             return await self.http.post(path, json=body, headers=headers)
         return await self.http.post(path, content=content, headers=headers)
 
+    async def ask_and_leave(self, path: str, content: bytes, left: anyio.Event) -> list[Message]:
+        """Send a request whose client goes away at that event, and return what was sent to it."""
+        sent: list[Message] = []
+        body: Message | None = {"type": "http.request", "body": content, "more_body": False}
+
+        async def receive() -> Message:
+            nonlocal body
+            if body is not None:
+                message, body = body, None
+                return message
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {self.session.key}".encode())],
+        }
+        await self.app(scope, receive, send)
+        return sent
+
 
 @asynccontextmanager
 async def gateway_bench(
-    renderer: ChatRenderer, limits: EpisodeLimits | None = None, **settings: Any
+    renderer: ChatRenderer,
+    limits: EpisodeLimits | None = None,
+    bodies: BodiesInFlight | None = None,
+    **settings: Any,
 ) -> AsyncIterator[GatewayBench]:
     """Serve one session until the block is left."""
     metrics = GatewayMetrics(CollectorRegistry())
@@ -110,12 +142,12 @@ async def gateway_bench(
             serve=lambda *_: NotImplemented,
             tasks=tasks,
             metrics=metrics,
-            retry_seconds=60.0,
+            retry_seconds=GatewaySettings(**settings).retry_seconds,
         )
         session = GatewaySession(TurnCapture(renderer), engines, limits or many, place)
-        app = GatewayApp(OneSession(session), GatewaySettings(**settings), metrics)
+        app = GatewayApp(OneSession(session), GatewaySettings(**settings), metrics, bodies)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as http:
-            yield GatewayBench(session, engine, http)
+            yield GatewayBench(app, session, engine, http)
         await session.end()
         tasks.cancel_scope.cancel()

@@ -1,7 +1,7 @@
-"""Requests that wait, and end when their client disconnects.
+"""Requests whose work ends when their client disconnects.
 
-Guarantees: a wait is cancelled as soon as its client disconnects, so no batch is leased to a client that is gone.
-Errors of the wait are raised as they are, not in a group.
+Guarantees: the work is cancelled as soon as its client disconnects, so no batch is leased to a client that is gone, and
+no prompt is made for it. Errors of the work are raised as they are, not in a group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import anyio
-from fastapi import Request
+from starlette.types import Receive
 
 T = TypeVar("T")
 
@@ -18,15 +18,15 @@ CLIENT_CLOSED_REQUEST = 499
 """The status that the log shows for a request whose client disconnected before it was answered."""
 
 
-async def cancel_on_disconnect(request: Request, wait: Callable[[], Awaitable[T]]) -> T | None:
-    """Return the result of `wait`, or None if the client disconnects first.
+async def cancel_on_disconnect(receive: Receive, work: Callable[[], Awaitable[T]]) -> T | None:
+    """Return the result of some work for a request, or None if its client disconnects first.
 
     The body must have been read before.
     """
     scope = anyio.CancelScope()
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
         scope.cancel()
 
@@ -36,7 +36,7 @@ async def cancel_on_disconnect(request: Request, wait: Callable[[], Awaitable[T]
         watching.start_soon(watch)
         with scope:
             try:
-                result = await wait()
+                result = await work()
             except Exception as error:  # noqa: BLE001 - raised below, where no group wraps it
                 failure = error
         watching.cancel_scope.cancel()

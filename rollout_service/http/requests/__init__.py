@@ -1,0 +1,1 @@
+"""A request while it is served: its body, and its client."""
