@@ -59,6 +59,11 @@ class LiveAnswer:
         """Whether no client has been waiting for so long that none will come back."""
         return not self.is_read and anyio.current_time() >= self._left_at + self._retry_seconds
 
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens were streamed of it so far."""
+        return len(self._sampled)
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Be a reader within the block."""
@@ -178,6 +183,9 @@ class SampledSoFar:
         self._versions: list[int] = []
         self._is_exact = True
         self._cached_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def add(self, chunk: TokenChunk) -> None:
         """Take the next tokens."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from socket import socket
 from typing import Any, NoReturn
@@ -36,7 +37,13 @@ from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import CallOutcome, GatewayMetrics
 from rollout_service.gateway.sessions.answer import LiveAnswer
-from rollout_service.gateway.sessions.limits import closing_answer, reached_limit
+from rollout_service.gateway.sessions.limits import (
+    TokenBudget,
+    TokensSpentError,
+    closing_answer,
+    closing_events,
+    reached_limit,
+)
 from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.threads import in_thread
 from rollout_service.inference.contract import Generation
@@ -53,6 +60,7 @@ RETRY_GRACE_SECONDS = 0.1
 """How long a request that equals one still being answered waits for the end of that one's connection. If it comes, the
 request is a retry; if not, it is a call of its own."""
 KEY_BYTES = 32
+
 
 ServeAlone = Callable[["GatewaySession", socket], AbstractAsyncContextManager[None]]
 
@@ -106,6 +114,7 @@ class GatewaySession:
         self._ended = False
         self._reported = False
         self._usage = Usage()
+        self._tokens = TokenBudget(limits.max_tokens)
         self._engine_seconds = 0.0
         self._activity = current_activity()
         """What the rollout does and waits for; None for a live session, of which no attempt waits."""
@@ -177,6 +186,10 @@ class GatewaySession:
         except ContextOverflowError as error:
             outcome = CallOutcome.OVERFLOW
             answer.fail(error)
+        except TokensSpentError:
+            outcome = CallOutcome.LIMIT
+            self.stop_reason = self.stop_reason or StopReason.MAX_TOKENS
+            answer.end(closing_events(StopReason.MAX_TOKENS))
         except Exception as error:  # noqa: BLE001 - told to the client, and to the environment
             self._note_failure(answer.call, error)
             answer.fail(error)
@@ -193,8 +206,8 @@ class GatewaySession:
         generation, is_read = None, False
         steps_before = 0 if self._activity is None else len(self._activity.ended)
         with answer.scope:
-            planned, budget = await self._begin(answer)
-            generation = await self._generate(answer, planned, budget)
+            planned, wanted = await self._begin(answer)
+            generation = await self._generate(answer, planned, wanted)
             await answer.until_read()
             is_read = True
         if generation is None:
@@ -216,41 +229,41 @@ class GatewaySession:
         return CallOutcome.ABANDONED
 
     async def _begin(self, answer: LiveAnswer) -> tuple[PlannedAnswer, int]:
-        """Make an answer's prompt, and return it with the most tokens that may be sampled on it."""
+        """Make an answer's prompt, and return it with the most tokens that it asks for."""
         began = time.perf_counter()
         planned = await self._plan(answer.call)
-        budget = self._budget(answer.call, planned)
+        wanted = self._wanted(answer.call, planned)
         if self._place.observer is not None:
             answer.observer = self._place.observer.planned(answer.call, planned)
         answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
         self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
-        return planned, budget
+        return planned, wanted
 
     async def _plan(self, call: ModelCall) -> PlannedAnswer:
+        plan = partial(self._capture.plan, call, self._engines.context_length)
         async with self._capturing:
-            planned: PlannedAnswer
-            if call.size > INLINE_BYTES:
-                planned = await in_thread(self._capture.plan, call, self._engines.context_length)
-            else:
-                planned = self._capture.plan(call, self._engines.context_length)
+            planned: PlannedAnswer = plan() if call.size <= INLINE_BYTES else await in_thread(plan)
         return planned
 
-    def _budget(self, call: ModelCall, planned: PlannedAnswer) -> int:
+    def _wanted(self, call: ModelCall, planned: PlannedAnswer) -> int:
         room = self._engines.room(len(planned.prompt_ids))
         if room < 1:
             raise ContextOverflowError(len(planned.prompt_ids), self._engines.context_length)
-        left = self._limits.max_tokens - self._usage.sampled_tokens
-        wanted = call.max_tokens or self._limits.max_turn_tokens
-        return max(1, min(room, left, wanted, self._limits.max_turn_tokens))
+        most = self._limits.max_turn_tokens
+        return min(room, most, call.max_tokens or most)
 
-    async def _generate(self, answer: LiveAnswer, planned: PlannedAnswer, budget: int) -> Generation:
-        started = time.perf_counter()
+    async def _generate(self, answer: LiveAnswer, planned: PlannedAnswer, wanted: int) -> Generation:
+        budget = await self._tokens.reserve(wanted)
+        started, generation = time.perf_counter(), None
         try:
-            return await self._engines.sample(answer.call, planned, budget, answer.feed)
+            generation = await self._engines.sample(answer.call, planned, budget, answer.feed)
         except PromptTooLong as error:
             raise ContextOverflowError(len(planned.prompt_ids), self._engines.context_length) from error
         finally:
+            sampled = answer.sampled_tokens if generation is None else len(generation.output_ids)
+            self._tokens.settle(budget, sampled)
             self._engine_seconds += time.perf_counter() - started
+        return generation
 
     @contextmanager
     def _in_lane(self) -> Iterator[None]:

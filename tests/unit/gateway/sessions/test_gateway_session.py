@@ -22,6 +22,7 @@ from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.sessions.answer import LiveAnswer
+from rollout_service.gateway.sessions.limits import TokenBudget, TokensSpentError
 from rollout_service.gateway.sessions.sampling import UNSTREAMED_CHUNK, PolicyEngines
 from rollout_service.gateway.sessions.session import INLINE_BYTES, GatewaySession, SessionPlace
 from rollout_service.inference.errors import NoBackendError, PromptTooLong
@@ -199,6 +200,69 @@ async def test_the_budget_is_the_least_of_context_limits_and_request() -> None:
             assert engine.request.sampling.max_new_tokens == budget, text[0]
             engine.finish("x" * (25 if number == 2 else 0))
             await read(answer)
+
+
+async def test_calls_at_once_share_the_tokens_of_their_rollout() -> None:
+    async with bench(max_turns=99, max_tokens=40, max_turn_tokens=30) as b:
+        answers = [await b.session.answer(call(f"q{n}")) for n in range(4)]
+        await anyio.wait_all_tasks_blocked()
+        assert [each.request.sampling.max_new_tokens for each in b.pool.calls] == [30]
+        b.pool.calls[0].finish("x" * 5)
+        await read(answers[0])
+        second = await b.pool.call(1)
+        assert second.request.sampling.max_new_tokens == 30, "it is not cut short for what another may return"
+        second.finish("x" * 29)
+        await read(answers[1])
+        third = await b.pool.call(2)
+        assert third.request.sampling.max_new_tokens == 6, "nobody else may return some"
+        third.finish("x" * 6)
+        await read(answers[2])
+        assert "tokens" in await read(answers[3])
+        assert b.session.stop_reason is StopReason.MAX_TOKENS
+        assert (b.session.usage.turns, b.session.usage.sampled_tokens) == (3, 40)
+        assert b.count("limit") == 1
+
+
+async def test_a_call_that_is_cut_off_returns_the_tokens_that_it_did_not_use() -> None:
+    async with bench(retry_seconds=0.0, max_tokens=40, max_turn_tokens=40) as b:
+        lost = await b.session.answer(call("hi"))
+        (await b.pool.call(0)).say("half")
+        waiting = await b.session.answer(call("ho"))
+        with lost.reading():
+            pass
+        assert (await b.pool.call(1)).request.sampling.max_new_tokens == 36
+        b.pool.calls[1].fail(NoBackendError("none"))
+        with pytest.raises(NoBackendError):
+            await read(waiting)
+
+
+CALLS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12)
+
+
+@given(CALLS, st.integers(1, 120))
+async def test_calls_at_once_never_sample_more_than_their_rollout_may(
+    calls: list[tuple[int, int]], most: int
+) -> None:
+    budget, sampled, short = TokenBudget(most), 0, 0
+
+    async def sample(wanted: int, used: int) -> None:
+        nonlocal sampled, short
+        try:
+            reserved = await budget.reserve(wanted)
+        except TokensSpentError:
+            short += 1
+            return
+        for _ in range(used):
+            await anyio.lowlevel.checkpoint()
+        sampled += min(used, reserved)
+        short += reserved < min(wanted, used)
+        budget.settle(reserved, min(used, reserved))
+
+    async with anyio.create_task_group() as tasks:
+        for wanted, used in calls:
+            tasks.start_soon(sample, wanted, used)
+    assert sampled <= most
+    assert not short or sampled == most, "no call is cut short while tokens are left"
 
 
 async def test_a_prompt_over_the_context_is_refused_and_the_rollout_goes_on() -> None:
