@@ -27,10 +27,10 @@ from rollout_service.errors import ConflictError, InvalidFieldError, prefix_fiel
 from rollout_service.groups.run_warnings import run_warnings
 from rollout_service.http.api_keys import Role
 from rollout_service.policies.subagent_pools import check_subagent_pool, check_trained_pool
-from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.nothing_kept import problem_of, warnings_of
-from rollout_service.runs.task_files import Rows, open_file
+from rollout_service.runs.tasks.dataset import open_dataset
+from rollout_service.runs.tasks.files import Rows, open_file
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord, RunStore
 

@@ -33,7 +33,7 @@ from rollout_service.runs.planning import (
     claim_groups,
     new_group,
 )
-from rollout_service.runs.task_source import Reopen, RunTasks
+from rollout_service.runs.tasks.source import Reopen, RunTasks
 from rollout_service.runs.under_way import GroupsUnderWay
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease

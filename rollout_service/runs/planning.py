@@ -17,7 +17,7 @@ from api_schemas.tasks import Task
 from rollout_service.groups import AdmissionState, Claim, FilterChain, admission_capacity, groups_to_start
 from rollout_service.ids import SampleId
 from rollout_service.runs.estimates import RunEstimates
-from rollout_service.runs.task_source import TaskPosition
+from rollout_service.runs.tasks.source import TaskPosition
 from rollout_service.store.runs_contract import NewGroup, OpenGroup, RunRecord
 
 _SEEDS = 2**31

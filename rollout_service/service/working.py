@@ -23,7 +23,7 @@ from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.runs import RunManager
-from rollout_service.runs.dataset import reopening
+from rollout_service.runs.tasks.dataset import reopening
 from rollout_service.service.events import StateWatcher
 from rollout_service.service.foundation import Foundation
 from rollout_service.service.membership import ClusterMember

@@ -19,7 +19,7 @@ from rollout_service.cli.env.check import load_environment
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.splits import select_split
 from rollout_service.errors import ConfigurationError
-from rollout_service.runs.task_files import open_file
+from rollout_service.runs.tasks.files import open_file
 from rollout_service.validation import describe_problems
 
 FILES = (".jsonl", ".parquet")

@@ -20,7 +20,7 @@ from rollout_service.runs import RunManager
 from rollout_service.runs.api import RunService
 from rollout_service.runs.closing import close_group
 from rollout_service.runs.estimates import RECENT, RunEstimates
-from rollout_service.runs.task_files import Rows
+from rollout_service.runs.tasks.files import Rows
 from rollout_service.store import rules
 from rollout_service.store.codec.runs import encode_summary
 from rollout_service.store.runs_contract import GroupClosure, GroupMember

@@ -23,8 +23,8 @@ from rollout_service.environments.contract import Environment
 from rollout_service.groups import FilterRegistry
 from rollout_service.runs import Delivery, RunManager
 from rollout_service.runs.api import RunService
-from rollout_service.runs.dataset import reopening
 from rollout_service.runs.export import RunExporter
+from rollout_service.runs.tasks.dataset import reopening
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry.metrics import Metrics

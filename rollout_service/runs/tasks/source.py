@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from api_schemas.runs import DatasetTasks, FileTasks, InlineTasks, TaskSource
 from api_schemas.tasks import Task
-from rollout_service.runs.task_files import Rows
+from rollout_service.runs.tasks.files import Rows
 from rollout_service.store.runs_contract import RunRecord
 
 ReadInline = Callable[[int, int], Awaitable[Sequence[Task]]]

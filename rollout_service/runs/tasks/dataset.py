@@ -16,8 +16,8 @@ from api_schemas.runs import DatasetTasks, FileTasks
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.splits import select_split
 from rollout_service.errors import InvalidFieldError
-from rollout_service.runs.task_files import FIELD, Rows, SourceChangedError, reopen_file
-from rollout_service.runs.task_source import Reopen
+from rollout_service.runs.tasks.files import FIELD, Rows, SourceChangedError, reopen_file
+from rollout_service.runs.tasks.source import Reopen
 
 EnvironmentOf = Callable[[str], Environment]
 """Returns the environment of a name; raises InvalidFieldError or ConfigurationError."""
