@@ -30,6 +30,7 @@ from rollout_service.groups import (
 )
 from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, weighted_parts, weighted_total
 from rollout_service.groups.figures import group_figures
+from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember
 
@@ -133,8 +134,9 @@ def close_group(
             masked_because=sample.masked,
             reward=sample.reward if sample.usable else None,
             advantage=advantage,
+            owner=_owner(rollout),
         )
-        for sample, (member, _), advantage in zip(group.samples, samples, advantages, strict=True)
+        for sample, (member, rollout), advantage in zip(group.samples, samples, advantages, strict=True)
     ]
     return GroupClosure(
         number=number,
@@ -151,6 +153,11 @@ def close_group(
         figures=group_figures(rollout for _, rollout in samples),
         counts={rules.WORK + name: n for name, n in work_sums(rollout for _, rollout in samples).items()},
     )
+
+
+def _owner(rollout: Rollout) -> Owner | None:
+    session = rollout.session
+    return None if session is None else Owner(session.session_id, session.user, session.tenant)
 
 
 def _critical_steps(
