@@ -51,8 +51,8 @@ class SessionRequest(WireModel):
     continues: SessionId | None = None
     """The session that this one goes on from."""
     group: RolloutId | None = None
-    """Sessions with the same value work on the same task: a run with `group_size` n gets them as groups of n, once all
-    have ended."""
+    """A tenant's sessions with the same value work on the same task: a run with `group_size` n gets them as groups of
+    n, once all have ended. Those that fill no group wait for others."""
     metadata: dict[str, JsonValue] = {}
     """Data of the caller, returned unchanged but for texts with secrets, which become `[redacted]`."""
 

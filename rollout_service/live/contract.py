@@ -204,8 +204,8 @@ class LiveStore(Protocol):
         """Return sessions, the newest first, that were opened before this time and id; `user` is a hash."""
         ...
 
-    async def group(self, name: str) -> Sequence[SessionRecord]:
-        """Return the sessions that work on the same task, the oldest first."""
+    async def group(self, tenant: str, name: str) -> Sequence[SessionRecord]:
+        """Return a tenant's sessions that work on the same task, the oldest first."""
         ...
 
     async def sessions_of(self, user: str) -> int:

@@ -234,6 +234,8 @@ class LiveSessions:
         if len(known) > 1:
             message = f"is needed: users of this name are in the tenants {', '.join(known)}"
             raise InvalidFieldError([FieldError(path="query.tenant", message=message)])
+        if not known and tenant is not None and not await self._store.sessions_of(user):
+            return hashes[tenant]  # of whom all may be gone but what a run has
         return next(iter(known.values()), user)
 
     async def _close_all_of(self, user: str) -> None:

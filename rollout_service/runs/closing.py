@@ -31,6 +31,7 @@ from rollout_service.groups import (
 )
 from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, weighted_parts, weighted_total
 from rollout_service.groups.figures import group_figures
+from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember
 
@@ -136,8 +137,9 @@ def close_group(
             masked_because=sample.masked,
             reward=sample.reward if sample.usable else None,
             advantage=advantage,
+            owner=_owner(rollout),
         )
-        for sample, (member, _), advantage in zip(group.samples, samples, advantages, strict=True)
+        for sample, (member, rollout), advantage in zip(group.samples, samples, advantages, strict=True)
     ]
     return GroupClosure(
         number=number,
@@ -162,6 +164,11 @@ def _failure(samples: Sequence[tuple[GroupMember, Rollout]]) -> str | None:
     errors = [rollout.error for _, rollout in samples]
     codes = {error.code if error and error.boundary in PERMANENT else None for error in errors}
     return codes.pop() if len(codes) == 1 else None
+
+
+def _owner(rollout: Rollout) -> Owner | None:
+    session = rollout.session
+    return None if session is None else Owner(session.session_id, session.user, session.tenant)
 
 
 def _critical_steps(

@@ -13,8 +13,15 @@ from enum import StrEnum
 
 from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus, TaskSource
 from rollout_service.errors import ConflictError
-from rollout_service.groups import DELETED, NOT_FILTERED, STALE, oldest_allowed_version
-from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup, NoBatch, RunRecord
+from rollout_service.groups import DELETED, NOT_FILTERED, STALE, oldest_allowed_version, shares
+from rollout_service.store.runs_contract import (
+    ClosedSample,
+    GroupClosure,
+    NewGroup,
+    NoBatch,
+    ReadyGroup,
+    RunRecord,
+)
 
 DROPPED = "dropped:"
 """The prefix of the counters of dropped groups; the reason follows."""
@@ -53,14 +60,6 @@ def is_stale(oldest_version: int | None, bound: int | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyGroup:
-    """A kept group that waits for a batch."""
-
-    number: int
-    oldest_version: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class NewBatch:
     """A new batch: the groups to put into it, and what becomes of the others."""
 
@@ -78,21 +77,29 @@ def next_batch(
 
     Args:
         run: the run, with its current counters.
-        ready: all its ready groups, in the order of their numbers.
+        ready: all its ready groups, in the order of their numbers, with their owners if it has live sessions.
         bound: the oldest version that a token may have; None takes stale groups too.
         due_in: after how many seconds the next lease of another batch runs out.
     """
     if any(is_stale(group.oldest_version, bound) for group in ready):
         return NoBatch(over=False, due_in=math.inf, stale=True)
-    size = run.request.batch_size
     is_last = run.exhausted and not run.count("open")
-    if not ready or (len(ready) < size and not is_last):
+    numbers = [group.number for group in _batch(run, ready, is_last=is_last)]
+    if not numbers:
         delivered = is_last and not ready and not run.count("batched")
         return NoBatch(over=run.state is RunState.FINISHED or delivered, due_in=due_in)
-    numbers = [group.number for group in ready]
     if run.request.surplus is Surplus.CANCEL:
-        return NewBatch(numbers[:size], surplus=numbers[size:], cancels_open=True)
-    return NewBatch(numbers[:size])
+        surplus = [group.number for group in ready if group.number not in numbers]
+        return NewBatch(numbers, surplus=surplus, cancels_open=True)
+    return NewBatch(numbers)
+
+
+def _batch(run: RunRecord, ready: Sequence[ReadyGroup], *, is_last: bool) -> Sequence[ReadyGroup]:
+    """Return the groups of the next batch; none if they do not fill it, unless it is the last one."""
+    size, live = run.request.batch_size, run.request.live
+    if live is not None:
+        return shares.next_batch(ready, size, live, is_last=is_last)
+    return ready[:size] if is_last or len(ready) >= size else []
 
 
 # -- counters ------------------------------------------------------------------
@@ -180,14 +187,21 @@ def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:
     return [sample.rollout_id for sample in samples if sample.masked_because != STALE]
 
 
-def without_erased(samples: Sequence[ClosedSample], rollout_ids: Collection[str]) -> list[ClosedSample]:
-    """Return the samples of a closed group after the rollouts of some were erased."""
-    return [
-        replace(sample, usable=False, masked_because=DELETED, reward=None, advantage=None)
-        if sample.rollout_id in rollout_ids
-        else sample
-        for sample in samples
-    ]
+def without_erased(
+    samples: Sequence[ClosedSample], rollout_ids: Collection[str], *, is_settled: bool
+) -> list[ClosedSample]:
+    """Return the samples of a closed group after the rollouts of some were erased.
+
+    Those of a settled group are history, and only nobody's any more.
+    """
+
+    def erased(sample: ClosedSample) -> ClosedSample:
+        sample = replace(sample, owner=None)
+        if is_settled:
+            return sample
+        return replace(sample, usable=False, masked_because=DELETED, reward=None, advantage=None)
+
+    return [erased(sample) if sample.rollout_id in rollout_ids else sample for sample in samples]
 
 
 def is_worth_keeping(samples: Sequence[ClosedSample], request: RunRequest) -> bool:

@@ -31,6 +31,7 @@ from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from api_schemas.tasks import Task
 from rollout_service.groups.figures import GroupFigures
+from rollout_service.groups.shares import Owner
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.columns import Columns
 from rollout_service.store.lists_contract import RunLists
@@ -123,6 +124,18 @@ class ClosedSample:
     masked_because: str | None
     reward: float | None
     advantage: float | None
+    owner: Owner | None = None
+    """Whose session it is a part of; None for an attempt at a task, and for a sample that was erased."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A kept group that waits for a batch."""
+
+    number: int
+    oldest_version: int | None
+    owners: Sequence[Owner] = ()
+    """Whose sessions its samples are parts of, in runs of live sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +325,10 @@ class RunStore(RunLists, Protocol):
         """
         ...
 
+    async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
+        """Return the groups that wait for a batch, the oldest first."""
+        ...
+
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
         """Return the groups that wait for a batch and have a usable sample older than version `bound`.
 
@@ -386,6 +403,10 @@ class RunStore(RunLists, Protocol):
 
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         """Return rollouts with everything needed to score them again, in this order, without those that are gone."""
+        ...
+
+    async def rollouts_of(self, user: str) -> Sequence[str]:
+        """Return the rollouts that are parts of sessions of a user, by the hash; of each sample the first one."""
         ...
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:

@@ -7,13 +7,14 @@ change, and can be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
 import anyio
 import structlog
 
+from api_schemas.rollouts import Rollout
 from api_schemas.sessions import DeletedSessions, LeasedPart
 from rollout_service.errors import UnavailableError
 from rollout_service.ids import SampleId
@@ -45,18 +46,17 @@ class SessionDeletion:
         # Before the sessions go, since their parts tell what to erase; and after, since a rollout may have begun.
         for name in await self._sessions(session_id, user):
             batches |= await self._erase(await self._live.parts(session_id=name))
+        left = await self._left_in_runs(user)
+        batches |= await self._erase(left)
         deleted = await self._live.delete(session_id=session_id, user=user)
         batches |= await self._erase(deleted.parts)
-        leased = [
-            _leased(part, batches[part.rollout_id]) for part in deleted.parts if part.rollout_id in batches
-        ]
-        log.info(
-            "sessions deleted", sessions=len(deleted.sessions), turns=deleted.turns, parts=len(deleted.parts)
-        )
+        parts = [*deleted.parts, *left]
+        leased = [_leased(part, batches[part.rollout_id]) for part in parts if part.rollout_id in batches]
+        log.info("sessions deleted", sessions=len(deleted.sessions), turns=deleted.turns, parts=len(parts))
         return DeletedSessions(
             sessions=len(deleted.sessions),
             turns=deleted.turns,
-            undelivered=len(deleted.parts) - len(leased),
+            undelivered=len(parts) - len(leased),
             leased=leased,
         )
 
@@ -78,15 +78,37 @@ class SessionDeletion:
             await self._end(SampleId.parse(name))
         return await self._store.runs.erase(names) if names else {}
 
+    async def _left_in_runs(self, user: str | None) -> list[PartRecord]:
+        """Return the parts that runs have of a user's sessions which were removed before, at their time."""
+        found: list[PartRecord] = []
+        for rollout_id in [] if user is None else await self._store.runs.rollouts_of(user):
+            sample = SampleId.parse(rollout_id)
+            async for rollout in self._rollouts(sample):
+                if (session := rollout.session) is not None:
+                    part = PartRecord(
+                        session_id=session.session_id,
+                        part=session.part,
+                        run_id=sample.run,
+                        usable=(),
+                        rollout_id=rollout_id,
+                        closed_at=0.0,
+                    )
+                    found.append(part)
+        return found
+
     async def _end(self, sample: SampleId) -> None:
         """End the rollouts of a sample that are under way, so that they write nothing after the erasure."""
+        async for rollout in self._rollouts(sample):
+            if not rollout.state.terminal:
+                await self._cancel(rollout.rollout_id)
+
+    async def _rollouts(self, sample: SampleId) -> AsyncIterator[Rollout]:
+        """Yield the rollouts of a sample: the first, and those that replaced it."""
         for retry in count():
-            rollout_id = str(replace(sample, retry=retry))
-            rollout = await self._store.get(rollout_id)
+            rollout = await self._store.get(str(replace(sample, retry=retry)))
             if rollout is None:
                 return
-            if not rollout.state.terminal:
-                await self._cancel(rollout_id)
+            yield rollout
 
     async def _cancel(self, rollout_id: str) -> None:
         await self._store.cancel(rollout_id)

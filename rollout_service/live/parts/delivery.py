@@ -2,14 +2,15 @@
 
 Guarantees: a part is in exactly one task of its run, though the service be killed at any moment: its offset is stored
 before the task is appended at that offset, and after a start it is looked up whether that happened. A window of parts
-is appended only when it fills a batch, and the next one once the groups of the last have closed, so that the limits of
-`windows` hold for batches. Parts of a run that ended before it got them go back, for another run.
+is appended only when it fills a batch, with groups that wait for one if there are any, and the next one once the groups
+of the last have closed. A group has as many parts as the run wants, of sessions of one tenant. Parts of a run that
+ended before it got them go back, for another run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 from pydantic import JsonValue
@@ -17,9 +18,10 @@ from pydantic import JsonValue
 from api_schemas.runs import RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError
-from rollout_service.live.contract import LiveStore, PartRecord
+from rollout_service.groups.shares import next_window
+from rollout_service.live.contract import LiveStore, PartRecord, SessionRecord
 from rollout_service.live.parts.orders import live_runs, order_of
-from rollout_service.live.parts.windows import PartGroup, next_window
+from rollout_service.live.parts.windows import PartGroup
 from rollout_service.store.runs_contract import RunRecord, RunStore
 
 log = structlog.get_logger(__name__)
@@ -104,7 +106,8 @@ class PartDelivery:
             self._warn(run, parts, is_stuck=True)
             return 0
         groups = await self._groups(run, parts)
-        window = next_window(groups, await self._carried(run), run.request.batch_size, order_of(run))
+        ready = await self._runs.ready_groups(run.run_id)
+        window = next_window(groups, ready, run.request.batch_size, order_of(run))
         self._short.pop(run.run_id, None)
         if window is None and run.request.group_size == 1:
             self._short[run.run_id] = seen
@@ -124,46 +127,28 @@ class PartDelivery:
         return lost
 
     async def _groups(self, run: RunRecord, parts: Sequence[PartRecord]) -> list[PartGroup]:
-        """Return the parts that may be delivered, as groups, the oldest first."""
-        if run.request.group_size == 1:
-            return [await self._group([part]) for part in parts]
-        by_name: dict[str, list[PartRecord]] = {}
-        for part in parts:
-            session = await self._store.session(part.session_id)
-            if session is not None and session.group is not None:
-                by_name.setdefault(session.group, []).append(part)
-        return [
-            await self._group(members[: run.request.group_size])
-            for name, members in by_name.items()
-            if await self._is_whole(name, run.request.group_size)
-        ]
+        """Return the parts that may be delivered, as whole groups, the oldest first."""
+        found = [(part, await self._store.session(part.session_id)) for part in parts]
+        known = [(part, session) for part, session in found if session is not None]
+        size = run.request.group_size
+        if size == 1:
+            return [PartGroup([part], [session]) for part, session in known]
+        by_task: dict[tuple[str, str], list[tuple[PartRecord, SessionRecord]]] = {}
+        for part, session in known:
+            if session.group is not None:
+                by_task.setdefault((session.tenant, session.group), []).append((part, session))
+        groups: list[PartGroup] = []
+        for task, members in by_task.items():
+            if len(members) >= size and await self._is_over(*task):
+                groups += _whole_groups(members, size)
+        return groups
 
-    async def _is_whole(self, name: str, size: int) -> bool:
-        """Return whether enough sessions work on a task, and all have ended with all turns decided."""
-        sessions = await self._store.group(name)
-        if len(sessions) < size or any(session.closed_at is None for session in sessions):
+    async def _is_over(self, tenant: str, name: str) -> bool:
+        """Return whether all sessions that work on a task have ended, with all turns decided."""
+        sessions = await self._store.group(tenant, name)
+        if any(session.closed_at is None for session in sessions):
             return False
         return not await self._store.fates([session.session_id for session in sessions])
-
-    async def _group(self, parts: Sequence[PartRecord]) -> PartGroup:
-        found = [await self._store.session(part.session_id) for part in parts]
-        return PartGroup(tuple(parts), tuple(session for session in found if session is not None))
-
-    async def _carried(self, run: RunRecord) -> list[PartGroup]:
-        """Return the groups that begin the next batch: kept ones that do not fill one yet."""
-        count = run.count("ready") % run.request.batch_size
-        if not count:
-            return []
-        states = await self._runs.group_states(run.run_id)
-        numbers = sorted(number for number, state in states.items() if state == "ready")[-count:]
-        carried = []
-        for number in numbers:
-            tasks = await self._runs.inline_tasks(run.run_id, first=number, limit=1)
-            named = {(str(name), part) for task in tasks for name, part in _parts_of(task)}
-            sessions = {name for name, _ in named}
-            known = [part for name in sessions for part in await self._store.parts(session_id=name)]
-            carried.append(await self._group([one for one in known if (one.session_id, one.part) in named]))
-        return carried
 
     async def _append(self, run: RunRecord, window: Sequence[PartGroup]) -> int:
         self._reconciled.discard(run.run_id)  # until all of this is done
@@ -188,13 +173,20 @@ class PartDelivery:
             self._warned.pop(run.run_id, None)
             return
         text = (
-            f"run {run.run_id}: {len(parts)} parts of sessions wait, since no {run.request.batch_size} of them fill a "
-            "batch within max_user_share and max_session_share, without mixing tenants; more users will fill it, or a "
-            "run with a larger share"
+            f"run {run.run_id}: {len(parts)} parts of sessions wait, since no {run.request.batch_size} groups of "
+            f"{run.request.group_size} fill a batch within max_user_share and max_session_share, without mixing "
+            "tenants; more users will fill it, or a run with a larger share"
         )
         if run.run_id not in self._warned:
             log.warning("parts of sessions wait for others to fill a batch", run=run.run_id, parts=len(parts))
         self._warned[run.run_id] = text
+
+
+def _whole_groups(members: Sequence[tuple[PartRecord, SessionRecord]], size: int) -> Iterator[PartGroup]:
+    """Yield groups of this size; what is left over waits for other sessions of the task."""
+    for first in range(0, len(members) - size + 1, size):
+        parts, sessions = zip(*members[first : first + size], strict=True)
+        yield PartGroup(parts, sessions)
 
 
 def _task(group: PartGroup, node: str | None) -> Task:

@@ -132,9 +132,12 @@ def page(
     return [_session(db, row) for row in db.execute(_PAGE, values).fetchall()]
 
 
-def group(db: sqlite3.Connection, name: str) -> list[SessionRecord]:
-    """Return the sessions of a group, the oldest first."""
-    rows = db.execute('SELECT * FROM sessions WHERE "group" = ? ORDER BY seq', (name,)).fetchall()
+def group(db: sqlite3.Connection, tenant: str, name: str) -> list[SessionRecord]:
+    """Return a tenant's sessions of a group, the oldest first."""
+    values = (name, tenant)
+    rows = db.execute(
+        'SELECT * FROM sessions WHERE "group" = ? AND tenant = ? ORDER BY seq', values
+    ).fetchall()
     return [_session(db, row) for row in rows]
 
 

@@ -102,8 +102,8 @@ class SqliteLiveStore(LiveStore):
     ) -> Sequence[SessionRecord]:
         return await self._read(lambda db: session_statements.page(db, before, limit, is_open, user))
 
-    async def group(self, name: str) -> Sequence[SessionRecord]:
-        return await self._read(lambda db: session_statements.group(db, name))
+    async def group(self, tenant: str, name: str) -> Sequence[SessionRecord]:
+        return await self._read(lambda db: session_statements.group(db, tenant, name))
 
     async def sessions_of(self, user: str) -> int:
         return await self._read(lambda db: session_statements.had(db, user))

@@ -14,12 +14,14 @@ from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardWeights
 from rollout_service.errors import RecordLostError
+from rollout_service.groups.shares import Owner
 from rollout_service.ids import BatchId, GroupId
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec.row import Row
 from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupClosure, RunRecord
 
 _SAMPLES = TypeAdapter(list[ClosedSample])
+_OWNERS = {"__all__": {"owner"}}
 
 
 def without_tasks(request: RunRequest) -> RunRequest:
@@ -55,12 +57,18 @@ def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | N
 
 def encode_samples(samples: Sequence[ClosedSample]) -> str:
     """Return the samples of a closed group as a JSON list."""
-    return _SAMPLES.dump_json(list(samples)).decode()
+    is_owned = any(sample.owner is not None for sample in samples)
+    return _SAMPLES.dump_json(list(samples), exclude=None if is_owned else _OWNERS).decode()
 
 
 def decode_samples(text: str) -> list[ClosedSample]:
     """Return the samples that `encode_samples` wrote."""
     return _SAMPLES.validate_json(text)
+
+
+def owners_of(text: str) -> list[Owner]:
+    """Return whose sessions the samples are parts of that `encode_samples` wrote."""
+    return [sample.owner for sample in decode_samples(text) if sample.owner is not None]
 
 
 def encode_summary(closure: GroupClosure) -> str:

@@ -12,13 +12,15 @@ from rollout_service.groups import SURPLUS
 from rollout_service.ids import BatchId
 from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.rules import BatchState, ReadyGroup
+from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,
     GroupClosure,
     NoBatch,
     OpenGroup,
+    ReadyGroup,
+    RunRecord,
 )
 from rollout_service.store.sqlite import run_statements
 from rollout_service.store.sqlite.lists import history
@@ -46,7 +48,9 @@ _DROP_SURPLUS = """
 UPDATE groups SET state = 'dropped', reason = 'surplus', changed_at = :now
 WHERE run = :run AND number IN (SELECT value FROM json_each(:groups))
 """
-_READY = "SELECT number, oldest_version FROM groups WHERE run = ? AND state = 'ready' ORDER BY number"
+_READY = (
+    "SELECT number, oldest_version, samples FROM groups WHERE run = ? AND state = 'ready' ORDER BY number"
+)
 _NEW = """
 INSERT INTO batches (run, number, state, lease_key, lease_until, deliveries, version, dropped, changed_at)
 VALUES (:run, :number, 'leased', :key, :until, 1, :version, :dropped, :now) RETURNING *
@@ -137,7 +141,7 @@ def _new_batch(
 ) -> BatchLease | NoBatch:
     row = row_of(db, request.run_id)
     run = record_of(db, row)  # dissolved batches have changed its counters
-    ready = [ReadyGroup(one["number"], one["oldest_version"]) for one in db.execute(_READY, (row["seq"],))]
+    ready = _ready(db, row["seq"], run)
     (due,) = db.execute(_DUE, (row["seq"],)).fetchone()
     decision = rules.next_batch(run, ready, bound=bound, due_in=math.inf if due is None else due - now)
     if isinstance(decision, NoBatch):
@@ -161,6 +165,22 @@ def _new_batch(
     if decision.cancels_open:
         cancel_groups(db, row["seq"], SURPLUS)
     return _batch(db, made, request.run_id)
+
+
+def ready_groups(db: sqlite3.Connection, run_id: str) -> list[ReadyGroup]:
+    """Return the groups that wait for a batch."""
+    row = row_of(db, run_id)
+    return _ready(db, row["seq"], record_of(db, row))
+
+
+def _ready(db: sqlite3.Connection, seq: int, run: RunRecord) -> list[ReadyGroup]:
+    is_live = run.request.live is not None
+    return [
+        ReadyGroup(
+            row["number"], row["oldest_version"], run_codec.owners_of(row["samples"]) if is_live else ()
+        )
+        for row in db.execute(_READY, (seq,))
+    ]
 
 
 def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> BatchLease:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollout_service.groups import DELETED
-from rollout_service.ids import BatchId
+from rollout_service.ids import BatchId, SampleId
 from rollout_service.store import rules
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
@@ -32,8 +33,23 @@ SELECT groups.seq, groups.run, groups.number, groups.state, samples, run_id, bat
 FROM groups JOIN runs ON runs.seq = groups.run LEFT JOIN batches ON batches.seq = groups.batch
 WHERE groups.run = ? AND groups.number = ?
 """
+_OPEN_OF_USER = """
+SELECT rollout_id FROM groups JOIN rollouts ON rollouts.run = groups.run AND group_number = groups.number
+    JOIN results ON results.seq = rollouts.seq
+WHERE groups.state = 'open' AND instr(result, :user) AND result ->> '$.session.user' = :user
+"""
+_CLOSED_OF_USER = "SELECT samples FROM groups WHERE state <> 'open' AND instr(samples, :user)"
 _REVISE = "UPDATE groups SET samples = ? WHERE seq = ?"
 _DROP = "UPDATE groups SET state = 'dropped', reason = ?, changed_at = ? WHERE seq = ?"
+
+
+def rollouts_of(db: sqlite3.Connection, user: str) -> list[str]:
+    """Return the first rollouts of the samples that are parts of a user's sessions."""
+    found = {row["rollout_id"] for row in db.execute(_OPEN_OF_USER, {"user": user})}
+    for row in db.execute(_CLOSED_OF_USER, {"user": user}):
+        samples = run_codec.decode_samples(row["samples"])
+        found |= {one.rollout_id for one in samples if one.owner is not None and one.owner.user == user}
+    return sorted({str(replace(SampleId.parse(one), retry=0)) for one in found})
 
 
 def overwrite_deleted(db: sqlite3.Connection) -> None:
@@ -57,17 +73,18 @@ def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dic
             continue
         if group["batch_number"] is not None:
             batches[rollout_id] = str(BatchId(group["run_id"], group["batch_number"]))
-        _mask(db, group, [row["rollout_id"] for row in rows], now)
+        _take_out(db, group, [row["rollout_id"] for row in rows], now)
     return batches
 
 
-def _mask(db: sqlite3.Connection, group: sqlite3.Row, rollout_ids: Sequence[str], now: float) -> None:
-    """Mask the sample of these rollouts in a group that can still be delivered."""
-    if group["state"] not in ("ready", "batched"):
-        return
+def _take_out(db: sqlite3.Connection, group: sqlite3.Row, rollout_ids: Sequence[str], now: float) -> None:
+    """Take the sample of these rollouts from a group, as far as it can still be delivered."""
     before = run_codec.decode_samples(group["samples"])
-    samples = rules.without_erased(before, rollout_ids)
+    is_settled = group["state"] not in ("ready", "batched")
+    samples = rules.without_erased(before, rollout_ids, is_settled=is_settled)
     db.execute(_REVISE, (run_codec.encode_samples(samples), group["seq"]))
+    if is_settled:
+        return
     for name, count in rules.masked_counts(samples, before).items():
         add_to_counter(db, group["run"], name, count)
     run = get(db, group["run_id"])

@@ -38,6 +38,7 @@ from rollout_service.store.runs_contract import (
     NewGroup,
     NoBatch,
     OpenGroup,
+    ReadyGroup,
     RetentionPolicy,
     RunRecord,
     RunStore,
@@ -160,6 +161,9 @@ class SqliteRuns(RunStore):
         await self._write(lambda db: run_statements.close_group(db, run_id, closure, head, now))
         self._changed()
 
+    async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
+        return await self._read(lambda db: batch_statements.ready_groups(db, run_id))
+
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
         now = self._clock()
         return await self._write(lambda db: batch_statements.stale_groups(db, run_id, bound, now))
@@ -277,6 +281,9 @@ class SqliteRuns(RunStore):
         return await self._write(
             lambda db: run_statements.prune(db, run_id, seconds=seconds, max_bytes=max_bytes, now=now)
         )
+
+    async def rollouts_of(self, user: str) -> Sequence[str]:
+        return await self._read(lambda db: erasure_statements.rollouts_of(db, user))
 
     async def overwrite_deleted(self) -> None:
         await self._write(erasure_statements.overwrite_deleted)

@@ -12,7 +12,8 @@ import pytest
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, TokenExtras
 from api_schemas.rollouts.sessions import NextState, RolloutKind, SessionInfo, TurnMark
-from api_schemas.runs import Group
+from api_schemas.runs import Group, InlineTasks, RunState
+from api_schemas.runs.live import LiveDelivery
 from api_schemas.trajectories import Message
 from rollout_service.cluster.identity import is_gone
 from rollout_service.groups import FilterChain
@@ -97,7 +98,9 @@ def words(rollout_id: str, kind: str) -> bytes:
 
 def result(rollout_id: str) -> Rollout:
     text = words(rollout_id, "said").decode()
-    session = SessionInfo(session_id=f"s {text}", user=f"u {text}", tenant="t", opened_at=NOW, part=0)
+    group = rollout_id.split(".")[1]
+    tenant = "t" if int(group) < 2 else "u"
+    session = SessionInfo(session_id=f"s {text}", user=f"u {text}", tenant=tenant, opened_at=NOW, part=0)
     state = NextState(role="user", chars=1, sha256="0", text=text)
     told = trajectory(1).model_copy(update={"messages": [Message(role="user", content=text)]})
     return Rollout(
@@ -175,7 +178,10 @@ async def test_nothing_of_an_erased_sample_is_kept(bench: Bench, reach: Callable
     assert bench.keeps("a.0.1"), "the other sample is somebody else's"
     if bench.file is not None:
         assert shown
-        assert [trace for trace in shown if any(trace in data for data in read(bench.file.parent))] == []
+        kept = bench.values()
+        gone = [trace for trace in shown if not any(trace in value for value in kept)]
+        assert gone
+        assert [trace for trace in gone if any(trace in data for data in read(bench.file.parent))] == []
     assert await bench.store.save_steps([EncodedSteps("a.0.0", b"later")]) == 0
     assert await bench.store.runs.erase(["a.0.0", "a.9.0", "gone.0.0"]) == batches
 
@@ -259,3 +265,38 @@ async def samples_of(bench: Bench, number: int) -> list[tuple[str | None, float 
     assert [one.rollout.session for one in told.samples] == [one.rollout.session for one in group.samples]
     assert all((one.rollout.session is None) == (not one.usable) for one in group.samples)
     return [(one.masked_because, one.reward, one.rollout.trajectory is not None) for one in group.samples]
+
+
+LIVE = LiveDelivery(max_user_share=1.0, max_session_share=1.0)
+
+
+def user_of(rollout_id: str) -> str:
+    return f"u {words(rollout_id, 'said').decode()}"
+
+
+async def test_a_batch_is_made_of_one_tenants_groups_whatever_is_erased(bench: Bench) -> None:
+    await create_run(bench.store, batch_size=2, source=InlineTasks(open=True), live=LIVE)
+    await bench.ready(0, 1, 2, 3)
+    ready = await bench.store.runs.ready_groups("a")
+    assert [{owner.tenant for owner in one.owners} for one in ready] == [{"t"}, {"t"}, {"u"}, {"u"}]
+    await bench.store.runs.erase(["a.1.0", "a.1.1"])
+    assert [one.number for one in await bench.store.runs.ready_groups("a")] == [0, 2, 3]
+    batch = await leased_batch(bench.store)
+    assert batch.groups == [2, 3]
+    await bench.store.runs.update("a", state=RunState.ENDED)
+    assert (await leased_batch(bench.store, "last")).groups == [0]
+
+
+async def test_the_rollouts_of_a_user_are_found_in_open_and_closed_groups(bench: Bench) -> None:
+    await create_run(bench.store, batch_size=1, source=InlineTasks(open=True), live=LIVE)
+    await bench.ready(0)
+    await leased_batch(bench.store)
+    await bench.start(1)
+    again = RolloutRequest(rollout_id="a.1.0.1", task=TASKS[0], exports=TokenExtras(turn_marks=True))
+    await bench.store.runs.retry_sample("a", 1, 0, again)
+    await bench.end()
+    for rollout_id, first in (("a.0.1", "a.0.1"), ("a.1.1", "a.1.1"), ("a.1.0.1", "a.1.0")):
+        assert await bench.store.runs.rollouts_of(user_of(rollout_id)) == [first]
+        await bench.store.runs.erase([first])
+        assert await bench.store.runs.rollouts_of(user_of(rollout_id)) == []
+    assert await bench.store.runs.rollouts_of("nobody") == []

@@ -79,6 +79,12 @@ class LiveBench:
         self.closer = PartCloser(live, runs, clock=lambda: self.now)
         self.delivery = PartDelivery(live, runs, clock=lambda: self.now)
 
+    def move(self, live: LiveStore) -> None:
+        """Go on as another node, with a store of sessions of its own."""
+        self.live = live
+        self.environment.recorded = SessionParts(live, self.store.runs, lambda _: RENDERER)
+        self.restart()
+
     async def create_run(
         self, run_id: str = "run", live: dict[str, Any] | None = None, **fields: Any
     ) -> None:

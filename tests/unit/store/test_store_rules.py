@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 import rollout_service
 from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus
+from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError
+from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
-from rollout_service.store.rules import BatchState, NewBatch, ReadyGroup, SettledGroup
-from rollout_service.store.runs_contract import ClosedSample, NewGroup, NoBatch, RunRecord
+from rollout_service.store.codec.runs import decode_samples, encode_samples
+from rollout_service.store.rules import BatchState, NewBatch, SettledGroup
+from rollout_service.store.runs_contract import ClosedSample, NewGroup, NoBatch, ReadyGroup, RunRecord
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 TASK = Task(environment="calc", instance={})
@@ -90,6 +93,40 @@ def test_a_new_batch_is_full_or_the_last_and_never_stale(run, ready, bound):
         )
         assert decision.stale == stale
         assert stale or decision.due_in == 7.0
+
+
+def test_samples_of_earlier_releases_are_read() -> None:
+    """They have no owner, and those without one are written as before."""
+    text = '[{"sample":0,"rollout_id":"a.0.0","usable":true,"masked_because":null,"reward":1.0,"advantage":null}]'
+    (sample,) = decode_samples(text)
+    assert sample == ClosedSample(0, "a.0.0", True, None, 1.0, None)
+    assert encode_samples([sample]) == text
+    owned = replace(sample, owner=Owner("s", "u", "t"))
+    assert decode_samples(encode_samples([sample, owned])) == [sample, owned]
+
+
+def owned(number: int, tenant: str) -> ReadyGroup:
+    return ReadyGroup(number, None, [Owner(f"s{number}", f"u{number}", tenant)])
+
+
+def test_a_batch_of_live_sessions_mixes_no_tenants() -> None:
+    open_source = InlineTasks(open=True)
+    ready = [owned(0, "a"), owned(1, "b"), owned(2, "b"), owned(3, "a")]
+    run = run_of(total=None, source=open_source, live=LiveDelivery(max_user_share=1, max_session_share=1))
+    assert rules.next_batch(run, ready, bound=None) == NewBatch([0, 3])
+    assert rules.next_batch(run, ready[1:], bound=None) == NewBatch([1, 2])
+    assert isinstance(rules.next_batch(run, ready[:2], bound=None), NoBatch)
+    ended = replace(run, state=RunState.ENDED)
+    assert rules.next_batch(ended, ready[:2], bound=None) == NewBatch([0])
+    kept = run_of(total=None, source=open_source, live=LiveDelivery(mix_tenants=True, max_user_share=1))
+    assert rules.next_batch(kept, ready, bound=None) == NewBatch([0, 1])
+
+
+def test_groups_of_earlier_releases_are_in_no_batch_with_others() -> None:
+    run = run_of(total=None, source=InlineTasks(open=True), live=LiveDelivery())
+    ready = [ReadyGroup(0, None), owned(1, "a"), owned(2, "a"), ReadyGroup(3, None)]
+    assert rules.next_batch(run, ready, bound=None) == NewBatch([0, 3])
+    assert rules.next_batch(run, ready[:3], bound=None) == NewBatch([1, 2])
 
 
 @given(runs, ready_groups)

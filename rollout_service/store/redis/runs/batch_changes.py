@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rollout_service.errors import NotFoundError
 from rollout_service.groups import SURPLUS
+from rollout_service.groups.shares import Owner
 from rollout_service.ids import BatchId
 from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
@@ -27,10 +28,11 @@ def lease(
     request: BatchLeaseRequest,
     batches: Mapping[int, BatchRecord],
     waiting: Mapping[int, WaitingGroup],
+    owners: Mapping[int, Sequence[Owner]],
 ) -> tuple[BatchLease | NoBatch, bool]:
     """Lease a batch: the one this consumer holds already, one that is free again, or a new one.
 
-    Return also whether to cancel the open groups as surplus.
+    `owners` has whose sessions the groups are parts of. Return also whether to cancel the open groups as surplus.
     """
     run, until = change.run.record, change.now + request.seconds
     out = [batches[number] for number in sorted(batches)]
@@ -58,19 +60,20 @@ def lease(
         change.batch_moved(batch, batch.state)
         return _leased(change, batch), False
     due = min((batch.lease_until for batch in out if batch.lease_until > change.now), default=math.inf)
-    return _new_batch(change, request, waiting, bound=bound, due_in=due - change.now)
+    return _new_batch(change, request, waiting, owners, bound=bound, due_in=due - change.now)
 
 
 def _new_batch(
     change: RunTransaction,
     request: BatchLeaseRequest,
     waiting: Mapping[int, WaitingGroup],
+    owners: Mapping[int, Sequence[Owner]],
     *,
     bound: int | None,
     due_in: float,
 ) -> tuple[BatchLease | NoBatch, bool]:
     run = change.run.record  # dissolved batches have changed its counters
-    ready = [waiting[number].ready for number in sorted(waiting)]
+    ready = [waiting[number].ready(owners.get(number, ())) for number in sorted(waiting)]
     decision = rules.next_batch(run, ready, bound=bound, due_in=due_in)
     if isinstance(decision, NoBatch):
         return decision, False

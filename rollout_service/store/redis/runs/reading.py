@@ -6,7 +6,7 @@ Guarantees: decoding happens in threads. A group that retention has deleted is a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio.to_thread
@@ -14,9 +14,12 @@ import anyio.to_thread
 from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.runs import Group
 from rollout_service.errors import NotFoundError
+from rollout_service.groups.shares import Owner
+from rollout_service.ids import SampleId
 from rollout_service.store import rules
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import heads as head_codec
+from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.row import Row
 from rollout_service.store.columns import Columns
@@ -181,6 +184,26 @@ class GroupReader:
             found += await anyio.to_thread.run_sync(_sample_ids, records)
         return found
 
+    async def owners(self, run_id: str, numbers: Sequence[int]) -> Mapping[int, Sequence[Owner]]:
+        """Return whose sessions the samples of closed groups are parts of."""
+        found: dict[int, Sequence[Owner]] = {}
+        for some in chunks(numbers, GROUPS_AT_ONCE):
+            _, (records,) = await self._database.read([("HMGET", self._database.keys(run_id).closed, *some)])
+            found |= await anyio.to_thread.run_sync(_owners, some, records)
+        return found
+
+    async def rollouts_of(self, run_id: str, user: str) -> Sequence[str]:
+        """Return the first rollouts of the samples of a run that are parts of a user's sessions."""
+        keys, found = self._database.keys(run_id), set[str]()
+        for numbers in chunks(await self.closed_groups(run_id), GROUPS_AT_ONCE):
+            _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
+            found |= await anyio.to_thread.run_sync(_sample_ids_of_user, records, user)
+        members = [member.rollout_id for group in await self.open_groups(run_id) for member in group.members]
+        for row in await self._rollouts.rows(members):
+            session = rollout_codec.decode_rollout(row, rollout_codec.Shown.WORK).session
+            found |= {row["rollout_id"]} if session is not None and session.user == user else set()
+        return sorted({str(replace(SampleId.parse(one), retry=0)) for one in found})
+
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         """Return rollouts with everything needed to score them again, in this order, without those that are gone."""
         rows = await self._rollouts.whole_rows(rollout_ids)
@@ -216,6 +239,25 @@ def _sample_ids_of(record: ClosedRecord) -> list[str]:
 def _sample_ids(records: Sequence[bytes | None]) -> list[str]:
     found = (ClosedRecord.decode(data) for data in records if data is not None)
     return [rollout_id for record in found for rollout_id in _sample_ids_of(record)]
+
+
+def _owners(numbers: Sequence[int], records: Sequence[bytes | None]) -> dict[int, Sequence[Owner]]:
+    pairs = zip(numbers, records, strict=True)
+    return {
+        number: run_codec.owners_of(ClosedRecord.decode(data).samples)
+        for number, data in pairs
+        if data is not None
+    }
+
+
+def _sample_ids_of_user(records: Sequence[bytes | None], user: str) -> set[str]:
+    samples = (
+        sample
+        for data in records
+        if data is not None
+        for sample in run_codec.decode_samples(ClosedRecord.decode(data).samples)
+    )
+    return {one.rollout_id for one in samples if one.owner is not None and one.owner.user == user}
 
 
 def _unknown(run_id: str, number: int) -> NotFoundError:

@@ -13,9 +13,10 @@ from typing import Any, Self
 
 import zstandard
 
+from rollout_service.groups.shares import Owner
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.rules import BatchState, ReadyGroup
-from rollout_service.store.runs_contract import GroupClosure
+from rollout_service.store.rules import BatchState
+from rollout_service.store.runs_contract import GroupClosure, ReadyGroup
 
 _LEVEL = 1
 
@@ -150,10 +151,9 @@ class WaitingGroup:
     size: int
     """The bytes of its encoded trajectories."""
 
-    @property
-    def ready(self) -> ReadyGroup:
-        """The group as the rules read it."""
-        return ReadyGroup(self.number, self.oldest_version)
+    def ready(self, owners: Sequence[Owner] = ()) -> ReadyGroup:
+        """Return the group as the rules read it."""
+        return ReadyGroup(self.number, self.oldest_version, owners)
 
     def encode(self) -> bytes:
         """Return all but the number as JSON."""

@@ -44,6 +44,14 @@ class MemberRecord:
 class StoredRollouts(Protocol):
     """The rollouts of the same store."""
 
+    async def rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
+        """Return the rows of the rollouts that exist, as the codecs read them.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        ...
+
     async def whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
         """Return the rows of the rollouts that exist, as the codecs read them, with their encoded trajectories.
 

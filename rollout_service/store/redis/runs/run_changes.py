@@ -189,24 +189,22 @@ def erase_sample(
     if stored is None or status is None:
         return None
     state, record = GroupStatus.parse(status.decode()), ClosedRecord.decode(stored)
-    if state == READY or state.state == BATCHED:
-        _mask(change, number, record, state, list(results))
+    _take_out(change, number, record, state, list(results))
     return state.batch
 
 
-def _mask(
-    change: RunTransaction,
-    number: int,
-    record: ClosedRecord,
-    state: GroupStatus,
-    rollout_ids: Sequence[str],
+def _take_out(
+    change: RunTransaction, number: int, record: ClosedRecord, state: GroupStatus, rollout_ids: Sequence[str]
 ) -> None:
-    """Mask the sample of these rollouts in a group that can still be delivered."""
+    """Take the sample of these rollouts from a group, as far as it can still be delivered."""
     before = run_codec.decode_samples(record.samples)
-    samples = rules.without_erased(before, rollout_ids)
+    is_settled = state.state not in (READY.state, BATCHED)
+    samples = rules.without_erased(before, rollout_ids, is_settled=is_settled)
     revised = replace(record, samples=run_codec.encode_samples(samples))
     change.do("HSET", change.keys.closed, number, revised.encode())
     change.do("HDEL", change.keys.heads, number)
+    if is_settled:
+        return
     if state == READY and not rules.is_worth_keeping(samples, change.run.record.request):
         change.do("HDEL", change.keys.ready, number)
         change.move_group(number, READY.counter, GroupStatus("dropped", DELETED))

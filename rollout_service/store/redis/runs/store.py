@@ -51,6 +51,7 @@ from rollout_service.store.runs_contract import (
     NewGroup,
     NoBatch,
     OpenGroup,
+    ReadyGroup,
     RetentionPolicy,
     RunRecord,
     RunStore,
@@ -253,6 +254,12 @@ class RedisRuns(RunStore):
 
     # -- groups that wait ------------------------------------------------------
 
+    async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
+        _, _, (reply,) = await self._database.look(run_id, [("HGETALL", self._database.keys(run_id).ready)])
+        waiting = batch_changes.read_waiting(reply)
+        owners = await self._reader.owners(run_id, list(waiting))
+        return [waiting[number].ready(owners.get(number, ())) for number in sorted(waiting)]
+
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
         keys = self._database.keys(run_id)
 
@@ -288,7 +295,10 @@ class RedisRuns(RunStore):
 
         async def plan(change: RunTransaction, replies: Replies) -> BatchLease | NoBatch:
             batches, waiting = batch_changes.read_batches(replies[0]), batch_changes.read_waiting(replies[1])
-            leased, cancels_open = batch_changes.lease(change, order, batches, waiting)
+            numbers = [*waiting, *(group.number for batch in batches.values() for group in batch.groups)]
+            is_live = change.run.record.request.live is not None
+            owners = await self._reader.owners(order.run_id, numbers) if is_live else {}
+            leased, cancels_open = batch_changes.lease(change, order, batches, waiting, owners)
             if cancels_open:
                 _, (groups,) = await self._database.read([("HGETALL", keys.open)])
                 run_changes.cancel_groups(change, _open_records(groups), SURPLUS)
@@ -365,6 +375,10 @@ class RedisRuns(RunStore):
         return await self._reader.recorded_rollouts(rollout_ids)
 
     # -- retention -------------------------------------------------------------
+
+    async def rollouts_of(self, user: str) -> Sequence[str]:
+        runs = [run.run_id for run in await self.list() if run.request.live is not None]
+        return [one for run_id in runs for one in await self._reader.rollouts_of(run_id, user)]
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
         return await self._retention.erase(rollout_ids)

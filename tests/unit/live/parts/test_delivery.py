@@ -17,8 +17,10 @@ from api_schemas.runs import AppendTasks, Batch, RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError, InvalidFieldError
 from rollout_service.live.judging.teacher import TeacherReading
+from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionParts
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
@@ -34,6 +36,16 @@ pytestmark = pytest.mark.anyio
 def rollouts(batch: Batch | None) -> list[Rollout]:
     assert batch is not None
     return [sample.rollout for group in batch.groups for sample in group.samples]
+
+
+def sessions_in(batch: Batch | None) -> list[list[str]]:
+    """Return the sessions of each group of a batch, all of whose samples are usable."""
+    assert batch is not None
+    assert all(sample.usable for group in batch.groups for sample in group.samples)
+    return [
+        sorted(one.rollout.session.session_id for one in group.samples if one.rollout.session is not None)
+        for group in batch.groups
+    ]
 
 
 async def test_a_session_becomes_a_batch() -> None:
@@ -125,6 +137,85 @@ async def test_sessions_of_one_task_become_a_group() -> None:
         made = rollouts(await bench.lease())
         assert sorted(one.session.session_id for one in made if one.session) == ["a", "b"]
         assert sorted(one.reward for one in made if one.reward is not None) == [-1.0, 1.0]
+
+
+async def test_sessions_beyond_a_whole_group_wait_for_others() -> None:
+    async with live_bench() as bench:
+        whole = {"max_user_share": 1.0, "max_session_share": 1.0}
+        await bench.create_run(group_size=2, filters=[], live=whole)
+        for name in "abc":
+            await bench.serve(name, [1.0], group="task")
+        await bench.drive()
+        assert sessions_in(await bench.lease(key="1")) == [["a", "b"]]
+        assert await bench.lease(key="2") is None
+        await bench.serve("judged by nobody", [None], group="task")
+        await bench.drive()
+        assert await bench.lease(key="2") is None
+        for name in "def":
+            await bench.serve(name, [1.0], group="task")
+        await bench.drive()
+        assert sessions_in(await bench.lease(key="2")) == [["c", "d"]]
+        assert sessions_in(await bench.lease(key="3")) == [["e", "f"]]
+        run = await bench.store.runs.get("run")
+        assert not any(run.count(name) for name in ("ready", "masked", "retried"))
+
+
+async def test_two_tenants_groups_of_one_name_are_two() -> None:
+    async with live_bench() as bench:
+        await bench.create_run(group_size=2, filters=[], live={"tenants": ["a", "b"]})
+        await bench.serve("a1", [1.0], group="task", tenant="a")
+        await bench.serve("b1", [1.0], group="task", tenant="b")
+        await bench.serve("b2", [1.0], group="task", tenant="b", ended=False)
+        await bench.serve("a2", [1.0], group="task", tenant="a")
+        await bench.drive()
+        assert sessions_in(await bench.lease(key="1")) == [["a1", "a2"]], (
+            "another tenant's session is still open"
+        )
+        await bench.live.close_session("b2", cast(Any, "idle"), bench.now)
+        await bench.drive()
+        assert sessions_in(await bench.lease(key="2")) == [["b1", "b2"]]
+
+
+async def test_no_batch_mixes_tenants_though_sessions_are_removed_or_on_other_nodes() -> None:
+    async with live_bench() as bench, SqliteLiveStore(":memory:") as elsewhere:
+        await bench.create_run(batch_size=2, live={"tenants": ["a", "b"], "max_user_share": 0.5})
+        await bench.serve("a1", [1.0], tenant="a", user="1", retention_seconds=50.0)
+        await bench.serve("a2", [1.0], tenant="a", user="2")
+        await bench.drive()
+        await SessionDeletion(bench.live, bench.store).delete(user="2")
+        bench.now += 100.0
+        assert await bench.live.prune(bench.now, None) == 1
+        await bench.serve("b1", [1.0], tenant="b", user="3")
+        await bench.drive()
+        assert await bench.lease() is None
+        bench.move(elsewhere)
+        await bench.serve("b2", [1.0], tenant="b", user="4")
+        await bench.serve("a3", [1.0], tenant="a", user="1")
+        await bench.drive()
+        assert await bench.lease() is None, "one of a user is enough"
+        await bench.serve("a4", [1.0], tenant="a", user="5")
+        await bench.serve("b3", [1.0], tenant="b", user="5")
+        await bench.drive()
+        assert sessions_in(await bench.lease(key="1")) == [["a1"], ["a4"]]
+        assert sessions_in(await bench.lease(key="2")) == [["b2"], ["b3"]]
+
+
+async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed() -> None:
+    async with live_bench() as bench:
+        await bench.create_run(live={"max_user_share": 1.0})
+        for name in ("leased", "waiting"):
+            await bench.serve(name, [1.0], user="u", retention_seconds=50.0)
+            await bench.drive()
+            if name == "leased":
+                await bench.lease()
+        bench.now += 100.0
+        assert await bench.live.prune(bench.now, None) == 2
+        deleted = await SessionDeletion(bench.live, bench.store).delete(user="u")
+        assert (deleted.sessions, deleted.undelivered) == (0, 1)
+        assert [(part.session_id, part.part, part.batch_id) for part in deleted.leased] == [
+            ("leased", 0, "run.b0")
+        ]
+        assert await bench.lease(key="another") is None
 
 
 async def test_a_session_of_another_tenant_or_pool_is_left_alone() -> None:
