@@ -115,6 +115,7 @@ class Gateway:
             sampling=request.sampling,
             exports=request.exports,
             obey_sampling=parts.settings.obey_sampling,
+            decode=model.renderer.decode,
         )
         place = SessionPlace(
             url=self.url,

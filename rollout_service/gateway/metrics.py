@@ -1,7 +1,7 @@
 """Metrics of the gateway.
 
-Guarantee: a client that makes up names, for itself or for parameters, adds no time series beyond `MAX_CLIENTS` and
-`MAX_PARAMETERS`.
+Guarantee: a client that makes up names, for itself or for parameters, adds a bounded number of time series, and takes
+none from the names that are known.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rollout_service.gateway.capture import CaptureReport
 from rollout_service.gateway.contract import ModelCall, PlannedAnswer
+from rollout_service.gateway.dialects import CODECS
+from rollout_service.gateway.dialects.lanes import KNOWN_CLIENTS
 
 MAX_CLIENTS: Final = 32
-MAX_PARAMETERS: Final = 256
+"""How many clients have time series of their own beside those that are known."""
+PARAMETERS: Final = frozenset(
+    name for codec in CODECS.values() for row in codec.parameters.rows for name in (row.path, row.recorded_as)
+)
+"""The names of parameters that the dialects' tables have."""
 OTHER: Final = "other"
 _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -44,7 +50,7 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._clients: set[str] = set()
-        self._names: set[str] = set()
+        """Clients that are not known by name, and have time series of their own."""
         self._calls = Counter(
             "rollout_gateway_calls_total",
             "Calls of model APIs, by what became of them",
@@ -100,9 +106,9 @@ class GatewayMetrics:
         """Count a call, and its parameters without effect."""
         self._calls.labels(call.dialect, self._client(call.lane.client), outcome).inc()
         for name in call.ignored:
-            self._parameters.labels(self._parameter(name), "ignored").inc()
+            self._parameters.labels(_parameter(name), "ignored").inc()
         for name in call.requested:
-            self._parameters.labels(self._parameter(name), "recorded").inc()
+            self._parameters.labels(_parameter(name), "recorded").inc()
 
     def count_refused(self, dialect: str, client: str) -> None:
         """Count a request that could not be read as a call, or had no valid key."""
@@ -129,15 +135,16 @@ class GatewayMetrics:
         self._sessions.inc(change)
 
     def _client(self, name: str) -> str:
-        return _bounded(name, self._clients, MAX_CLIENTS)
-
-    def _parameter(self, name: str) -> str:
-        return _bounded(name, self._names, MAX_PARAMETERS)
-
-
-def _bounded(name: str, known: set[str], most: int) -> str:
-    """Return a name that is known or still fits, and else `OTHER`."""
-    if name in known or len(known) < most:
-        known.add(name)
+        if name in KNOWN_CLIENTS or name in self._clients:
+            return name
+        if len(self._clients) >= MAX_CLIENTS:
+            return OTHER
+        self._clients.add(name)
         return name
-    return OTHER
+
+
+def _parameter(name: str) -> str:
+    """Return a parameter's label: its name if that is known, or that of the list in which it stands."""
+    listed, bracket, _ = name.partition("[")
+    label = f"{listed}[]" if bracket else name
+    return label if listed in PARAMETERS else OTHER

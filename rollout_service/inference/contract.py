@@ -108,6 +108,8 @@ class GenerateRequest:
     """Requests with different ones share no cached prefix, on engines that can keep them apart."""
     traceparent: str | None = None
     """The span that an engine which exports traces is to continue, as the header of that name."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Returns the text of ids. With it, stop strings are found also where an interruption has cut them."""
 
     def __post_init__(self) -> None:
         if not _REQUEST_ID.fullmatch(self.request_id):

@@ -155,6 +155,7 @@ class PolicySession:
             self._engine_sampling(budget),
             self._engine_extras(),
             self._conversation.recorded_length(),
+            decode=self._conversation.decode,
         )
         started = time.perf_counter()
         try:

@@ -134,6 +134,10 @@ class Conversation:
         tokens = self._renderer.count_if_over(texts, max(context_length - known, 1))
         return None if tokens is None else known + tokens
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        return self._renderer.decode(ids)
+
     def recorded_length(self) -> int:
         """Return how many tokens of `prompt()` are in its segment already; 0 if it begins one."""
         return len(self._segments[-1].token_ids) if self._extends else 0

@@ -18,13 +18,15 @@ _CLIENTS = (
     ("agents/python", "openai_agents"),
 )
 """Beginnings of user agents in lower case, and the names of the clients that send them."""
+_OPENHANDS = "openhands"
+KNOWN_CLIENTS = frozenset({_OPENHANDS, *(name for _, name in _CLIENTS)})
 _MAX_ID = 128
 
 
 def client_name(headers: Mapping[str, str]) -> str:
     """Return the name of the program that sent a request, such as `codex`; empty if it does not say."""
-    if headers.get("x-title", "").lower() == "openhands":
-        return "openhands"
+    if headers.get("x-title", "").lower() == _OPENHANDS:
+        return _OPENHANDS
     agent = headers.get("user-agent", "").lower()
     for beginning, name in _CLIENTS:
         if agent.startswith(beginning):

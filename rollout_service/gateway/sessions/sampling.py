@@ -6,7 +6,7 @@ limits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -55,6 +55,8 @@ class PolicyEngines:
     obey_sampling: bool = False
     cache_salt: str = ""
     """Keeps cached prefixes apart from those of requests with another one."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Returns the text of ids, in which stop strings are looked for after an interruption."""
 
     def room(self, prompt_tokens: int) -> int:
         """Return how many tokens an answer to a prompt may have; below 1 if there is no room."""
@@ -76,6 +78,7 @@ class PolicyEngines:
             planned.known,
             chunk_tokens=1 if call.stream else UNSTREAMED_CHUNK,
             cache_salt=self.cache_salt,
+            decode=self.decode,
         )
         return await self.pool.generate(request, affinity=self.affinity, on_tokens=on_tokens)
 

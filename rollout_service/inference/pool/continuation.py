@@ -5,6 +5,9 @@ An engine may end a request early, because of an abort for a weight update or be
 however often a request for N tokens is interrupted, the result is that of one request for N tokens. What a streamed
 answer has delivered is kept even if the answer breaks off. Only text constrained by a JSON schema begins anew, because
 an engine cannot go on in the middle of it; it is delivered at its end.
+
+Where an answer was interrupted at what may begin a stop string, the next attempt is for as many tokens as may complete
+it, and is delivered once it has ended: the engine itself would not find the string.
 """
 
 import time
@@ -22,6 +25,7 @@ from rollout_service.inference.contract import (
 from rollout_service.inference.engines.token_stream import as_one_chunk
 from rollout_service.inference.errors import BackendProtocolError
 from rollout_service.inference.pool.merge_extras import MergedExtras
+from rollout_service.inference.stop_strings import CutStops, cut_at
 
 _MAX_ATTEMPTS = 10_000  # as many as the attempt suffix of a request id can number
 
@@ -43,14 +47,20 @@ class Continuation:
     _streamed: list[TokenChunk] = field(default_factory=list)
     """What the present attempt has delivered."""
     _began: float = 0.0
+    _cut_stops: CutStops | None = field(init=False, default=None)
+    _to_complete: int = 0
+    """For how many tokens the present attempt is if they may complete a stop string; else 0."""
 
     def __post_init__(self) -> None:
         self._extras = MergedExtras(self.request.extras)
+        if self.request.sampling.stop and self.request.decode is not None:
+            self._cut_stops = CutStops(self.request.sampling.stop, self.request.decode)
 
     @property
     def sink(self) -> TokenSink | None:
         """The sink for an attempt's chunks; None if the attempt need not stream."""
-        return self._pass_on if self.on_tokens is not None and self._is_resumable else None
+        is_streamed = self.on_tokens is not None and self._is_resumable and not self._to_complete
+        return self._pass_on if is_streamed else None
 
     @property
     def has_streamed(self) -> bool:
@@ -65,7 +75,9 @@ class Continuation:
         request = self.request
         sampling, prompt = request.sampling, request.input_ids
         if self.output_ids:
-            sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.output_ids))
+            left = sampling.max_new_tokens - len(self.output_ids)
+            self._to_complete = 0 if self._cut_stops is None else self._cut_stops.to_complete(self.output_ids)
+            sampling = replace(sampling, max_new_tokens=min(left, self._to_complete or left))
             prompt = [*prompt, *self.output_ids]
         # All else stays as asked, also what is added to a request one day.
         return replace(
@@ -83,6 +95,8 @@ class Continuation:
         that of any version.
         """
         self._streamed.clear()
+        if self._to_complete and self._cut_stops is not None:
+            part = self._completed(part, self._cut_stops)
         exposed = set(part.versions) - {read_by}
         is_aborted = part.finish_reason is FinishReason.ABORT
         if self.attempts <= 1 and not exposed and not is_aborted:
@@ -123,6 +137,17 @@ class Continuation:
         return self._if_spent(backend_id)
 
     # ---- private
+
+    def _completed(self, part: Generation, stops: CutStops) -> Generation:
+        """Deliver an attempt that was to complete a stop string, and return it: as aborted if the answer goes on."""
+        self._to_complete = 0
+        if (end := stops.end_of(self.output_ids, part.output_ids)) is not None:
+            part = cut_at(part, *end)
+        elif part.finish_reason is FinishReason.LENGTH:
+            part = replace(part, finish_reason=FinishReason.ABORT)
+        if self.on_tokens is not None:
+            as_one_chunk(part, self.on_tokens)
+        return part
 
     @property
     def _is_resumable(self) -> bool:

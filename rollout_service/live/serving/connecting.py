@@ -163,6 +163,7 @@ class SessionEngines:
             exports=TokenExtras(),
             obey_sampling=self.gateway.obey_sampling,
             cache_salt=salt,
+            decode=model.renderer.decode,
         )
         place = SessionPlace(
             url=self.url,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.inference.engines.token_stream import as_one_chunk
 from rollout_service.inference.pool.continuation import Continuation
 
 
@@ -106,3 +107,70 @@ def test_cached_tokens_are_those_of_the_first_answer_with_tokens():
     whole = continuation.add(answer(continuation.next_request(), 4, FinishReason.LENGTH))
     assert whole is not None
     assert whole.cached_tokens == 2
+
+
+PIECES = ["a", "b", "ab", "ba", "x"]
+"""Tokens that spell one or two characters, so that stop strings end within a token, too."""
+
+
+def decode(ids):
+    return "".join(PIECES[token] for token in ids)
+
+
+class Engine:
+    """Samples given tokens, and looks for stop strings only in what it samples itself, as engines do."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def answer(self, request, prompt, count):
+        """Return an answer that is aborted after so many tokens, unless it ends before."""
+        start = len(request.input_ids) - len(prompt)
+        left = self.ids[start : start + request.sampling.max_new_tokens]
+        for end in range(1, min(count, len(left)) + 1):
+            stop = next((stop for stop in request.sampling.stop if stop in decode(left[:end])), None)
+            if stop is not None:
+                return self._generation(left[:end], FinishReason.STOP, stop)
+        reason = FinishReason.LENGTH if count >= len(left) else FinishReason.ABORT
+        return self._generation(left[:count], reason)
+
+    def _generation(self, ids, reason, matched=None):
+        return Generation(
+            output_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            versions=[0] * len(ids),
+            finish_reason=reason,
+            matched=matched,
+            prompt_tokens=1,
+            cached_tokens=0,
+            backend_id="e",
+            engine_seconds=0.0,
+        )
+
+
+@given(
+    ids=st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 6), max_size=12),
+    is_streamed=st.booleans(),
+)
+def test_a_stop_string_that_an_interruption_cuts_ends_the_answer(ids, stops, cuts, is_streamed):
+    engine, prompt, budget = Engine(ids), [7], len(ids)
+    sampling = SamplingOptions(max_new_tokens=budget, stop=stops)
+    request = GenerateRequest(new_request_id(), prompt, sampling, decode=decode)
+    alone = engine.answer(request, prompt, budget)
+    streamed = []
+    continuation = Continuation(request, (lambda chunk: streamed.extend(chunk.ids)) if is_streamed else None)
+    whole = None
+    for cut in [*cuts, *[budget] * 99]:
+        attempt = continuation.next_request()
+        part = engine.answer(attempt, prompt, cut)
+        if (sink := continuation.sink) is not None:
+            as_one_chunk(part, sink)
+        if (whole := continuation.add(part)) is not None:
+            break
+    assert whole is not None
+    assert (whole.output_ids, whole.finish_reason) == (alone.output_ids, alone.finish_reason)
+    assert (whole.matched is None) == (alone.matched is None)
+    assert whole.matched is None or whole.matched in decode(whole.output_ids)
+    assert streamed == (whole.output_ids if is_streamed else [])

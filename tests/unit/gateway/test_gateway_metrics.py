@@ -1,0 +1,38 @@
+"""What programs make up adds a bounded number of time series, and takes none from what is known."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from rollout_service.gateway.contract import Dialect, Lane, ModelCall
+from rollout_service.gateway.metrics import MAX_CLIENTS, CallOutcome, GatewayMetrics
+
+
+def labels(registry: CollectorRegistry, metric: str, label: str) -> set[str]:
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    return {sample.labels[label] for sample in samples if sample.name == metric}
+
+
+def test_names_that_a_program_makes_up_are_counted_together() -> None:
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    for number in range(300):
+        made_up = (f"junk{number}", f"tools[type=junk{number}]", f"junk{number}[type=x]")
+        call = ModelCall(
+            dialect=Dialect.CHAT, model="m", messages=(), ignored=made_up, lane=Lane(f"c{number}")
+        )
+        metrics.count_call(call, CallOutcome.ANSWERED)
+    real = ModelCall(
+        dialect=Dialect.ANTHROPIC,
+        model="m",
+        messages=(),
+        requested={"temperature": 1.0, "reasoning_effort": "high"},
+        ignored=("metadata", "messages[].content[type=x]"),
+        lane=Lane("claude_code"),
+    )
+    metrics.count_call(real, CallOutcome.ANSWERED)
+    parameters = labels(registry, "rollout_gateway_parameters_total", "parameter")
+    assert parameters == {"other", "tools[]", "temperature", "reasoning_effort", "metadata", "messages[]"}
+    clients = labels(registry, "rollout_gateway_calls_total", "client")
+    assert "claude_code" in clients
+    assert len(clients) == MAX_CLIENTS + len({"other", "claude_code"})
