@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
+from rollout_service import state_files
 from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.gateway import Gateway, GatewayParts
@@ -79,7 +80,7 @@ async def _open_serving(stack: AsyncExitStack, foundation: Foundation) -> Policy
     settings, metrics, announce = foundation.settings, foundation.metrics, foundation.announcer.announce
     if (engines := foundation.store.engines) is None:
         pools = await stack.enter_async_context(_make_pools(settings, metrics))
-        backends = FileBackends(foundation.state_dir / "backends.json", backend_id_of_spec)
+        backends = FileBackends(foundation.state_dir / state_files.BACKENDS, backend_id_of_spec)
         serving = PolicyServing(pools, backends, announce=announce)
     else:
         commands = SharedCommands(engines, foundation.store.cluster, foundation.owner)

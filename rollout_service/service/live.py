@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from rollout_service import state_files
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge
 from rollout_service.live.canary import Canaries
@@ -33,8 +34,6 @@ from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.service.foundation import Foundation
 from rollout_service.settings import Settings
-
-STORE_FILE, SALT_FILE, CANARY_FILE = "live.sqlite3", "live-users.salt", "live-canaries.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +65,16 @@ async def open_live(
     live, state_dir = foundation.settings.live, foundation.state_dir
     detectors = await anyio.to_thread.run_sync(Detectors.load, live.detectors)
     metrics = LiveMetrics(foundation.metrics.registry)
-    canaries = Canaries(state_dir / CANARY_FILE, lambda pool: pool in serving.in_service()[0])
+    canaries = Canaries(state_dir / state_files.CANARIES, lambda pool: pool in serving.in_service()[0])
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(
-            SqliteLiveStore(state_dir / STORE_FILE, foundation.settings.store.disk)
+            SqliteLiveStore(state_dir / state_files.LIVE_STORE, foundation.settings.store.disk)
         )
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         judging = await make_judge_stage(live.judge, store, judge, serving, [metrics])
         training = _make_training(foundation, store, serving, canaries, metrics)
-        users = UserHashes.load(state_dir / SALT_FILE)
+        users = UserHashes.load(state_dir / state_files.USERS_SALT)
         hashes = MessageHashes(users.message_key())
         recording = RecordingParts(
             store, detectors, hashes, metrics, tasks, judging.wake, judging.note_feedback

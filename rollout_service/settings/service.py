@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from rollout_service import state_files
 from rollout_service.http.api_keys import KEY_COMMAND, check_unique
 from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
 from rollout_service.settings.gateway import GatewaySettings
@@ -181,7 +182,7 @@ class Settings(BaseSettings):
     @property
     def database(self) -> Path:
         """The store's database file."""
-        return self.state_dir.expanduser() / "rollouts.sqlite3"
+        return self.state_dir.expanduser() / state_files.STORE
 
 
 def is_loopback(host: str) -> bool:
