@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from rollout_service import __version__
 from rollout_service.cli import common
 
-COMMANDS = ("serve", "demo", "submit", "show", "watch", "trace", "doctor")
+COMMANDS = ("serve", "demo", "submit", "show", "watch", "trace", "doctor", "backup", "restore")
 GROUPS = ("backends", "nodes", "runs", "sessions", "image", "env", "harness", "config", "store", "slurm")
 
 

@@ -42,12 +42,7 @@ def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
     Raises:
         ConfigurationError: There is no such program.
     """
-    program = shutil.which(spec.redis_server)
-    if program is None:
-        raise ConfigurationError(
-            f"there is no program {spec.redis_server!r}, which nodes share their work through",
-            hint="Name one with --redis-server (`scripts/install-redis` unpacks it), or a running Redis with --redis.",
-        )
+    program = redis_program(spec)
     path, address = folder.path / "redis", own_address()
     password_file = path / "password"
     if not password_file.exists():
@@ -57,6 +52,21 @@ def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
     write_private(path / "redis.conf", text.encode())
     write_private(path / "address", f"redis://{address}:{port}/0".encode())
     return KeptProcess("redis", [program, str(path / "redis.conf")], folder.log("redis"), GRACE_SECONDS)
+
+
+def redis_program(spec: JobSpec) -> str:
+    """Return the path of the program that runs a job's Redis.
+
+    Raises:
+        ConfigurationError: There is no such program.
+    """
+    program = shutil.which(spec.redis_server)
+    if program is None:
+        raise ConfigurationError(
+            f"there is no program {spec.redis_server!r}, which nodes share their work through",
+            hint="Name one with --redis-server (`scripts/install-redis` unpacks it), or a running Redis with --redis.",
+        )
+    return program
 
 
 def redis_address(folder: JobFolder, spec: JobSpec) -> str | None:

@@ -1,9 +1,8 @@
-"""docs/how-to/deploy.md keeps its promises on the unit, proxy limits, probes, backups and stores that 0.1 wrote."""
+"""docs/how-to/deploy.md keeps its promises on the unit, proxy limits, probes and stores that 0.1 wrote."""
 
 import getpass
 import gzip
 import re
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ import httpx
 import pytest
 
 from rollout_service.api.routes import rollouts, runs
+from rollout_service.backup import Places, make_backup, restore_backup
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings import Settings
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
@@ -105,16 +106,17 @@ async def test_a_store_of_the_first_release_is_whole_after_the_upgrade(old: Path
         assert [lease.rollout_id for lease in leases] == ["waiting"]
 
 
-async def test_a_backup_under_load_is_restored(old: Path, tmp_path: Path) -> None:
-    """Use sqlite3's online backup, as the page says, while the service has the store open, into an empty folder."""
+async def test_a_batch_that_was_leased_is_leased_after_a_restore(old: Path, tmp_path: Path) -> None:
     restored = tmp_path / "restored" / "rollouts.sqlite3"
-    restored.parent.mkdir()
-    async with await SqliteStore.open(old) as store:
+    async with (
+        await SqliteStore.open(old) as store,
+        SqliteLiveStore(tmp_path / "live.sqlite3"),
+    ):
         leased = await store.runs.lease(BatchLeaseRequest(RUN, "another trainer", 600.0, False))
         assert isinstance(leased, BatchLease)
-        with sqlite3.connect(old) as source, sqlite3.connect(restored) as target:
-            source.backup(target)
+        make_backup(Places({"state": tmp_path}), tmp_path / "backup")
         await store.runs.give_back(RUN, 1)
+    restore_backup(tmp_path / "backup", Places({"state": restored.parent}))
     async with await SqliteStore.open(restored) as store:
         await store.runs.give_back(RUN, 1)  # its holder's lease would also expire by itself
     assert (await delivered(restored))[0] == leased.batch_id

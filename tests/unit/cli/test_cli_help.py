@@ -20,6 +20,8 @@ COMMANDS = {
     ("watch",),
     ("trace",),
     ("doctor",),
+    ("backup",),
+    ("restore",),
     *(("harness", name) for name in ("list", "check")),
     *(("nodes", name) for name in ("list", "drain", "resume", "remove", "show", "set")),
     *(("backends", name) for name in ("list", "add", "remove", "drain")),

@@ -1,0 +1,149 @@
+"""The list of what is in a backup, with the hash of each file.
+
+Guarantees: a folder has a manifest only once everything else in it is complete and on the disk; nothing is restored
+from one whose files are not exactly those that were written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollout_service.errors import ConfigurationError
+from rollout_service.private_files import write_private
+
+MANIFEST = "manifest.json"
+REDIS_DUMP = "redis.dump"
+STATES, FOLDER = "states", "folder"
+"""The folders of a backup: of state folders, and the files of a shared folder."""
+_READ_BYTES = 1 << 20
+
+
+class BackedUpFile(BaseModel):
+    """A file of a backup."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What is in a backup."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    release: str
+    """The release that made it."""
+    at: datetime
+    """The moment whose state it has."""
+    states: list[str]
+    """The names of the state folders in it."""
+    counts: Mapping[str, int]
+    """How many rollouts, runs, live sessions and engines are in it."""
+    files: Mapping[str, BackedUpFile]
+    """Every file, by its path in the backup."""
+
+    @property
+    def has_redis(self) -> bool:
+        """Whether it has a store that services share."""
+        return REDIS_DUMP in self.files
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def write(self, backup: Path) -> None:
+        """Complete a backup.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write_private(backup / MANIFEST, self.model_dump_json(indent=2).encode())
+
+    @classmethod
+    def read(cls, backup: Path) -> Manifest:
+        """Return the manifest of a backup after comparing all files with it.
+
+        Raises:
+            ConfigurationError: The folder is not a complete backup, or a file of it was changed or is missing.
+        """
+        try:
+            manifest = cls.model_validate_json((backup / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise ConfigurationError(
+                f"{backup} is not a backup, or one that was cut off: it has no {MANIFEST}",
+                hint="Name the folder that `rollout-service backup` completed.",
+            ) from None
+        except (OSError, ValidationError) as error:
+            raise ConfigurationError(
+                f"{backup / MANIFEST} cannot be read: {error}",
+                hint="Use another backup, or the release that made this one.",
+            ) from error
+        manifest._check(backup)
+        return manifest
+
+    def _check(self, backup: Path) -> None:
+        for name, expected in self.files.items():
+            try:
+                found = describe(backup / name)
+            except OSError as error:
+                raise _damaged(f"{name} cannot be read: {error.strerror}") from error
+            if found != expected:
+                raise _damaged(f"{name} is not what was written")
+        if other := {_name(backup, path) for path in _files(backup)} - self.files.keys() - {MANIFEST}:
+            raise _damaged(f"{min(other)} is not part of it")
+
+
+def describe(path: Path) -> BackedUpFile:
+    """Return the size and the hash of a file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+            size += len(part)
+    return BackedUpFile(bytes=size, sha256=digest.hexdigest())
+
+
+def describe_all(backup: Path) -> dict[str, BackedUpFile]:
+    """Return all files below a folder, by their paths; each is on the disk afterwards.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    return {_name(backup, path): _flushed(path) for path in sorted(_files(backup))}
+
+
+def _name(backup: Path, path: Path) -> str:
+    return path.relative_to(backup).as_posix()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _flushed(path: Path) -> BackedUpFile:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return describe(path)
+
+
+def _damaged(why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the backup is damaged: {why}", hint="Nothing was restored. Use another backup."
+    )

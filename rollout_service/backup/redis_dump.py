@@ -1,0 +1,252 @@
+"""The keys of a store in a Redis, as a file, and back.
+
+Guarantees: a dump has all keys as they were at one moment, although services write meanwhile. Keys are read one after
+the other, Redis tells which of them change, and those are read again, the last ones while Redis takes no writes. That
+lasts for a few milliseconds, however large the store is. Only keys with the store's prefix are read or written.
+
+A dump begins with HEADER. A record is the lengths of a key and of its value (uint32 each, little-endian) and its time
+to live in milliseconds (uint64, 0: without end), then the key without its prefix, then the value as Redis's DUMP writes
+it; one without a value says that the key is gone. Of several records with one key, the last one counts.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import redis
+
+from rollout_service.errors import ConfigurationError, StoreError
+from rollout_service.private_files import make_private
+from rollout_service.store.redis.checks import execute, open_client
+from rollout_service.store.redis.config import RedisConfig
+from rollout_service.store.redis.problems import explain
+
+HEADER = b"rollout redis 1\n"
+_RECORD = struct.Struct("<IIQ")
+AT_ONCE = 128
+"""The most keys that are read or written together."""
+FEW = 256
+"""So many changed keys are read while Redis takes no writes."""
+ROUNDS = 50
+"""How often changed keys are read before that, until few are left."""
+PAUSE_SECONDS = 5.0
+"""The longest time without writes, half of what services wait for an answer."""
+_INVALIDATED = "__redis__:invalidate"
+ALWAYS = frozenset({"meta", "index", "segments:mark"})
+"""The keys of a store that nothing was stored in."""
+KINDS = {"r": "rollouts", "run": "runs"}
+"""What the first parts of keys' names stand for, of which a dump counts the keys."""
+
+
+def dump(config: RedisConfig, path: Path, at_the_moment: Callable[[], None]) -> Counter[str]:
+    """Write a store to a file; return how many keys of each of `KINDS` it has.
+
+    `at_the_moment` is called at the moment whose state the dump has: Redis takes no writes until it returns.
+
+    Raises:
+        StoreError: The Redis fails, or does not allow it.
+        ConfigurationError: The password cannot be read.
+        OSError: The file cannot be written.
+    """
+    with _explained(config), closing(open_client(config)) as client, _changes(config, client) as changes:
+        make_private(path)
+        with path.open("r+b") as file:
+            writer = _DumpWriter(config, client, file)
+            changed: set[bytes] = set()
+            for keys in _scan(client, config):
+                writer.add(keys)
+                changed |= changes()  # Redis cuts off listeners that leave too much unread
+            for _ in range(ROUNDS):
+                writer.add(changed)
+                if len(changed := changes()) <= FEW:
+                    break
+            writer.add(changed)
+            with _without_writes(config, client):
+                at_the_moment()
+                writer.add(changes())
+            return writer.counts()
+
+
+def load(config: RedisConfig, path: Path) -> None:
+    """Write a dump into a Redis that has nothing of the store.
+
+    Raises:
+        StoreError: The Redis fails.
+        ConfigurationError: The Redis is too old for the dump, or the password cannot be read.
+        OSError: The file cannot be read.
+    """
+    with _explained(config), closing(open_client(config)) as client:
+        _remove(client, config)
+        records = _records(path)
+        while some := list(islice(records, AT_ONCE)):
+            pipeline = client.pipeline(transaction=False)
+            for name, value, ttl in some:
+                key = config.root.encode() + b":" + name
+                if value:
+                    execute(pipeline, "RESTORE", key, ttl, value, "REPLACE")
+                else:
+                    execute(pipeline, "UNLINK", key)
+            pipeline.execute()
+
+
+def check_empty(config: RedisConfig) -> None:
+    """Check that a Redis has nothing of the store, so that a dump can be written there.
+
+    Raises:
+        ConfigurationError: It has, or the password cannot be read.
+        StoreError: The Redis fails.
+    """
+    with _explained(config), closing(open_client(config)) as client:
+        prefix = config.root.encode() + b":"
+        for keys in _scan(client, config):
+            if any(key.removeprefix(prefix).decode() not in ALWAYS for key in keys):
+                raise ConfigurationError(
+                    f"the Redis at {config.address} has a store with the prefix {config.prefix!r}",
+                    hint="Choose another [store] prefix, or another Redis. If nobody needs that store, stop its "
+                    f"services and delete it: redis-cli --scan --pattern '{config.root}:*' | xargs redis-cli unlink",
+                )
+
+
+def remove(config: RedisConfig) -> None:
+    """Delete all keys of the store.
+
+    Raises:
+        StoreError: The Redis fails.
+        ConfigurationError: The password cannot be read.
+    """
+    with _explained(config), closing(open_client(config)) as client:
+        _remove(client, config)
+
+
+def _remove(client: redis.Redis, config: RedisConfig) -> None:
+    for keys in _scan(client, config):
+        if keys:
+            execute(client, "UNLINK", *keys)
+
+
+class _DumpWriter:
+    """Appends keys with their present values to a dump."""
+
+    def __init__(self, config: RedisConfig, client: redis.Redis, file: IO[bytes]) -> None:
+        self._prefix = config.root.encode() + b":"
+        self._client = client
+        self._file = file
+        self._names: set[bytes] = set()
+        file.write(HEADER)
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Append these keys, in the order in which Redis has them now."""
+        waiting = list(keys)
+        for start in range(0, len(waiting), AT_ONCE):
+            self._add(waiting[start : start + AT_ONCE])
+
+    def counts(self) -> Counter[str]:
+        """Return how many keys there are of each of `KINDS`."""
+        found = Counter(KINDS.get(name.partition(b":")[0].decode(), "") for name in self._names)
+        return Counter({kind: found[kind] for kind in KINDS.values()})
+
+    def _add(self, keys: Sequence[bytes]) -> None:
+        pipeline = self._client.pipeline(transaction=True)  # a value and its time to live belong together
+        for key in keys:
+            execute(pipeline, "DUMP", key)
+            execute(pipeline, "PTTL", key)
+        answers = iter(pipeline.execute())
+        for key, value, ttl in zip(keys, answers, answers, strict=True):
+            name = key.removeprefix(self._prefix)
+            self._file.write(_RECORD.pack(len(name), len(value or b""), max(ttl, 0)) + name + (value or b""))
+            if value is None:
+                self._names.discard(name)
+            else:
+                self._names.add(name)
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, bytes, int]]:
+    with path.open("rb") as file:
+        if file.read(len(HEADER)) != HEADER:
+            raise ConfigurationError(f"{path} is not a dump of a store", hint="Use another backup.")
+        while header := file.read(_RECORD.size):
+            name, value, ttl = _RECORD.unpack(header)
+            yield file.read(name), file.read(value), ttl
+
+
+def _scan(client: redis.Redis, config: RedisConfig) -> Iterator[list[bytes]]:
+    """Yield the keys of the store, some at a time; one that is there all the time comes at least once."""
+    cursor: Any = 0
+    while True:
+        cursor, keys = execute(client, "SCAN", cursor, "MATCH", f"{config.root}:*", "COUNT", AT_ONCE)
+        yield keys
+        if int(cursor) == 0:
+            return
+
+
+@contextmanager
+def _changes(config: RedisConfig, client: redis.Redis) -> Iterator[Callable[[], set[bytes]]]:
+    """Yield a function that returns the keys of the store that were written since its last call."""
+    with closing(open_client(config)) as listener:
+        number = execute(listener, "CLIENT ID")
+        pubsub: Any = listener.pubsub()  # type: ignore[no-untyped-call]  # on the same connection: there is only one
+        pubsub.subscribe(_INVALIDATED)
+        execute(client, "CLIENT TRACKING", "ON", "REDIRECT", number, "BCAST", "PREFIX", f"{config.root}:")
+
+        def changes() -> set[bytes]:
+            pubsub.ping()  # Redis tells of all writes before it answers
+            found: set[bytes] = set()
+            while (message := pubsub.get_message(timeout=config.answer_seconds)) is not None:
+                if message["type"] == "pong":
+                    return found
+                if message["type"] == "message":
+                    if message["data"] is None:
+                        raise StoreError("Redis was emptied during the backup", hint="Restore what it had.")
+                    found.update(message["data"])
+            raise StoreError(f"the Redis at {config.address} does not answer", hint="Try again.")
+
+        with closing(pubsub):
+            yield changes
+
+
+@contextmanager
+def _without_writes(config: RedisConfig, client: redis.Redis) -> Iterator[None]:
+    """Have Redis take no writes within the block.
+
+    Raises:
+        StoreError: The block took too long, so that there were writes after all.
+    """
+    execute(client, "CLIENT PAUSE", int(PAUSE_SECONDS * 1_000), "WRITE")
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        execute(client, "CLIENT UNPAUSE")
+    if time.monotonic() - began >= PAUSE_SECONDS:
+        raise StoreError(
+            f"the Redis at {config.address} is too busy to be read within {PAUSE_SECONDS:g} s",
+            hint="Make the backup while less is written.",
+        )
+
+
+@contextmanager
+def _explained(config: RedisConfig) -> Iterator[None]:
+    try:
+        yield
+    except redis.exceptions.NoPermissionError as error:
+        raise StoreError(
+            f"the Redis at {config.address} does not allow a backup: {error}",
+            hint="Give the Redis user +client|id, +client|tracking, +client|pause, +client|unpause, the channel "
+            f"{_INVALIDATED}, and all commands on the keys of the prefix (ACL SETUSER).",
+        ) from error
+    except redis.ResponseError as error:
+        if "DUMP payload version" in str(error):
+            raise ConfigurationError(
+                f"the Redis at {config.address} is older than the one that the backup is of",
+                hint="Restore to a Redis of the same version, or a newer one.",
+            ) from error
+        raise explain(error, config.address) from error
+    except redis.RedisError as error:
+        raise explain(error, config.address) from error

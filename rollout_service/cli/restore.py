@@ -1,0 +1,38 @@
+"""`rollout-service restore`: put a backup where nothing is yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.backup import Config, SlurmJob, StateDir, opened_places, report
+from rollout_service.cli.common import AsJson
+from rollout_service.cli.slurm.jobs import JOBS, Folder
+
+EXAMPLE = "Example: rollout-service restore /backups/monday --config rollout.toml"
+
+
+def command(
+    backup: Annotated[Path, typer.Argument(help="The folder of a backup.")],
+    config: Config = None,
+    state_dir: StateDir = None,
+    job: SlurmJob = None,
+    folder: Folder = JOBS,
+    as_json: AsJson = False,
+) -> None:
+    """Restore what `rollout-service backup` has copied; start the service afterwards.
+
+    The backup is compared with the hashes of its files first. Nothing is restored over a store, a state folder or a
+    shared folder that has data.
+    """
+
+    def main() -> None:
+        from rollout_service.backup import restore_backup
+
+        with opened_places(config, state_dir, job, folder, must_be_over=True) as places:
+            report(restore_backup(backup.absolute(), places), backup, as_json=as_json)
+
+    common.run_blocking(main)

@@ -1,0 +1,108 @@
+"""A job's state is backed up from its folder, whether the job runs or not, and restored into another job's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from api_schemas.rollouts import RolloutState
+from rollout_service import state_files
+from rollout_service.backup import make_backup, restore_backup
+from rollout_service.backup.slurm_jobs import job_places
+from rollout_service.cluster.identity import is_gone
+from rollout_service.cluster.slurm.folder import JobFolder, Submitted
+from rollout_service.cluster.slurm.spec import JobSpec, Resources
+from rollout_service.errors import ConfigurationError
+from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.private_files import write_private
+from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.sqlite import SqliteStore
+from tests.support.redis_server import program, redis_server
+from tests.support.store.rollouts import TRAJECTORY, completed, order
+
+pytestmark = pytest.mark.anyio
+
+
+def job(folder: Path, *, nodes: int = 1, redis_server: str = "redis-server") -> JobFolder:
+    made = JobFolder(folder)
+    made.create()
+    spec = JobSpec(name=folder.name, resources=Resources(nodes=nodes), redis_server=redis_server)
+    made.save(Submitted(job="", spec=spec))
+    return made
+
+
+async def live(state: Path) -> str:
+    """Make what a node keeps; return the hash of a user."""
+    async with SqliteLiveStore(state / state_files.LIVE_STORE, "network"):
+        pass
+    return UserHashes.load(state / state_files.USERS_SALT).hash("alice")
+
+
+async def test_a_job_of_one_node(tmp_path: Path) -> None:
+    one, other = job(tmp_path / "one"), job(tmp_path / "other")
+    async with await SqliteStore.open(one.state(None) / state_files.STORE, disk="network") as store:
+        await store.submit(order("r"))
+    alice = await live(one.state(None))
+    with job_places(one, is_running=False) as places:
+        make_backup(places, tmp_path / "backup")
+    with job_places(other, is_running=False) as places:
+        restore_backup(tmp_path / "backup", places)
+    assert other.key == one.key
+    assert await live(other.state(None)) == alice
+    async with await SqliteStore.open(other.state(None) / state_files.STORE, disk="network") as store:
+        assert await store.counts() == {RolloutState.QUEUED: 1}
+
+
+async def opened(config: RedisConfig, job_folder: JobFolder) -> RedisStore:
+    return await RedisStore.open(config, is_gone=is_gone, folder=job_folder.path / "shared", owner="node")
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("is_running", [True, False])
+async def test_a_job_of_several_nodes_with_its_own_redis(tmp_path: Path, is_running: bool) -> None:
+    one, other = (job(tmp_path / name, nodes=2, redis_server=program()) for name in ("one", "other"))
+    users = [await live(one.state(slot)) for slot in range(2)]
+    with redis_server() as server:
+        server.stop()
+        server.folder.joinpath("redis.conf").unlink()
+        server.options = {"dir": str(one.path / "redis")}
+        server.start()
+        write_private(one.path / "redis" / "address", server.url.encode())
+        (one.path / "redis" / "password").touch(0o600)
+        async with await opened(server.config("one"), one) as store:
+            await store.submit(order("r"))
+            [lease] = await store.claim("node", limit=1, lease_seconds=60)
+            assert await store.finish(lease, "node", completed(lease, TRAJECTORY))
+        if not is_running:
+            server.stop()
+        with job_places(one, is_running=is_running) as places:
+            manifest = make_backup(places, tmp_path / "backup")
+    assert (manifest.states, manifest.counts["rollouts"]) == (["node-0", "node-1"], 1)
+    with job_places(other, is_running=False) as places:
+        restore_backup(tmp_path / "backup", places)
+    assert [await live(other.state(slot)) for slot in range(2)] == users
+    with job_places(other, is_running=False) as places:
+        assert places.redis is not None
+        async with await opened(places.redis, other) as store:
+            assert await store.trajectory("r") == TRAJECTORY
+
+
+@pytest.mark.redis
+async def test_nodes_that_joined_a_job_have_their_own_state_alone(tmp_path: Path) -> None:
+    home, guest = job(tmp_path / "home", nodes=2), job(tmp_path / "guest")
+    guest.save(Submitted(job="", spec=JobSpec(name="guest", join=home.path)))
+    await live(guest.state(0))
+    with job_places(guest, is_running=False) as places:
+        assert (places.redis, places.folder, places.owns_store) == (None, None, False)
+        assert make_backup(places, tmp_path / "backup").states == ["node-0"]
+
+
+async def test_without_the_program_the_error_says_what_to_install(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigurationError, match="there is no program") as caught,
+        job_places(job(tmp_path / "job", nodes=2, redis_server="no-redis"), is_running=False),
+    ):
+        raise AssertionError("it began")
+    assert "install-redis" in caught.value.hint
