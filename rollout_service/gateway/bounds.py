@@ -13,10 +13,13 @@ from typing import Never
 import orjson
 
 from api_schemas.errors import FieldError
+from api_schemas.rollouts import Sampling
 from rollout_service.errors import InvalidFieldError
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.settings.gateway import GatewaySettings
 
+MAX_STOPS = 16
+"""The most stop strings of a task; those of a program's request are added, up to `max_stops`."""
 MAX_STOP_CHARS = 256
 """The most characters of a stop string; an engine decodes as many tokens again for each one that it samples."""
 MAX_NAME_CHARS = 256
@@ -53,6 +56,18 @@ def check_call(call: ModelCall, names: BoundedFields, most: GatewaySettings) -> 
         _refuse("model", f"must have at most {MAX_NAME_CHARS} characters")
     if call.json_schema is not None and len(orjson.dumps(call.json_schema)) > MAX_SCHEMA_BYTES:
         _refuse(names.schema, f"must have at most {MAX_SCHEMA_BYTES} bytes")
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse stop strings of a task, under which every request of its rollouts would fail or be slow.
+
+    Raises:
+        InvalidFieldError: There are too many, or one is empty or too long.
+    """
+    path = "body.sampling.stop"
+    if len(sampling.stop) > MAX_STOPS:
+        _refuse(path, f"has {len(sampling.stop)} stop strings, but at most {MAX_STOPS} are allowed")
+    check_stops(sampling.stop, path)
 
 
 def check_stops(stops: Sequence[str], path: str) -> None:

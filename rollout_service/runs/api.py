@@ -24,6 +24,7 @@ from api_schemas.runs import (
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import ConflictError, InvalidFieldError, prefix_field_paths
+from rollout_service.gateway.bounds import check_sampling
 from rollout_service.groups.run_warnings import run_warnings
 from rollout_service.http.api_keys import Role
 from rollout_service.policies.subagent_pools import check_subagent_pool, check_trained_pool
@@ -76,6 +77,7 @@ class RunService:
         """
         self._manager.chain(request)
         check_trained_pool(request.pool)
+        check_sampling(request.sampling)
         self._check_pool(request.pool)
         source = request.source
         digest = None

@@ -20,6 +20,7 @@ from rollout_service.cluster.nodes import ClusterNodes
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
+from rollout_service.gateway.bounds import check_sampling
 from rollout_service.gateway.external import ExternalAgents
 from rollout_service.hangs import HangWatch
 from rollout_service.pipeline.claims import ClaimRules
@@ -83,6 +84,7 @@ class Service:
             ConflictError: Another request has the same id.
             StoreError: The store cannot be written.
         """
+        check_sampling(request.sampling)
         with prefix_field_paths("body.task"):
             environment = await self._check_task(request.task)
         if environment is not None:

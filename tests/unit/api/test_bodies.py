@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.api.app import create_app
+from rollout_service.api.routes.support.strict import MAX_CONTAINERS
 from rollout_service.errors import TooManyBytesError
 from rollout_service.http.requests.bodies import BodiesInFlight, HeldBytes
 from rollout_service.settings import load_settings
@@ -83,3 +84,13 @@ async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch: pytest.Monkey
             assert refused.json()["retryable"]
             tasks.cancel_scope.cancel()
         assert (await http.post("/v1/rollouts", content=b" " * 1_000, headers=headers)).status_code == 400
+
+
+@pytest.mark.parametrize("item", ["{}", "[]"])
+async def test_a_body_that_would_take_many_times_its_size_is_refused(item: str) -> None:
+    app = create_app(load_settings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        body = f'{{"metadata": {{"x": [{",".join([item] * (MAX_CONTAINERS + 1))}]}}}}'
+        headers = {"content-type": "application/json"}
+        refused = await http.post("/v1/rollouts", content=body, headers=headers)
+        assert (refused.status_code, refused.json()["code"]) == (413, "request_entity_too_large")

@@ -36,3 +36,26 @@ def test_a_text_that_looks_like_such_a_number_is_a_text() -> None:
 def test_other_documents_that_cannot_be_stored_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         strict_json.parse(text.encode())
+
+
+@given(VALUES, st.integers(0, 8))
+def test_commas_and_brackets_are_counted_outside_of_texts(value: object, most: int) -> None:
+    document = json.dumps(value).encode()
+    plain = json.dumps(_without_texts(value))
+    assert strict_json.has_more(document, b",{[", most) == (sum(map(plain.count, ",{[")) > most)
+
+
+def _without_texts(value: object) -> object:
+    if isinstance(value, str):
+        return ""
+    if isinstance(value, list):
+        return [_without_texts(item) for item in value]
+    if isinstance(value, dict):
+        return {str(number): _without_texts(item) for number, item in enumerate(value.values())}
+    return value
+
+
+@given(st.binary(max_size=40), st.integers(0, 8))
+def test_any_bytes_are_counted(document: bytes, most: int) -> None:
+    assert not strict_json.has_more(document, b",{[", max(most, len(document)))
+    strict_json.has_more(document, b",{[", most)

@@ -1,7 +1,7 @@
 """Strict reading of requests: values that cannot be stored and unknown parameters are refused before a route runs.
 
-Guarantees: a body is JSON that can be written again (no lone surrogates, no NaN, bounded nesting), and the route knows
-every query parameter.
+Guarantees: a body is JSON that can be written again (no lone surrogates, no NaN, bounded nesting) and does not take
+many times its size; the route knows every query parameter.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ import json
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from fastapi import Request, Response
+import anyio.to_thread
+from fastapi import HTTPException, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service import strict_json
-from rollout_service.errors import InvalidFieldError, did_you_mean
+from rollout_service.errors import InvalidFieldError, TooLargeError, did_you_mean
+
+INLINE_BYTES = 64 * 1024
+"""Larger bodies are parsed in a thread."""
+MAX_CONTAINERS = 250_000
+"""The most lists and objects of a body; each takes up to a hundred times its two brackets."""
 
 
 class StrictRequest(Request):
@@ -28,9 +34,18 @@ class StrictRequest(Request):
 
         Raises:
             JSONDecodeError: The body is not JSON that can be stored. FastAPI turns it into a validation error.
+            HTTPException: The body has too many lists and objects.
         """
+        body = await self.body()
+        if strict_json.has_more(body, b"{[", MAX_CONTAINERS):
+            error = TooLargeError(
+                f"the body has more than {MAX_CONTAINERS} lists and objects", hint="Send less at once."
+            )
+            raise HTTPException(error.status) from error
         try:
-            return strict_json.parse(await self.body())
+            if len(body) <= INLINE_BYTES:
+                return strict_json.parse(body)
+            return await anyio.to_thread.run_sync(strict_json.parse, body)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
 
