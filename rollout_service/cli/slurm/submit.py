@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -191,4 +192,7 @@ async def _submit(spec: JobSpec, jobs: Path, *, dry_run: bool, write_only: bool,
         common.print_json({"job": job, "name": spec.name, "folder": str(folder.path)})
         return
     common.print_line(f"submitted job {job}, whose folder is {folder.path}")
-    common.print_line(f"once it runs: rollout-service slurm status {spec.name} --folder {folder.path.parent}")
+    status = shlex.join(
+        ["rollout-service", "slurm", "status", spec.name, "--folder", str(folder.path.parent)]
+    )
+    common.print_line(f"once it runs: {status}")

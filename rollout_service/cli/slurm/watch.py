@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,7 +57,8 @@ async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
             for part in parts:
                 common.print_line(f"{kind} {part.name} {part.url}")
         if ready is not None:
-            common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {folder.key_file})")
+            key = shlex.quote(str(folder.key_file))
+            common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {key})")
     return 1 if wait and ready is None else 0
 
 

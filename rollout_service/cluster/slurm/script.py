@@ -6,10 +6,12 @@ same for the same job, so it can be read before it is submitted.
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 from rollout_service.cluster.slurm.spec import JobSpec, Resources
+from rollout_service.errors import ConfigurationError
 
 HEADER = """\
 #!/bin/bash
@@ -24,10 +26,14 @@ exec {command}
 
 
 def render(spec: JobSpec, folder: Path) -> str:
-    """Return the script that runs a job from its folder."""
+    """Return the script that runs a job from its folder.
+
+    Raises:
+        ConfigurationError: The folder has a name that a batch script cannot have.
+    """
     lines = [
         f"--job-name={spec.name}",
-        f"--output={folder}/logs/job-%j.log",
+        f"--output={_quoted(folder, '/logs/job-%j.log')}",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{spec.signal_seconds}",
@@ -42,6 +48,25 @@ def render(spec: JobSpec, folder: Path) -> str:
         directives += "\n#SBATCH hetjob\n" + "\n".join(f"#SBATCH {line}" for line in own)
     command = shlex.join([spec.python, "-m", "rollout_service.cli", "slurm", "run", str(folder)])
     return HEADER.format(name=spec.name, folder=folder, directives=directives, command=command)
+
+
+def _quoted(folder: Path, file: str) -> str:
+    """Return the name of a file in a folder as the value of a directive, in quotes if sbatch needs them.
+
+    Raises:
+        ConfigurationError: The folder has a line break, which ends a directive, or a backslash, after which sbatch puts
+            no number of a job into a name.
+    """
+    if re.search(r"[\r\n\\]", str(folder)):
+        raise ConfigurationError(
+            f"the folder {str(folder)!r} has a line break or a backslash in its name, which a batch script cannot have",
+            hint="Name another with --folder.",
+        )
+    name = str(folder).replace("%", "%%") + file
+    if not re.search(r"[\s\"'#]", name):
+        return name
+    escaped = name.replace('"', r"\"")
+    return f'"{escaped}"'
 
 
 def _component(resources: Resources) -> list[str]:

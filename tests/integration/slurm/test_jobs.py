@@ -15,8 +15,8 @@ from tests.support.slurm.jobs import SCRIPTED_ENGINE, Jobs
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.slow(seconds=160)]
 
 TRAINER = """#!/bin/bash
-rollout-service slurm run {folder} &
-eval "$(rollout-service slurm status {folder} --wait 60 | grep ^export)"
+rollout-service slurm run "{folder}" &
+eval "$(rollout-service slurm status "{folder}" --wait 60 | grep ^export)"
 echo "trained with $ROLLOUT_URL"
 kill -USR2 %1
 wait %1

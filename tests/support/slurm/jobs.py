@@ -34,7 +34,7 @@ class Jobs:
     def __init__(self, cluster: SlurmCluster, user: int | None = None) -> None:
         self.cluster, self.user = cluster, user
         self.home = cluster.root / "shared" / str(user or "own")
-        self.folder = self.home / "jobs"
+        self.folder = self.home / "my jobs"
         self.scratch = self.home / "scratch"
         self.scratch.mkdir(parents=True)
         environment = self.home / "echo"

@@ -1,5 +1,6 @@
 """Jobs of Slurm: times and limits are read as Slurm writes them, children and tunnels live as long as they should."""
 
+import shlex
 import signal
 import socket
 import struct
@@ -96,6 +97,22 @@ def test_a_value_cannot_add_a_line_to_the_script():
             JobSpec(**({"name": "a"} | values))
     with pytest.raises(ValueError):
         Resources(directives=["--comment=a\nrm -r /"])
+
+
+@pytest.mark.parametrize("folder", ["/my jobs/a", '/jobs #1/it\'s "a"', "/100%job/a"])
+def test_a_folder_may_have_any_name_that_sbatch_can_read(folder):
+    script = render(JobSpec(name="a"), Path(folder))
+    [line] = [line for line in script.splitlines() if "--output=" in line]
+    assert shlex.split(line.removeprefix("#SBATCH"), comments=True) == [  # sbatch has the same backslashes
+        f"--output={folder.replace('%', '%%')}/logs/job-%j.log"
+    ]
+    assert shlex.split(script.splitlines()[-1])[-1] == folder
+
+
+@pytest.mark.parametrize("folder", ["/jobs\n#SBATCH --uid=0", "/jobs\\a"])
+def test_a_folder_that_a_script_cannot_name_is_refused(folder):
+    with pytest.raises(ConfigurationError, match="line break or a backslash"):
+        render(JobSpec(name="a"), Path(folder))
 
 
 async def test_a_child_that_fails_is_started_again_and_ends_when_asked(tmp_path):
