@@ -27,7 +27,7 @@ CONFIGURATION = """\
 bind {address}
 port {port}
 requirepass {password}
-dir {folder}
+dir "{folder}"
 appendonly yes
 appendfsync always
 save ""
@@ -48,7 +48,12 @@ def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
     if not password_file.exists():
         write_private(password_file, secrets.token_urlsafe(32).encode())
     port = free_port(address)
-    text = CONFIGURATION.format(address=address, port=port, password=password_file.read_text(), folder=path)
+    text = CONFIGURATION.format(
+        address=address,
+        port=port,
+        password=password_file.read_text(),
+        folder=str(path).replace('"', r"\""),  # the script of the job refuses folders with a backslash
+    )
     write_private(path / "redis.conf", text.encode())
     write_private(path / "address", f"redis://{address}:{port}/0".encode())
     return KeptProcess("redis", [program, str(path / "redis.conf")], folder.log("redis"), GRACE_SECONDS)
