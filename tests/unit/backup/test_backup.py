@@ -48,7 +48,8 @@ async def test_a_restored_state_is_the_one_that_was_backed_up(backup: Path, tmp_
     async with await SqliteStore.open(tmp_path / "new" / state_files.STORE) as store:
         assert await store.counts() == {RolloutState.QUEUED: 1}
     hashes = [
-        UserHashes.load(tmp_path / name / state_files.USERS_SALT).hash("alice") for name in ("state", "new")
+        UserHashes.load(tmp_path / name / state_files.USERS_SALT).hash("alice", "default")
+        for name in ("state", "new")
     ]
     assert hashes[0] == hashes[1]
 
