@@ -37,7 +37,7 @@ async def live(state: Path) -> str:
     """Make what a node keeps; return the hash of a user."""
     async with SqliteLiveStore(state / state_files.LIVE_STORE, "network"):
         pass
-    return UserHashes.load(state / state_files.USERS_SALT).hash("alice")
+    return UserHashes.load(state / state_files.USERS_SALT).hash("alice", "default")
 
 
 async def test_a_job_of_one_node(tmp_path: Path) -> None:
