@@ -289,3 +289,11 @@ class CallObserver(Protocol[Seen]):
         Raises:
             ServiceError: It cannot be noted; the call fails.
         """
+        ...
+
+    async def refused(self, call: ModelCall) -> None:
+        """Take note of a call for which no prompt can be made.
+
+        Raises:
+            ServiceError: It cannot be noted.
+        """

@@ -72,14 +72,14 @@ class ConversationConsent:
         """Return whether all that a turn would store may be stored, as far as earlier turns tell."""
         if self.refused == OptOuts():
             return True
-        new = _new(planned)
+        new = new_messages(planned)
         if planned.match.has_foreign or not self.refused.digests.isdisjoint(await self._hashed(new)):
             return False
         return self.refused.is_complete or sum(message.role == "user" for message in new) <= 1
 
-    async def refuse(self, planned: PlannedTurn) -> OptOuts:
-        """Note that a turn is not to be stored, and return what to remember of it."""
-        return self._add(await self._hashed(_new(planned)))
+    async def refuse(self, messages: Sequence[ClientMessage]) -> OptOuts:
+        """Note that messages are not to be stored, and return what to remember of them."""
+        return self._add(await self._hashed(messages))
 
     def refuse_answer(self, sent: SentAnswer) -> OptOuts:
         """Note that an answer is not to be stored, and return what to remember of it."""
@@ -96,6 +96,6 @@ class ConversationConsent:
         return OptOuts(digests)
 
 
-def _new(planned: PlannedTurn) -> Sequence[ClientMessage]:
+def new_messages(planned: PlannedTurn) -> Sequence[ClientMessage]:
     """Return the messages of a turn that no stored turn has."""
     return planned.messages[planned.match.begin :]

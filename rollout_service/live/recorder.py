@@ -27,8 +27,9 @@ from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.capture.answer import SentAnswer
 from rollout_service.gateway.capture.history import canonical
 from rollout_service.gateway.contract import ClientMessage, ModelCall
+from rollout_service.gateway.roles import map_roles
 from rollout_service.inference.contract import Generation
-from rollout_service.live.consent import ConversationConsent, MessageHashes
+from rollout_service.live.consent import ConversationConsent, MessageHashes, new_messages
 from rollout_service.live.contract import KINDS, LiveStore, OptOuts, SessionRecord, TurnRecord
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
@@ -95,8 +96,7 @@ class SessionRecorder:
             StoreError: It is not to be stored, and that cannot be noted: then it is not answered either.
         """
         kind = self._kind(call, planned)
-        agreed = self.session.train if call.train is None else call.train
-        is_recorded = agreed and await self.consent.allows(planned)
+        is_recorded = self._agrees(call) and await self.consent.allows(planned)
         self._note_echo(planned)
         if is_recorded:
             self._note_repeat(planned)
@@ -107,9 +107,24 @@ class SessionRecorder:
         if is_recorded:
             self.latest[planned.match.state] = turn.number
         else:
-            with anyio.CancelScope(shield=True):  # who goes away has not agreed either
-                await self.opt_out(await self.consent.refuse(planned))
+            await self._refuse(new_messages(planned))
         return turn
+
+    async def refused(self, call: ModelCall) -> None:
+        """Note what is not to be stored of a request that is not answered.
+
+        Raises:
+            StoreError: It cannot be noted.
+        """
+        if not self._agrees(call):
+            await self._refuse(map_roles(call.messages))
+
+    def _agrees(self, call: ModelCall) -> bool:
+        return self.session.train if call.train is None else call.train
+
+    async def _refuse(self, messages: Sequence[ClientMessage]) -> None:
+        with anyio.CancelScope(shield=True):  # who goes away has not agreed either
+            await self.opt_out(await self.consent.refuse(messages))
 
     def _kind(self, call: ModelCall, planned: PlannedTurn) -> TurnKind:
         if call.kind:

@@ -25,7 +25,7 @@ from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.activity import current_activity, current_lane, in_lane
 from rollout_service.episodes import EpisodeLimits, PolicyTurn
-from rollout_service.errors import EnvironmentFailedError, without_message
+from rollout_service.errors import EnvironmentFailedError, ServiceError, without_message
 from rollout_service.gateway.contract import (
     AnswerBegin,
     CallObserver,
@@ -233,7 +233,12 @@ class GatewaySession:
     async def _begin(self, answer: LiveAnswer) -> tuple[PlannedAnswer, int]:
         """Make an answer's prompt, and return it with the most tokens that it asks for."""
         began = time.perf_counter()
-        planned = await self._plan(answer.call)
+        try:
+            planned = await self._plan(answer.call)
+        except ServiceError:
+            if self._place.observer is not None:
+                await self._place.observer.refused(answer.call)
+            raise
         if self._place.observer is not None:
             answer.observer = await self._place.observer.planned(answer.call, planned)
         wanted = self._wanted(answer.call, planned)

@@ -64,6 +64,10 @@ class Unrecorded:
 
     unrecorded_because: str
 
+    async def refused(self, call: ModelCall) -> None:
+        """Note nothing."""
+        _ = call
+
     async def planned(self, call: ModelCall, planned: PlannedAnswer) -> Unrecorded:
         """Note nothing."""
         _ = call, planned

@@ -117,7 +117,7 @@ def test_submit_gives_a_result_for_every_good_line_and_resumes(server, tmp_path)
 
     first = invoke("submit", str(file), "-o", str(output), "--json", url=server.url)
     assert first.exit_code == 1
-    assert "line 2: malformed JSON" in first.stderr
+    assert "line 2: not JSON" in first.stderr
     assert "line 4: " in first.stderr
     assert "clac" in first.stderr
     assert json.loads(first.stdout)["refused"] == 2

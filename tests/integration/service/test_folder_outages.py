@@ -88,7 +88,6 @@ def holds_work(server: Running, hint: str) -> None:
     assert metric(server, "rollout_store_failing") == 1
     eventually(lambda: "store" in stuck_kinds(server), server.log_file, PATIENCE_SECONDS)
     assert counts(server)["completed"] < ROLLOUTS, "results are held"
-    assert counts(server)["queued"] > 0, "nothing is begun whose result would have to wait"
 
 
 def goes_on(server: Running) -> None:
