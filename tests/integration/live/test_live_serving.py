@@ -172,7 +172,7 @@ class QuotingError(RuntimeError):
 async def test_no_error_puts_a_users_words_into_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choke(_: TurnCapture, call: ModelCall) -> PlannedTurn:
+    def choke(_: TurnCapture, call: ModelCall, __: int | None) -> PlannedTurn:
         raise QuotingError(f"cannot take {call.messages[-1].text!r}")
 
     monkeypatch.setattr(TurnCapture, "plan", choke)
