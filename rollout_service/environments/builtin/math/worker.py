@@ -24,6 +24,7 @@ import signal
 import sys
 from collections.abc import Callable
 from enum import StrEnum
+from functools import cache
 from math import isclose
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -60,11 +61,7 @@ def main() -> None:
 
 def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> MathVerdict | str:
     """Return the verdict, or why there is none. Call this only where a single thread runs, since it forks."""
-    import math_verify  # noqa: F401 - imported before the fork, so that each child has it
-
-    logging.getLogger("math_verify").setLevel(
-        logging.CRITICAL
-    )  # it would warn that its own time limit is off
+    _warm_up()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(sender, gold, answer, cpu_seconds), daemon=True)
@@ -76,6 +73,14 @@ def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> MathVerdict | s
         child.kill()
         child.join()
         receiver.close()
+
+
+@cache
+def _warm_up() -> None:
+    """Import the libraries and fill sympy's caches, so that each child has them: a check then costs a fifth."""
+    # It would warn that its own time limit is off.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    judge(lambda _: None, r"2\sqrt{3}", r"\sqrt{12}")
 
 
 def _await_verdict(receiver: Connection, child: Any) -> MathVerdict | str:
