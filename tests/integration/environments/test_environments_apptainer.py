@@ -155,7 +155,7 @@ def test_errors_in_an_image_are_named_by_their_path_inside(tmp_path, monkeypatch
     image = tiny_image(tmp_path, broken)
     with pytest.raises(ConfigurationError) as caught:
         load_path(image)
-    assert f"{image}:/environment/none.jsonl cannot be read" in str(caught.value)
+    assert f"{image}:/environment/none.jsonl is not a file" in str(caught.value)
     assert str(tmp_path / "cache") not in str(caught.value)
     monkeypatch.undo()
     base = ImageStore().resolve("base").resolve()

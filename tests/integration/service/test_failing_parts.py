@@ -14,7 +14,7 @@ import pytest
 
 from rollout_service.errors import StoreError
 from rollout_service.store.sqlite.thread import DatabaseThread
-from tests.support.processes.service import Running, scripted_engine, service
+from tests.support.processes.service import Running, eventually, scripted_engine, service
 
 READING_SECONDS = 2.5
 """Time for at least two readings of the host's pressure, which is read every second."""
@@ -26,10 +26,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield started.url
 
 
-def completes(server: Running, rollout_id: str) -> bool:
+def submit(server: Running, rollout_id: str) -> httpx.Response:
     order = {"rollout_id": rollout_id, "task": {"environment": "echo", "instance": {"number": 1}}}
-    answer = httpx.post(f"{server.url}/v1/rollouts", params={"wait": 30}, json=order, timeout=60)
-    return answer.json()["state"] == "completed"
+    return httpx.post(f"{server.url}/v1/rollouts", params={"wait": 30}, json=order, timeout=60)
+
+
+def completes(server: Running, rollout_id: str) -> bool:
+    return bool(submit(server, rollout_id).json()["state"] == "completed")
 
 
 def test_a_run_folder_that_is_removed(folder: Path, engine: str) -> None:
@@ -48,10 +51,15 @@ def test_a_state_folder_that_is_renamed(folder: Path, engine: str) -> None:
         assert completes(server, "before")
         (folder / "state").rename(folder / "elsewhere")
         time.sleep(READING_SECONDS)
-        assert completes(server, "after"), server.log
+        refused = submit(server, "after")
+        assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
+        not_ready = httpx.get(f"{server.url}/ready")
+        assert (not_ready.status_code, "Move it back" in not_ready.text) == (503, True), not_ready.text
         httpx.post(f"{server.url}/v1/backends", json={"url": engine}).raise_for_status()
         assert "the backends cannot be remembered" in server.log
-        assert server.process.poll() is None
+        (folder / "elsewhere").rename(folder / "state")
+        eventually(lambda: httpx.get(f"{server.url}/ready").is_success, server.log_file)
+        assert completes(server, "after"), server.log
 
 
 NO_DESCRIPTORS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -40,7 +41,8 @@ class Server(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         self.send_response(200 if path in ANSWERS else 404)
         self.end_headers()
-        self.wfile.write(json.dumps(ANSWERS.get(path)).encode())
+        with contextlib.suppress(BrokenPipeError):  # a completion that waits no longer
+            self.wfile.write(json.dumps(ANSWERS.get(path)).encode())
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Log nothing."""
