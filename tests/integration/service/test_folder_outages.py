@@ -20,7 +20,7 @@ from tests.support.store.disks import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
 
-ROLLOUTS = 40
+ROLLOUTS = 80  # more than end before a slow machine sees the first three
 LOG = 'log_format = "json"\n'
 FEW_AT_ONCE = """
 [sandboxes.pressure]
@@ -88,6 +88,7 @@ def holds_work(server: Running, hint: str) -> None:
     assert metric(server, "rollout_store_failing") == 1
     eventually(lambda: "store" in stuck_kinds(server), server.log_file, PATIENCE_SECONDS)
     assert counts(server)["completed"] < ROLLOUTS, "results are held"
+    assert counts(server)["queued"] > 0, "nothing is begun whose result would have to wait"
 
 
 def goes_on(server: Running) -> None:
