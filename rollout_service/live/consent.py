@@ -1,4 +1,4 @@
-"""What of a conversation was not to be stored, so that no later turn stores it.
+"""Remembers which texts of a conversation were not to be stored, so that no later turn stores them.
 
 A client sends its whole history with each request, so a turn that agrees may bring the text of one that did not. Such
 texts are known again by keyed hashes of messages and of their paragraphs, since clients edit and join messages.
@@ -61,7 +61,7 @@ class MessageHashes:
 
 @dataclass(slots=True)
 class ConversationConsent:
-    """What may be stored of one conversation."""
+    """Decides which turns of one conversation may be stored."""
 
     conversation: str
     """Names it in the store; the same for all sessions that go on with it."""

@@ -64,7 +64,7 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class OptOuts:
-    """What of a conversation was not to be stored."""
+    """The texts of a conversation that were not to be stored, as hashes."""
 
     digests: frozenset[bytes] = frozenset()
     """Hashes of messages, of `DIGEST_BYTES` each, from which nothing can be read."""

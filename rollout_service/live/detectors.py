@@ -32,7 +32,7 @@ Detector = Callable[[str], Iterable[Find]]
 """Finds something in a text, each time that it occurs. It runs in a thread."""
 
 REDACTED: Final = "[redacted]"
-"""What stands in the place of a text that may not be stored."""
+"""Replaces a text that may not be stored."""
 INLINE_CHARS: Final = 4_096
 """Texts of up to this many characters together are searched at once; longer ones in a thread."""
 _WINDOW: Final = 65_536

@@ -33,7 +33,9 @@ class SessionRegister:
         *,
         has_neighbors: bool,
     ) -> None:
-        """Take `choose_pool`, which returns the pool of a new session from the one it asks for and its id, and whether
+        """Keep sessions in a store.
+
+        `choose_pool` returns the pool of a new session from the one it asks for and its id. `has_neighbors` says that
         other nodes may have sessions that this one does not know.
         """
         self._settings = settings

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import structlog
 from pydantic import JsonValue
@@ -18,10 +19,9 @@ from pydantic import JsonValue
 from api_schemas.runs import RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError
-from rollout_service.groups.shares import next_window
+from rollout_service.groups.shares import Owner, next_window
 from rollout_service.live.contract import LiveStore, PartRecord, SessionRecord
 from rollout_service.live.parts.orders import live_runs, order_of
-from rollout_service.live.parts.windows import PartGroup
 from rollout_service.store.runs_contract import RunRecord, RunStore
 
 log = structlog.get_logger(__name__)
@@ -30,6 +30,20 @@ ENVIRONMENT = "session"
 """The environment whose tasks are parts of sessions."""
 WARN_SECONDS = 60.0
 """How long parts may wait for others to fill a batch before the service warns."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartGroup:
+    """The source of one group of a run: a part, or the parts of sessions that worked on the same task."""
+
+    parts: Sequence[PartRecord]
+    sessions: Sequence[SessionRecord]
+    """The sessions of these parts, in this order."""
+
+    @property
+    def owners(self) -> list[Owner]:
+        """The owners of its samples."""
+        return [Owner(one.session_id, one.user, one.tenant) for one in self.sessions]
 
 
 class PartDelivery:
@@ -44,7 +58,7 @@ class PartDelivery:
         handed_over: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take `node`, the name of this node if others share the store of runs.
+        """Deliver parts to the runs of a store; `node` names this node if others share that store.
 
         `handed_over` is told for how many seconds each part has waited for its run.
         """
