@@ -30,7 +30,7 @@ SessionId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """Any text of up to 256 characters; nothing is read into it."""
 
 RESERVED_IDS = frozenset({"canary", "feedback", ".", ".."})
-"""What stands at the place of an id in the paths of other routes, or never arrives in a path."""
+"""Ids that no path can name: other routes use these words in the same place, or clients remove them."""
 
 
 class SessionRequest(WireModel):

@@ -88,7 +88,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
         ca_file: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Take the address of a service; one on this machine is reached without the environment's proxy.
+        """Create a client of the service at an address; on this machine, it does not use the environment's proxy.
 
         Raises:
             ProxySettingsError: The proxy that the environment names for it cannot be used.

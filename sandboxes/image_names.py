@@ -22,7 +22,7 @@ TRANSPORTS = (
     *("containers-storage", "dir", "docker-archive", "docker-daemon", "file", "instance", "localimage"),
     *("oci", "oci-archive", "oci-layout", "oci-sif", "ostree", "sif", "tarball"),
 )
-"""What container programs read from this machine as `TRANSPORT:PATH`, which looks like a reference without a host."""
+"""Transports by which container programs read `TRANSPORT:PATH` from this machine."""
 FILES = (".sif", ".img")
 _REGISTRY = re.compile(rf"(?:{SCHEMES})://\S+")
 _PART = r"\w(?:[\w.+-]*\w)?"

@@ -334,8 +334,8 @@ class Run(WireModel):
     """Why the run cannot continue, or why it delivers nothing although it runs, and what to do about it. A paused run
     continues when it is resumed; the problem of a running one ends with the next group that is kept."""
     warnings: Annotated[list[str], Field(exclude_if=lambda warnings: not warnings)] = []
-    """What in the request may not do what it is meant to do, or keeps the run waiting; left out of JSON if there is
-    nothing."""
+    """Problems with the request that may defeat its purpose or keep the run waiting; left out of JSON if there are
+    none."""
     parallel: Annotated[RunParallel | None, Field(exclude_if=lambda parallel: parallel is None)] = None
     """How its rollouts use sub-agents. Left out of JSON unless requested, and until a scored rollout that may have any
     is in a closed group."""

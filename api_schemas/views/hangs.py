@@ -81,10 +81,10 @@ class HangFinding(WireModel):
     """The same from its beginning to its end."""
     verdict: HangVerdict
     kind: StepKind | Literal["event_loop", "run"]
-    """What is waited for; `event_loop` if code that does not yield keeps everything waiting, `run` if a trainer's run
-    cannot go on (`stuck`), or delivers nothing (`slow`)."""
+    """The kind of step that waits; `event_loop` if code that does not yield keeps everything waiting, `run` if a
+    trainer's run cannot go on (`stuck`), or delivers nothing (`slow`)."""
     subject: str
-    """What it is about: a backend, a sandbox, a tool, a pool, a stage, a run, or the store."""
+    """The subject of the finding: a backend, a sandbox, a tool, a pool, a stage, a run, or the store."""
     stage: Stage | None = None
     environment: str = ""
     since: Timestamp

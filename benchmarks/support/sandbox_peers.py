@@ -31,7 +31,7 @@ SYSTEM_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a peer is run with."""
+    """The settings of one peer."""
 
     python: Path
     image: str
@@ -52,7 +52,7 @@ async def packages() -> AsyncIterator[Setup | None]:
 
 @asynccontextmanager
 async def docker_daemon() -> AsyncIterator[Setup | None]:
-    """Run a daemon without a network, with our base image; None where there is none to be had."""
+    """Run a Docker daemon without a network that has our base image; yield None where it cannot run."""
     if os.geteuid() != 0 or shutil.which("dockerd", path=SYSTEM_PATH) is None:
         sys.stderr.write("without Docker: it needs root and scripts/install-docker\n")
         yield None

@@ -98,7 +98,7 @@ class AuditReport:
 
     @property
     def warnings(self) -> list[str]:
-        """What may be meant, but seldom is."""
+        """Findings that may be intended, but seldom are."""
         found = [f"instance {one.index}: {text}" for one in self.instances for text in one.warnings()]
         if not self.has_solution:
             found.append("without [solution] nothing shows that a task can be solved")

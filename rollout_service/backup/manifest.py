@@ -35,7 +35,7 @@ class BackedUpFile(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What is in a backup."""
+    """The contents of a backup."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -42,7 +42,7 @@ _INVALIDATED = "__redis__:invalidate"
 ALWAYS = frozenset({"meta", "index", "segments:mark"})
 """The keys of a store that nothing was stored in."""
 KINDS = {"r": "rollouts", "run": "runs"}
-"""What the first parts of keys' names stand for, of which a dump counts the keys."""
+"""The kinds of keys that a dump counts, by the first parts of their names."""
 
 
 def dump(config: RedisConfig, path: Path, at_the_moment: Callable[[], None]) -> Counter[str]:

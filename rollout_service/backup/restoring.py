@@ -21,7 +21,7 @@ from rollout_service.store.redis import RedisConfig
 from rollout_service.store.sqlite.connection import FileClaim
 
 _LOGS = ("-wal", "-journal")
-"""What SQLite would replay over a database of the same name."""
+"""Suffixes of files that SQLite would replay over a database of the same name."""
 
 
 def restore_backup(backup: Path, places: Places) -> Manifest:

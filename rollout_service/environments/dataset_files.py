@@ -16,7 +16,7 @@ from rollout_service.environments.splits import SPLIT
 from rollout_service.errors import ConfigurationError
 
 MAX_INSTANCE_BYTES = 8 * 1024 * 1024
-"""What a request may have by default. Each rollout of a task, and each sample that is delivered, has a copy of it."""
+"""The default limit of a request, too. Each rollout of a task, and each sample that is delivered, has a copy of it."""
 
 
 def parse_instance(line: bytes) -> dict[str, JsonValue]:

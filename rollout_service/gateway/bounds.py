@@ -1,4 +1,4 @@
-"""What one request may ask for, whatever its API: the one place that says it.
+"""The bounds of one request, whatever its API.
 
 Guarantee: a call that passes `check_call` has a bounded number of everything that is looped over for it. Its body was
 bounded in bytes and in values before, and its prompt is compared with the model's context before it is rendered.

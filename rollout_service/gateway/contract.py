@@ -284,7 +284,7 @@ class CallObserver(Protocol[Seen]):
     """Sees the calls of one session, such as to keep their turns beyond this process."""
 
     async def planned(self, call: ModelCall, planned: Seen) -> TurnObserver:
-        """Take note of a call whose prompt was made, and return what keeps its turn. Must be quick.
+        """Note a call whose prompt was made, and return what keeps its turn. Must be quick.
 
         Raises:
             ServiceError: It cannot be noted; the call fails.
@@ -292,7 +292,7 @@ class CallObserver(Protocol[Seen]):
         ...
 
     async def refused(self, call: ModelCall) -> None:
-        """Take note of a call for which no prompt can be made.
+        """Note a call for which no prompt can be made.
 
         Raises:
             ServiceError: It cannot be noted.

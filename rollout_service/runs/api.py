@@ -57,7 +57,7 @@ class RunService:
         check_pool: Callable[[str], None],
         data_dirs: Sequence[Path] = (),
     ) -> None:
-        """Take `data_dirs`, the folders whose files those who are not administrators may name."""
+        """Serve runs; callers who are not administrators may name only files in `data_dirs`."""
         self._runs = runs
         self._manager = manager
         self._check_environment = check_environment

@@ -1,4 +1,4 @@
-"""What a run says while none of its groups is kept, and when it is paused for it.
+"""Runs that keep none of their groups: the problem that they report, and when they are paused for it.
 
 Guarantees: pure functions of what the store counts, so a restart changes nothing. Groups of equal rewards never pause a
 run that sets no limit to them: a policy may need time to learn.

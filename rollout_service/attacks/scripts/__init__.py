@@ -36,6 +36,6 @@ CAUSES: dict[str, str] = {
     )
     for attack in attacks
 }
-"""What lets an attack forge a reward, by its name."""
+"""The weakness that each attack uses, by the attack's name."""
 
 __all__ = ["CAUSES", "PRELUDE", "SCRIPTS", "Attack"]

@@ -47,7 +47,7 @@ class SweEnvironment(AgentEnvironment):
         dataset: Sequence[dict[str, JsonValue]] = (),
         findings: Sequence[str] = (),
     ) -> None:
-        """Take the settings, the instances that ship with them, and what is wrong with these.
+        """Create it from its settings, the instances that ship with them, and findings about these.
 
         Raises:
             ConfigurationError: The settings contradict themselves.

@@ -102,7 +102,7 @@ class StopFilter:
     __slots__ = ("_first", "_held", "_matchers", "_read", "found", "stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Take strings that are not empty."""
+        """Search for these strings, none of which is empty."""
         self.stops = stops
         self.found: str | None = None
         """The string that was found; nothing is returned after it."""

@@ -50,7 +50,7 @@ class GatewayApp:
         metrics: GatewayMetrics,
         bodies: BodiesInFlight | None = None,
     ) -> None:
-        """Take `bodies` if other applications read some too."""
+        """Share `bodies` with other applications that read some too."""
         self._sessions = sessions
         self._settings = settings
         self._metrics = metrics

@@ -19,7 +19,7 @@ class TroubledRuns:
     """The runs with a problem, and since when they are seen to have it."""
 
     def __init__(self, troubled: Callable[[], Iterable[RunRecord]]) -> None:
-        """Take what returns the runs with a problem; it is asked at every look, and must not wait."""
+        """Watch the runs that `troubled` returns. It is called at every look, and must not wait."""
         self._troubled = troubled
         self._since: dict[str, float] = {}
 

@@ -64,7 +64,7 @@ class BodiesInFlight:
 
 
 class HeldBytes:
-    """What is held of one body; a context manager that releases it."""
+    """The bytes held for one body; a context manager that releases them."""
 
     __slots__ = ("_bodies", "_bytes", "_owner")
 

@@ -51,7 +51,7 @@ _RESULT_FIELDS = {
 
 
 _IMPERSONAL_FIELDS = {"stop_reason", "error", "usage", "spans", "kind"}
-"""What is left of a result that was erased."""
+"""The remains of a result that was erased."""
 
 
 def when(seconds: float) -> datetime:

@@ -35,7 +35,7 @@ class FolderWatch:
         self._proof = proof
         self._ledger = ledger
         self._checked: StoreError | None = None
-        """What the last check found."""
+        """The result of the last check."""
         self._write: StoreError | None = None
         self._write_failed_at = 0.0
         self.tell: Callable[[StoreError | None], None] = lambda _: None

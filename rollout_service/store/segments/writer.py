@@ -91,7 +91,7 @@ class SegmentWriter:
         file_seconds: float = FILE_SECONDS,
         wrote: Callable[[StoreError | None], None] = lambda _: None,
     ) -> None:
-        """Take the owner of the files, and what their names begin with: 12 hexadecimal digits that nobody else has.
+        """Write files of an owner. Their names begin with 12 hexadecimal digits that nobody else has.
 
         `wrote` is told how each write to the folder ended.
         """

@@ -17,7 +17,7 @@ from rollout_service.tokens.arguments.values import Types, read_value, types_of
 from rollout_service.tokens.tokenizer import ChatTokenizer
 
 _OK, _INVALID = "ok", "invalid_json"
-"""What the library says of calls whose structure is sound."""
+"""The library's statuses of calls whose structure is sound."""
 
 
 class ArgumentReader:

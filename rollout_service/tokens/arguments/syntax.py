@@ -54,7 +54,7 @@ class MarkerTokens:
     """The control tokens around an argument's name and its value; text that looks like one is text."""
 
     texts: tuple[str, str, str, str]
-    """What begins the name, ends it, begins the value and ends it."""
+    """The tokens at the begin and the end of the name, and of the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class CallSyntax:
 
     argument: Tag | MarkerTokens
     call: Tag | None = None
-    """What is around each call, where one block holds several."""
+    """The markup around each call, where one block holds several."""
     wrap: str = ""
-    """What the format itself writes before and after a value."""
+    """The text that the format itself writes before and after a value."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Words that the format writes for values which are not JSON in it."""
 

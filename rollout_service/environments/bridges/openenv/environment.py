@@ -57,7 +57,7 @@ class OpenEnv(Environment):
         dataset: Sequence[dict[str, JsonValue]] = (),
         findings: Sequence[str] = (),
     ) -> None:
-        """Take the settings, the instances that ship with them, and what is wrong with these.
+        """Create it from its settings, the instances that ship with them, and findings about these.
 
         Raises:
             ConfigurationError: A prompt is not a valid template.

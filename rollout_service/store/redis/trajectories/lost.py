@@ -40,7 +40,7 @@ class LostTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
-    """What a store's shared folder has of what it should have."""
+    """A comparison of a store's shared folder with its references."""
 
     problem: StoreError | None
     """Why the folder itself cannot be used, or None."""
