@@ -32,6 +32,7 @@ pytestmark = pytest.mark.anyio
 ADAPTERS = ["trl", "verl", "slime", "skyrl", "areal", "openrlhf", "nemo_gym"]
 
 
+@pytest.mark.slow
 def test_adapters_import_neither_their_trainers_nor_the_server():
     script = (
         "import importlib, sys\n"

@@ -77,6 +77,7 @@ async def test_a_long_page_is_read_in_parts(read, site):
     assert f"[the page is larger than {browse.PAGE_BYTES} bytes" in await read(f"{site}/huge")
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_read_is_explained(read, site):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -107,6 +108,7 @@ def test_any_source_has_a_text(source):
         assert text.split() == source.split()
 
 
+@pytest.mark.slow
 def test_a_hostile_page_costs_little():
     for piece in ("<", "<a href=", "<!--", "<title", "&", "<script>", " \t", "<a href='"):
         begun = time.process_time()

@@ -54,6 +54,7 @@ def test_its_definition_names_every_argument_without_null():
     assert "None" not in str(parameters)
 
 
+@pytest.mark.slow
 async def test_a_file_is_created_changed_and_restored_step_by_step(edit):
     assert await edit("create", file_text="one\ntwo\nthree\n") == "created a.txt"
     assert "     2\tTWO" in await edit("str_replace", old_str="two", new_str="TWO")

@@ -92,6 +92,7 @@ def harness(*command, **more):
     return HarnessAgent(HarnessSettings(**{**ASKING, **more}, command=list(command)))
 
 
+@pytest.mark.slow
 async def test_the_program_gets_the_task_and_reaches_the_gateway(sandbox):
     agent = harness("python3", "-c", ASK + "; print(sys.argv[1:])", "--task", "$prompt")
     task = "Say '$key' \"; exit 1; # $(id)\nand more"
@@ -104,6 +105,7 @@ async def test_the_program_gets_the_task_and_reaches_the_gateway(sandbox):
     assert found.program.output == f"hello\n{['--task', task]}"
 
 
+@pytest.mark.slow
 async def test_files_and_input_are_filled_in(sandbox):
     agent = harness(
         "bash", "-c", "cat ~/.agent/config; cat; python3 -c \"$$1\" >/dev/null", "-", ASK,
@@ -133,6 +135,7 @@ async def test_a_program_without_a_call_is_a_failure(sandbox):
     assert "harness check command" in caught.value.hint
 
 
+@pytest.mark.slow
 async def test_a_program_that_does_not_end_is_ended(sandbox):
     found = episode(sandbox, limits={"agent_seconds": 2.0})
     agent = harness("python3", "-c", ASK + "; import time; time.sleep(600)")
@@ -140,6 +143,7 @@ async def test_a_program_that_does_not_end_is_ended(sandbox):
     assert found.program.exit_code is None
 
 
+@pytest.mark.slow
 async def test_a_limit_that_calls_reached_is_the_reason(sandbox):
     found = episode(sandbox, stop_reason=StopReason.MAX_TURNS)
     assert await harness("python3", "-c", ASK).run(found, asked()) is StopReason.MAX_TURNS

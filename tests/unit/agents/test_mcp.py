@@ -73,6 +73,7 @@ def test_a_result_may_hold_anything(content):
     assert isinstance(result_text({"content": content}, 500), str)
 
 
+@pytest.mark.slow
 async def test_a_slow_tool_is_stopped_and_a_server_that_answers_goes_on(local_sandbox):
     async with opened(local_sandbox, stdio(env={"SLEEP": "1"}, call_seconds=0.2)) as tools:
         assert await call(tools["notes__sleep"]) == "[stopped: it took longer than 0.2 s]"
@@ -99,6 +100,7 @@ async def test_an_agent_that_could_have_ended_the_server_only_reads_of_it(local_
         assert "has ended" in await call(tools["notes__add"], a=1, b=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -126,6 +128,7 @@ async def test_tools_that_are_missing_or_double_are_refused(local_sandbox):
             pytest.fail("it began")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_server_is_reached_over_http(local_sandbox, streamed):
     asked = []

@@ -147,6 +147,7 @@ def write(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+@pytest.mark.slow
 async def test_a_changed_file_is_in_force_without_a_restart_and_a_wrong_one_changes_nothing(
     tmp_path: Path,
 ) -> None:

@@ -83,6 +83,7 @@ async def test_roles_are_those_of_the_path_without_the_prefix(spelling: str) -> 
             assert answer.status_code == 403, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["", PREFIX])
 async def test_pages_and_probes_answer_with_and_without_the_prefix(spelling: str) -> None:
     async with client() as http:
@@ -116,6 +117,7 @@ async def test_a_redirection_stays_below_the_prefix() -> None:
         assert answer.headers["location"] == f"{PREFIX}/v1/rollouts"
 
 
+@pytest.mark.slow
 async def test_without_the_setting_a_prefix_is_a_path_like_any_other() -> None:
     async with client("") as http:
         assert (await http.get(f"{PREFIX}/health")).status_code == 401

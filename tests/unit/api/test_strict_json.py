@@ -14,6 +14,7 @@ SCALARS = (
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_what_can_be_stored_is_read_as_it_is(value: object) -> None:
     text = json.dumps(value)

@@ -72,6 +72,7 @@ async def test_only_the_owner_can_read_a_backup_and_what_was_restored(backup: Pa
     assert {path.stat().st_mode & 0o077 for path in found} == {0}
 
 
+@pytest.mark.slow
 async def test_databases_are_copied_as_they_all_were_at_one_moment(tmp_path: Path) -> None:
     """A writer counts in one database after the other, as a service does with rollouts and live sessions."""
     paths, done = [tmp_path / f"{number}" for number in range(6)], threading.Event()

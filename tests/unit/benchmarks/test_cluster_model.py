@@ -76,6 +76,7 @@ def test_each_event_costs_redis_for_each_node() -> None:
     assert found.rate == pytest.approx(1 / (STATES * CLUSTER.nodes * 0.1), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "costs",
     [

@@ -11,6 +11,7 @@ from rollout_service.cli.server_child import running_server
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 async def test_a_start_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_child, "SAY_SECONDS", 0.05)
     said: list[str] = []

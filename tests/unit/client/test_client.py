@@ -160,6 +160,7 @@ async def test_an_answer_of_another_program_is_a_protocol_error():
             await client.backends()
 
 
+@pytest.mark.slow
 async def test_a_server_that_shuts_down_is_left_alone_for_as_long_as_it_asks():
     refusal = problem(503, "shutting_down")
     refusal.headers["retry-after"] = "1"

@@ -134,6 +134,7 @@ def test_a_folder_that_a_script_cannot_name_is_refused(folder):
         render(JobSpec(name="a"), Path(folder))
 
 
+@pytest.mark.slow
 async def test_a_child_that_fails_is_started_again_and_ends_when_asked(tmp_path):
     script = f"echo run >>{tmp_path}/runs; test $(wc -l <{tmp_path}/runs) -gt 1 && exec sleep 100; exit 3"
     child = KeptProcess("a", ["sh", "-c", script], tmp_path / "log", 5.0)
@@ -174,6 +175,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.slow
 async def test_the_end_of_its_input_asks_a_part_to_end_and_no_signal_is_sent(tmp_path):
     output = tmp_path / "log"
     child = KeptProcess("a", [sys.executable, "-c", PART], output, 30.0, ends_with_input=True)
@@ -185,6 +187,7 @@ async def test_the_end_of_its_input_asks_a_part_to_end_and_no_signal_is_sent(tmp
     assert "drained" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_part_also_ends_when_slurm_signals_its_step(number):
     with subprocess.Popen(
@@ -232,6 +235,7 @@ def reset(stream: anyio.abc.SocketStream) -> None:
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True}), ("asyncio", {})], ids=str)
 @pytest.mark.parametrize("broken", ["client", "node", "both"])
 async def test_a_tunnel_outlives_connections_that_break(tmp_path, broken):

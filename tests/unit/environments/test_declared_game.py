@@ -78,6 +78,7 @@ async def test_the_solution_plays_what_it_prints(tmp_path: Path, sandboxes: Sand
         await play(Solving(game(tmp_path, actions="a\n")), dict(INSTANCE), ScriptedPolicy([]), sandboxes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "why"),
     [

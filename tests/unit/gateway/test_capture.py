@@ -84,6 +84,7 @@ def as_openai(message):
     return {"role": message.role, "content": message.text, **({"tool_calls": calls} if calls else {})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIENTS)
 def test_every_continuation_of_16_turns_is_in_one_segment(capture, renderer, name):
     client = EchoingClient(capture, CLIENTS[name], Random(0), list(TASK))
@@ -332,6 +333,7 @@ def test_a_rewritten_answer_may_be_refused(renderer):
     assert reasons[1:] == [ForkReason.ANSWER_CHANGED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_random_interleavings_keep_every_token_once(renderers, seed):
     random = Random(seed)

@@ -75,6 +75,7 @@ def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(
     assert told.value.prompt_tokens > 4 * CONTEXT
 
 
+@pytest.mark.slow
 def test_the_estimate_is_near_what_rendering_tells(renderer: ChatRenderer) -> None:
     long = call(ClientMessage("user", LONG[: 200 * CONTEXT]))
     with pytest.raises(ContextOverflowError) as told:

@@ -62,6 +62,7 @@ def check(capture, answered):
     return [segment.fork_reason.value for segment in trajectory.segments[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_name", ["qwen3", "qwen3.5"])
 @pytest.mark.parametrize("name", sorted(MERGED))
 def test_every_continuation_of_a_recorded_run_merges(renderers, format_name, name):
@@ -80,6 +81,7 @@ def test_calls_that_are_not_json_do_not_break_a_recorded_run(renderers, name):
     assert capture.report().malformed_calls == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_name", ["qwen3", "qwen3.5"])
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_recorded_history_that_was_changed_begins_a_segment(renderers, format_name, name):

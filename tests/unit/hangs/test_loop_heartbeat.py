@@ -43,6 +43,7 @@ def block_until(is_seen: list[HangReport]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_blocked_loop_is_reported_while_it_is_blocked(tmp_path: Path) -> None:
     heartbeat = LoopHeartbeat(LastReport(tmp_path), lambda task: "r" if task is mine else None)
     heartbeat.report = EMPTY

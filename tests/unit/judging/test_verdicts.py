@@ -49,6 +49,7 @@ def test_reading_never_fails_and_gives_only_known_labels(text: str) -> None:
     assert read_verdict(text, LABELS) in (*LABELS, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["VERDICT", "VERDICT *", r"\boxed{ ", "VERDICT: ", "<think>", "\n* "])
 def test_a_long_answer_is_read_in_linear_time(part: str) -> None:
     answer = part * 200_000

@@ -90,6 +90,7 @@ def plugin(name: str, value: str) -> EntryPoint:
     return EntryPoint(name, f"{HERE}:{value}", detectors.GROUP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "text"), FOUND)
 def test_it_is_found_and_counted_by_its_kind(name: str, kind: str, text: str) -> None:
     assert Detectors.load([name]).find([text])[kind] == 1

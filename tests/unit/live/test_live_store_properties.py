@@ -114,6 +114,7 @@ def all_bytes(folder: Path) -> bytes:
     return b"".join(file.read_bytes() for file in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("seed", range(4))
 async def test_deleting_leaves_no_byte_in_the_files(tmp_path: Path, seed: int) -> None:

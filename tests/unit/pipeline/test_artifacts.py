@@ -99,6 +99,7 @@ def test_links_are_judged_by_their_text_alone(target, below, stays):
     assert stays_within(target, below, "/w") is stays
 
 
+@pytest.mark.slow
 async def test_all_artifacts_together_stay_within_the_budget():
     budget, held = DiskBudget(8 * MIB), []
     most = 0
@@ -183,6 +184,7 @@ def test_artifacts_leave_room_for_the_grader():
     assert spec(artifacts_size="1M").artifacts_bytes == MIB
 
 
+@pytest.mark.slow
 def test_an_archive_of_long_names_takes_little_memory():
     inner = "/".join(["w", *["n" * 200] * 18])
     chain = ["/".join(inner.split("/")[: depth + 1]) for depth in range(19)]

@@ -28,6 +28,7 @@ async def test_an_episode_that_waits_for_many_gets_no_more_than_one_that_waits_f
     assert (slots.held, slots.waiting) == (0, 0)
 
 
+@pytest.mark.slow
 async def test_512_episodes_with_8_tasks_each_share_32_slots_without_starvation():
     slots, clock = FairSlots(32), Counter()
     waited = Counter()

@@ -559,6 +559,7 @@ class InTurn:
         return next(self._next)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ceiling", [2, 3, 5])
 async def test_graders_and_agents_that_wait_for_each_other_all_finish(ceiling: int) -> None:
     """Graded in place, a rollout holds a sandbox and needs a worker; graded afresh, it is the other way around."""
@@ -770,6 +771,7 @@ async def test_a_crash_counts_as_an_attempt_up_to_the_limit() -> None:
         assert (untouched.state, untouched.attempt) == (RolloutState.COMPLETED, 1)
 
 
+@pytest.mark.slow
 async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_nothing_twice(
     tmp_path: Path,
 ) -> None:
@@ -838,6 +840,7 @@ async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other() 
         assert (await b.run("another")).state is RolloutState.COMPLETED
 
 
+@pytest.mark.slow
 async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it() -> None:
     settings = SETTINGS.model_copy(update={"init_queue": 4})
     async with bench(Played(image="any"), settings=settings) as b:
@@ -888,6 +891,7 @@ async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_plac
             assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
 
 
+@pytest.mark.slow
 async def test_rollouts_wait_for_the_pool_of_their_sub_agents_and_lose_nothing_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

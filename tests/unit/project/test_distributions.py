@@ -9,6 +9,8 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
 import rollout_client
 import rollout_service
 from rollout_client import _wire
@@ -55,6 +57,7 @@ def test_both_have_the_same_license():
     assert (CLIENT / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_client_requires_what_it_imports_and_nothing_else():
     imported = set()
     for package in ("api_schemas", "rollout_client"):
@@ -100,6 +103,7 @@ def test_every_wire_model_of_the_client_is_the_one_that_type_checkers_see():
     assert not hasattr(_wire, "Rolout")
 
 
+@pytest.mark.slow
 def test_many_threads_may_use_wire_models_first():
     code = (
         "from concurrent.futures import ThreadPoolExecutor\n"

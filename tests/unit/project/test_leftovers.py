@@ -14,6 +14,7 @@ STUBBORN = (
 )
 
 
+@pytest.mark.slow
 def test_processes_of_a_run_are_ended_with_it_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "END_SECONDS", 0.5)
 

@@ -54,6 +54,7 @@ def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
     return ["".join(names).replace(".py::test", "") for names in outcomes], done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")])
 def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(
     suite: Path, workers: tuple[str, ...]
@@ -72,6 +73,7 @@ def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(
     assert all(name in said for name in left)
 
 
+@pytest.mark.slow
 def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite: Path) -> None:
     one_worker = ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")
     ran, said = run(suite, *one_worker, "--begin-until", FUTURE)
@@ -80,6 +82,7 @@ def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite
     assert "not run" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tier", "names"), [("1", {"first"}), ("2", {"second", "other"})])
 def test_a_tier_leaves_the_other_out(suite: Path, tier: str, names: set[str]) -> None:
     ran, _ = run(suite, "--tier", tier)

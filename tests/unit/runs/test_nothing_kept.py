@@ -81,6 +81,7 @@ async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it() -> Non
         assert len((await it.next()).groups) == 2
 
 
+@pytest.mark.slow
 async def test_a_run_with_the_default_limit_is_paused() -> None:
     async with bench(Grader(BROKEN)) as it:
         await it.create(source=ENDLESS, group_size=1)
@@ -90,6 +91,7 @@ async def test_a_run_with_the_default_limit_is_paused() -> None:
         assert run.problem.code == "groups_failed"
 
 
+@pytest.mark.slow
 async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run() -> None:
     grader = Grader(1.0)
     async with bench(grader) as it:
@@ -129,6 +131,7 @@ async def test_a_limit_stops_a_run_whatever_the_reason() -> None:
         assert run.cursor < REPORT_AFTER
 
 
+@pytest.mark.slow
 async def test_failures_that_may_pass_pause_no_run_by_default() -> None:
     async with bench(Grader(GONE)) as it:
         await it.create(source=ENDLESS, group_size=1, infrastructure_retries=0)
@@ -152,6 +155,7 @@ async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_i
         assert (view.state, view.problem.code) == (RunState.FINISHED, "groups_dropped")
 
 
+@pytest.mark.slow
 async def test_the_end_of_a_run_that_delivered_is_no_problem() -> None:
     async with bench(lambda lease: float(lease.rollout_id.endswith("0.1"))) as it:
         await it.create(tasks=30)
@@ -170,6 +174,7 @@ async def test_a_run_that_was_ended_without_a_batch_says_only_that() -> None:
         assert over.value.code == "run_over"
 
 
+@pytest.mark.slow
 async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself() -> None:
     async with bench(Grader(1.0)) as it:
         await it.create(source=ENDLESS)

@@ -59,6 +59,7 @@ async def test_a_trainer_gets_informative_groups_only() -> None:
         assert sum(n for batch in batches for n in batch.dropped.values()) <= 6
 
 
+@pytest.mark.slow
 async def test_no_more_groups_start_than_are_expected_to_be_needed() -> None:
     async with bench(lambda lease: float(place(lease)[1])) as it:
         await it.create(tasks=500, prefetch_batches=0)
@@ -340,6 +341,7 @@ async def test_surplus_is_cancelled_when_asked() -> None:
         assert (len(batches), run.count("dropped:surplus"), run.state) == (1, 1, RunState.FINISHED)
 
 
+@pytest.mark.slow
 async def test_runs_share_by_weight() -> None:
     async with bench(lambda lease: float(place(lease)[1] % 2), places=8) as it:
         await it.create("a", tasks=300, weight=3.0, prefetch_batches=100)
@@ -350,6 +352,7 @@ async def test_runs_share_by_weight() -> None:
         assert 0.65 < share < 0.85
 
 
+@pytest.mark.slow
 async def test_a_straggler_is_cut_off() -> None:
     def play(lease: Lease) -> float | None:
         number, sample, _ = place(lease)
@@ -375,6 +378,7 @@ async def test_tasks_of_a_file_in_shuffled_epochs(tmp_path: Path) -> None:
         assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
+@pytest.mark.slow
 async def test_a_file_that_changed_stops_its_run_after_a_restart(tmp_path: Path) -> None:
     path, database = tmp_path / "tasks.jsonl", tmp_path / "store.sqlite3"
     rows = "".join(json.dumps({"n": n}) + "\n" for n in range(40))
@@ -419,6 +423,7 @@ async def test_tasks_of_a_split_of_the_environments_own_data_set() -> None:
         assert sorted(group.task.instance["n"] for group in groups) == [9, 9, 19, 19, 29, 29, 39, 39]
 
 
+@pytest.mark.slow
 async def test_a_data_set_that_changed_stops_its_run_after_a_restart(tmp_path: Path) -> None:
     database, source = tmp_path / "store.sqlite3", DatasetTasks(environment="numbers", split="train")
     async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
@@ -465,6 +470,7 @@ async def set_pages(store: SqliteStore, pages: str) -> None:
             await anyio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     async with bench(lambda lease: float(place(lease)[1] % 2), path=tmp_path / "store.sqlite3") as it:
         await it.create(tasks=30)
@@ -511,6 +517,7 @@ async def stopped(it: Bench, code: str) -> None:
     assert f'rollout_run_problems_total{{code="{code}"}} 1.0' in it.metrics.render().decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "mend"),
     [
@@ -541,6 +548,7 @@ async def test_a_lost_record_pauses_only_its_own_run_until_it_is_restored(
         assert (await it.store.runs.get("a")).state is RunState.FINISHED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["= 'a.0.1'", "LIKE 'a.0.%'"], ids=["one", "all of a group"])
 async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path: Path, lost: str) -> None:
     async with two_runs(tmp_path) as (it, may_end):
@@ -571,6 +579,7 @@ def damage_padding(path: Path) -> int:
     return found
 
 
+@pytest.mark.slow
 async def test_a_damaged_part_of_the_file_stops_only_runs_that_need_it(tmp_path: Path) -> None:
     tasks = [Task(environment="calc", instance={"n": n, "pad": "x" * 20_000}) for n in range(2)]
     async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):

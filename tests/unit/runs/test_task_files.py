@@ -132,6 +132,7 @@ def test_a_row_that_cannot_be_stored_is_refused_with_its_cause(data: Path, conte
     assert f"odd.jsonl:2: {said}" in str(of_environment.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_row_that_every_sample_would_copy_has_a_bound(data: Path, suffix: str) -> None:
     path, size = data / f"large{suffix}", MAX_INSTANCE_BYTES

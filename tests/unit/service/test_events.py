@@ -95,6 +95,7 @@ async def test_readers_at_the_end_read_an_event_once(store: SqliteStore) -> None
     assert counting.reads == 20
 
 
+@pytest.mark.slow
 async def test_a_reader_far_behind_misses_nothing(store: SqliteStore) -> None:
     tail = EventTail(store)
     count = PAGE_EVENTS * 2 + 500
@@ -104,6 +105,7 @@ async def test_a_reader_far_behind_misses_nothing(store: SqliteStore) -> None:
     assert await read_all(tail, store) == list(range(1, count + 1))
 
 
+@pytest.mark.slow
 async def test_the_tail_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_service.service.events.tail.TAIL_EVENTS", 64)
     tail = EventTail(store)

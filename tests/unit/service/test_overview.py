@@ -147,6 +147,7 @@ def test_many_failures_are_bounded() -> None:
     assert sum(group.count for group in groups) <= MAX_FAILURES
 
 
+@pytest.mark.slow
 async def test_ten_readers_share_one_overview_a_second() -> None:
     made = 0
 

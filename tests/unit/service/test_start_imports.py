@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from pydantic import BaseModel
 
 import rollout_service.api.app
@@ -31,6 +32,7 @@ UNNEEDED = {
 IMPORT = re.compile(r"import time: +\d+ \| +\d+ \| *(\S+)")
 
 
+@pytest.mark.slow
 def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "rollout_service.cli", "serve", "--port", "0"]
     command += ["--engine", "none", "--sandbox", "local", "--state-dir", str(tmp_path)]
@@ -59,6 +61,7 @@ def test_no_model_reads_its_source_as_it_is_defined() -> None:
     assert ours <= {"rollout_service.openenv_server.messages"}  # which few processes import
 
 
+@pytest.mark.slow
 def test_the_process_of_the_proxies_imports_no_pydantic() -> None:
     """Each service with sandboxes that reach hosts starts one, and the settings' models would double its start."""
     command = [sys.executable, "-c", "import sandboxes.egress.process, sys; print('pydantic' in sys.modules)"]

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import anyio
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,6 +95,7 @@ class Machine:
         assert (totals.records, totals.bytes) == (len(found), sum(map(len, self.expected.values())))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(STEPS)
 def test_what_is_referenced_can_be_read_and_the_rest_is_deleted(steps: list[tuple[str, object]]) -> None:

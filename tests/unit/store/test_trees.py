@@ -93,6 +93,7 @@ def test_sub_agents_without_a_trajectory_of_the_rollout_lose_theirs() -> None:
     assert group_codec.decode_whole(row).nodes == bare(rollout().nodes)
 
 
+@pytest.mark.slow
 def test_a_record_that_was_cut_off_anywhere_is_named() -> None:
     row = stored(rollout(), order(NodeDetail.TOKENS))
     whole = row["trajectory"]

@@ -23,6 +23,7 @@ def renderers(tmp_path_factory):
     return {family: load(root / family, family) for family in FAMILIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @given(ids=st.lists(st.integers(0, 600), max_size=60), tools=st.booleans())
 def test_parsing_raises_on_no_ids(renderers, name, ids, tools):
@@ -32,6 +33,7 @@ def test_parsing_raises_on_no_ids(renderers, name, ids, tools):
         assert call.error or call.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @given(text=TEXT)
 def test_no_text_holds_a_control_token(renderers, name, text):

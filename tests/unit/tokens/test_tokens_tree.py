@@ -141,6 +141,7 @@ def test_extras_of_a_branch_hold_those_of_the_turns_before_it(tree, renderer):
     assert branch.routed_experts.shape == [second.end - 1, 2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_every_sampled_token_of_a_random_tree_is_in_one_segment(renderer, seed):
     random = Random(seed)

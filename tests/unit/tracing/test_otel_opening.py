@@ -97,6 +97,7 @@ def counted(registry: CollectorRegistry, outcome: str) -> float:
     return registry.get_sample_value("rollout_trace_spans_total", {"outcome": outcome}) or 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_full_queue_drops_spans_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "600")

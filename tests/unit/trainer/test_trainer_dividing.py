@@ -47,6 +47,7 @@ def test_the_updates_to_a_reward_are_counted_to_the_last_of_three(arms):
     assert arms.updates_to([0.2] * 9) is None
 
 
+@pytest.mark.slow
 def test_an_arm_without_a_good_reward_in_every_seed_has_no_median(arms):
     good = [{"reward": 0.8}] * 3
     trainings = [

@@ -81,6 +81,7 @@ async def test_slow_gives_the_whole_result_at_once(tmp_path, monkeypatch):
     assert played.score.reward == 1.0
 
 
+@pytest.mark.slow
 async def test_the_tasks_have_two_operations_and_two_sides():
     tasks = arithmetic.steps.dataset()
     sides = {name: [each for each in tasks if each["split"] == name] for name in ("train", "held_out")}

@@ -50,6 +50,7 @@ def test_answers_are_right_and_obey_hints(renderer):
     assert hinted > 100
 
 
+@pytest.mark.slow
 def test_without_a_hint_endings_follow_nothing(renderer):
     endings = Counter(
         (bool(talk.complaint("=") in message), talk.ending_of(answer))

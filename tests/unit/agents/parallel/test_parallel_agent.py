@@ -276,6 +276,7 @@ async def test_the_same_task_for_an_agent_with_other_instructions_is_another_one
     assert played.episode.work.width_max == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scarce", [{"max_width": 1}, {"slots": 1}], ids=["waves", "slots"])
 async def test_tasks_that_never_began_did_not_run(scarce):
     prompts = [assign(f"task {number}") for number in range(8)]
@@ -335,6 +336,7 @@ async def test_the_last_result_block_counts_and_a_long_one_is_cut():
     assert len(played.results[-1]) <= 100
 
 
+@pytest.mark.slow
 async def test_a_sub_agent_out_of_time_is_invalid_and_its_queue_does_not_count():
     settings = SubagentSettings(seconds=1.0)
     prompts = [assign(f"task {number}") for number in range(3)]

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from pydantic import JsonValue
 from typer.testing import CliRunner
 
@@ -46,6 +47,7 @@ def test_tools_of_its_own_are_named():
     assert tool_names(environment) == ["finish", "lookup"]
 
 
+@pytest.mark.slow
 def test_splits_are_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_IMAGES_DIR", str(tmp_path))
     (tmp_path / "base.sif").touch()  # nothing looks into it

@@ -33,6 +33,7 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
         make_environment("mine", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "reward", "answered"), [("3\n", 1.0, 1.0), ("4", 0.0, 1.0), ("", 0.0, 0.0), (None, 0.0, 0.0)]
 )

@@ -45,6 +45,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_each_image_is_looked_for_once(tmp_path: Path, images: Path) -> None:
     for name in ("even", "odd"):
         (images / f"{name}.sif").touch()

@@ -118,6 +118,7 @@ async def test_a_library_replies_line_by_line_and_ends_with_its_block(place: Pla
     await wait_gone(replies[0]["pid"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("does", "seconds", "why"),

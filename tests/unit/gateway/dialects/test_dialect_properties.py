@@ -75,6 +75,7 @@ def test_a_real_request_with_one_value_changed_is_read_or_refused(data: st.DataO
     read_or_refuse(dialect, json.dumps(changed).encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", CODECS)
 def test_deep_and_long_bodies_are_refused_or_read_without_recursion(dialect: Dialect) -> None:
     for content in (

@@ -124,6 +124,7 @@ async def test_wrong_and_ended_keys_are_told_in_the_form_of_each_api(renderer: C
         assert not b.pool.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
@@ -222,6 +223,7 @@ async def test_a_whole_answer_that_is_late_has_its_head_at_once_and_white_space_
         assert orjson.loads(rest)["choices"][0]["message"]["content"] == "late"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 20, 60, 130, 200, 350, 600])
 async def test_a_client_that_hangs_up_at_any_byte_gets_the_same_answer_again(
     renderer: ChatRenderer, cut: int

@@ -77,6 +77,7 @@ def test_a_request_gets_its_budget(make_engine):
     assert len(job.output) == len(job.logprobs) == 25
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     asked=st.lists(
@@ -130,6 +131,7 @@ def test_requests_of_a_group_share_their_prompt_at_once(make_engine):
     assert len({tuple(each.job.output) for each in group}) == 6
 
 
+@pytest.mark.slow
 def test_an_abort_hands_back_what_there_is_and_leaves_the_others(make_engine):
     engine = make_engine()
     kept = Asked(engine, [1, 2], rid="bb", budget=300, seed=4)
@@ -152,6 +154,7 @@ def test_an_abort_reaches_requests_that_wait(make_engine):
     assert running.result().finish["type"] == waiting.job.finish["type"] == "abort"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 def test_a_pause_changes_no_token(make_engine, mode):
     engine = make_engine()
@@ -168,6 +171,7 @@ def test_a_pause_changes_no_token(make_engine, mode):
         assert job.retractions == (mode is PauseMode.RETRACT)
 
 
+@pytest.mark.slow
 def test_a_flush_needs_the_kv_to_be_free(make_engine):
     engine = make_engine()
     asked = Asked(engine, [1, 2], budget=400)
@@ -239,6 +243,7 @@ def test_the_counters_add_up(make_engine):
     assert (engine.stats.running, engine.stats.waiting, engine.stats.reserved_tokens) == (0, 0, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunk=st.integers(1, 40), start=st.integers(0, 39), repeats=st.integers(1, 3))
 def test_chunks_and_the_cache_change_no_logprob_of_a_prompt(make_engine, chunk, start, repeats):

@@ -342,6 +342,7 @@ async def test_a_connection_that_comes_too_late_holds_up_no_close(
     assert late
 
 
+@pytest.mark.slow
 async def test_closing_waits_for_connections_only_so_long() -> None:
     client = HttpClient("http://127.0.0.1:1")
     client._open.add(

@@ -63,6 +63,7 @@ async def test_an_engine_that_is_both_remembered_and_in_the_settings_is_register
             assert len(await backends.backends()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pauses", range(0, 60, 4))
 async def test_an_engine_that_is_cleared_while_it_is_registered_is_gone(tmp_path: Path, pauses: int) -> None:
     async with ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as engine, Pools() as pools:

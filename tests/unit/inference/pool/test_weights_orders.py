@@ -143,6 +143,7 @@ async def test_kv_of_older_weights_is_kept_in_place_only_and_the_answer_says_whi
 # ---- modes
 
 
+@pytest.mark.slow
 async def test_drain_waits_for_running_requests_and_holds_new_ones():
     engine = SlowEngine(latency=0.3)
     async with running(engine) as pool:
@@ -161,6 +162,7 @@ async def test_drain_waits_for_running_requests_and_holds_new_ones():
         assert engine.aborts == ["*"], "the pause asks for it when nothing runs any more"
 
 
+@pytest.mark.slow
 async def test_drain_is_bounded_and_the_rest_continues_with_the_new_weights():
     engine = SlowEngine()
     async with running(engine) as pool:
@@ -534,6 +536,7 @@ class Letters:
         return ParsedTurn("", None, (), closed=True)
 
 
+@pytest.mark.slow
 async def test_the_trajectory_says_which_weights_were_loaded_over_kv_that_stayed():
     engine = SlowEngine(latency=0.2)
     async with running(engine) as pool:

@@ -25,6 +25,7 @@ def teach(rates, prefill, decode, crowding=0.0, *, answers=1500, noise=0.0):
         rates.learn(uncached, sampled, others, seconds * rng.lognormvariate(0.0, noise))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(prefill=st.floats(1e-6, 1e-2), decode=st.floats(1e-4, 1e-1), part=st.floats(0.005, 0.3))
 def test_they_converge_to_the_engines(prefill, decode, part):

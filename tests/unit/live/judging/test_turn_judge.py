@@ -88,6 +88,7 @@ async def test_a_pool_without_an_engine_is_always_an_error() -> None:
         await a_judge(sampler).mark(a_turn(next_state=a_state()), is_last_try=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", INJECTIONS)
 async def test_what_a_next_state_says_of_the_verdict_has_no_effect(text: str) -> None:
     sampler = SaysNext(BAD)

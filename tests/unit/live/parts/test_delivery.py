@@ -176,6 +176,7 @@ async def test_two_tenants_groups_of_one_name_are_two() -> None:
         assert sessions_in(await bench.lease(key="2")) == [["b1", "b2"]]
 
 
+@pytest.mark.slow
 async def test_no_batch_mixes_tenants_though_sessions_are_removed_or_on_other_nodes() -> None:
     async with live_bench() as bench, SqliteLiveStore(":memory:") as elsewhere:
         await bench.create_run(batch_size=2, live={"tenants": ["a", "b"], "max_user_share": 0.5})
@@ -437,6 +438,7 @@ async def test_a_teacher_is_asked_only_for_runs_that_want_it() -> None:
             await bench.store.runs.update(run_id, state=RunState.ENDED)
 
 
+@pytest.mark.slow
 async def test_a_part_waits_for_the_node_that_has_its_session() -> None:
     async with live_bench() as bench:
         await bench.create_run()

@@ -398,6 +398,7 @@ async def test_a_reader_that_stops_holds_up_its_writer() -> None:
             assert proxy.counts.bytes_in < len(server.answer) / 2
 
 
+@pytest.mark.slow
 async def test_the_process_of_the_proxies_serves_counts_and_ends() -> None:
     host = EgressHost()
     listening = socket.create_server(("127.0.0.1", 0))
@@ -417,6 +418,7 @@ async def test_the_process_of_the_proxies_serves_counts_and_ends() -> None:
     await host.aclose()
 
 
+@pytest.mark.slow
 async def test_a_killed_process_is_one_error_and_is_then_replaced() -> None:
     host = EgressHost()
     allowed = AllowList([])
@@ -431,6 +433,7 @@ async def test_a_killed_process_is_one_error_and_is_then_replaced() -> None:
     await host.aclose()
 
 
+@pytest.mark.slow
 async def test_the_process_is_marked_with_its_service_and_inherits_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,6 +24,7 @@ def started(code: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
+@pytest.mark.slow
 async def test_a_process_that_ignores_sigterm_is_killed() -> None:
     with started(STUBBORN) as process:
         begun = time.monotonic()

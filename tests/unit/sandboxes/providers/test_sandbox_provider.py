@@ -35,6 +35,7 @@ def left(run_dir: Path) -> list[object]:
     return [*run_dir.glob("*/[0-9]*"), *find_processes(lambda mark: mark.split("-")[0] in services)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["_wait_until_ready", "_make_launched", "make_sandbox"])
 async def test_a_failure_after_the_launch_leaves_nothing(
     provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str

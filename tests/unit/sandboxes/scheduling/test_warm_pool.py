@@ -265,6 +265,7 @@ async def test_a_warm_sandbox_that_died_is_not_handed_out() -> None:
         await bench.until(lambda: warm not in bench.provider.alive)
 
 
+@pytest.mark.slow
 async def test_a_kind_without_demand_is_ended() -> None:
     bench = Bench(idle_seconds=60.0)
     async with bench.pool.running():
@@ -386,6 +387,7 @@ async def test_closing_the_pool_closes_everything() -> None:
     assert bench.provider.alive == {}
 
 
+@pytest.mark.slow
 async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path: Path) -> None:
     provider = make_provider(LocalConfig(provider="local"), tmp_path)
     pool = WarmPool(provider, ceiling=4)
@@ -404,6 +406,7 @@ async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path: Path) -> Non
     await pool.close()
 
 
+@pytest.mark.slow
 async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path: Path) -> None:
     provider = make_provider(LocalConfig(provider="local"), tmp_path)
     try:
@@ -513,4 +516,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
-TestPool = PoolMachine.TestCase
+TestPool = pytest.mark.slow(PoolMachine.TestCase)

@@ -79,6 +79,7 @@ def read(renderer, prompt, output, tools=(TOOL,)):
     ]
 
 
+@pytest.mark.slow
 def test_arguments_are_what_the_format_wrote(chat):
     wrong = {}
     for value in VALUES:
@@ -136,6 +137,7 @@ def test_a_value_that_its_schema_cannot_hold_makes_a_call_malformed(root, family
     assert found == [("write", "null", "invalid_json")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_that_was_cut_off_is_never_another_call(root, family):
     renderer = shared(root / family, family)
