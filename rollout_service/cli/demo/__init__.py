@@ -10,11 +10,11 @@ import typer
 from rollout_service.cli import common
 from rollout_service.cli.demo.options import DemoEngine, DemoPolicy, DemoSandbox
 
-EXAMPLE = "Example: rollout-service demo --rollouts 32 --json figures.json"
+EXAMPLE = "Example: rollout-service demo --rollouts 64 --json figures.json"
 
 
 def command(
-    rollouts: Annotated[int, typer.Option(min=1, help="Number of rollouts.")] = 32,
+    rollouts: Annotated[int, typer.Option(min=1, help="Number of rollouts.")] = 16,
     sandbox: Annotated[
         DemoSandbox, typer.Option(help="What runs the tools; local isolates nothing.")
     ] = DemoSandbox.APPTAINER,
