@@ -53,15 +53,17 @@ class NoEngines:
 class LiveBench:
     """The parts of a service that make batches of sessions."""
 
-    def __init__(self, store: Store, live: LiveStore) -> None:
-        self.store, self.live = store, live
+    def __init__(self, store: Store, live: LiveStore, node: str | None = None) -> None:
+        """Take the name of this node if others share the store of runs."""
+        self.store, self.live, self.node = store, live, node
         self.now = 1_000.0
-        self.environment = SessionEnvironment(SessionParts(live, store.runs, lambda _: RENDERER))
+        self.environment = SessionEnvironment(SessionParts(live, store.runs, lambda _: RENDERER, node=node))
         environments = EnvironmentRegistry()
         environments.add(self.environment, "tests")
-        self.context = attempt_context(
+        context = attempt_context(
             store, cast(Any, None), environments, cast(PolicyFactory, NoEngines()), PipelineSettings()
         )
+        self.context = replace(context, owner=node or context.owner)
         self.manager = RunManager(
             store,
             FilterRegistry(),
@@ -77,7 +79,7 @@ class LiveBench:
         """Begin anew, as after a crash; `live` and `runs` are what the loops see."""
         live, runs = live or self.live, runs or self.store.runs
         self.closer = PartCloser(live, runs, clock=lambda: self.now)
-        self.delivery = PartDelivery(live, runs, clock=lambda: self.now)
+        self.delivery = PartDelivery(live, runs, node=self.node, clock=lambda: self.now)
 
     def move(self, live: LiveStore) -> None:
         """Go on as another node, with a store of sessions of its own."""
@@ -125,8 +127,12 @@ class LiveBench:
             await self.manager.step()
 
     async def work(self, limit: int = 64) -> None:
-        """Attempt the rollouts that wait."""
-        for lease in await self.store.claim("here", limit=limit, lease_seconds=60):
+        """Attempt the rollouts that wait, but those whose sessions another node has."""
+        owner = self.context.owner
+        for lease in await self.store.claim(owner, limit=limit, lease_seconds=60):
+            if lease.request.task.instance.get("node") != self.node:
+                await self.store.release(owner, [lease.rollout_id])
+                continue
             await self.context.stages.init.places.acquire()
             attempt = Attempt(self.context, lease)
             try:
@@ -135,7 +141,7 @@ class LiveBench:
                 result = attempt.result(RolloutState.FAILED, error=describe(error))
             finally:
                 await attempt.release()
-            await self.store.finish(lease, "here", result)
+            await self.store.finish(lease, owner, result)
 
     async def failed(self, lease: Lease, error: ErrorInfo) -> Rollout:
         """Return the result of an attempt that failed."""
