@@ -5,7 +5,8 @@ Run: python benchmarks/chaos.py [--sandbox local|apptainer] [--json FILE] [--qui
 Three nodes on machines of their own (namespaces of network, host name, processes and mounts) share a Redis over TCP, a
 folder, and two engines. A trainer asks them in turn: it leases and acknowledges the batches of a run, and submits
 rollouts of 20 turns. Each round kills with SIGKILL a node, the Redis, an engine, or the node that leads the runs; or it
-ends a machine with everything on it; or it stops a node with SIGSTOP, or cuts its network, for longer than its leases.
+ends a machine with everything on it; or it stops a node with SIGSTOP, or cuts its network, for longer than its leases;
+or it moves the shared folder away for as long, and may leave an empty one in its place.
 It happens at a random moment after observed progress, and the next round begins once the cluster is well again.
 
 - `lost`: groups and rollouts that were never delivered; `failed`: those that ended in another way than they should;
@@ -52,7 +53,7 @@ from rollout_service.store.redis import RedisConfig, RedisStore
 from sandboxes.host.children import start_process
 
 TERMINAL = {state for state in RolloutState if state.terminal}
-KINDS = ("node", "machine", "redis", "engine", "leader", "pause", "partition")
+KINDS = ("node", "machine", "redis", "engine", "leader", "pause", "partition", "folder")
 TURNS, GROUP_TURNS = 20, 2
 IN_FLIGHT, MAX_GROUPS = 24, 6
 FIRST_GROUP_NUMBER = 1_000_000

@@ -135,6 +135,8 @@ class Cluster:
             await self.processes[victim].wait()
             await self._start_machine(victim)
             await self.run(victim)
+        elif kind == "folder":
+            await self._without_folder(draw.uniform(*self.plan.away_seconds), is_empty=draw.random() < 0.5)
         elif kind in ("pause", "partition"):
             await self._away(kind, victim, draw.uniform(*self.plan.away_seconds))
         else:
@@ -192,8 +194,21 @@ class Cluster:
         finally:
             self._signal(node, signal.SIGCONT)
 
+    async def _without_folder(self, seconds: float, *, is_empty: bool) -> None:
+        """Take the shared folder away for a while, as a file system that is not mounted is."""
+        shared, away = self.folder / "shared", self.folder / "away"
+        shared.rename(away)
+        try:
+            if is_empty:
+                shared.mkdir()
+            await anyio.sleep(seconds)
+        finally:
+            if is_empty:
+                shared.rmdir()  # nobody may have written there
+            away.rename(shared)
+
     async def _victim(self, kind: str, draw: random.Random) -> str:
-        if kind == "redis":
+        if kind in ("redis", "folder"):
             return kind
         if kind == "engine":
             return draw.choice(ENGINES)
