@@ -190,7 +190,13 @@ def _traffic(users: dict[str, User], recorded: dict[str, int], trainer: Trainer)
     unrecorded = sum(max(0, count - recorded[name]) for name, count in answered.items())
     twice = sum(max(0, recorded[name] - user.requests) for name, user in users.items())
     twice += sum(count - 1 for count in trainer.delivered.values())
-    for line in trainer.wrong[:10]:
+    lost = [problem for user in users.values() for problem in user.problems]
+    lost += [
+        f"{name}: {count} answers, {recorded[name]} recorded"
+        for name, count in answered.items()
+        if recorded[name] < count
+    ]
+    for line in (*trainer.wrong[:10], *lost[:10]):
         print(line)
     return {
         "lost": sum(user.lost for user in users.values()) + unrecorded,

@@ -52,6 +52,8 @@ class User:
     messages: list[dict[str, Any]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     requests: int = 0
+    problems: list[str] = field(default_factory=list)
+    """Why requests were lost."""
 
     @property
     def lost(self) -> int:
@@ -88,27 +90,39 @@ class User:
         try:
             async with http.post(self._url, data=self._body(), headers=self.headers) as response:
                 text, first = await _read(response)
-        except (aiohttp.ClientError, OSError, ValueError):
-            return None
-        if first is None:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            after = time.perf_counter() - started
+            self.problems.append(
+                f"{self.session_id}, request {self.requests}, after {after:.1f} s: {error!r}"
+            )
             return None
         ended = time.perf_counter()
         return Answer(text, oldest, self.clock.ordered, ended - started, first - started)
 
 
-async def _read(response: aiohttp.ClientResponse) -> tuple[str, float | None]:
-    """Return the text of a stream, and when its first piece came; None if it is not whole."""
-    response.raise_for_status()
+async def _read(response: aiohttp.ClientResponse) -> tuple[str, float]:
+    """Return the text of a stream, and when its first piece came.
+
+    Raises:
+        ValueError: It is not whole.
+    """
+    if response.status != 200:
+        raise ValueError(f"{response.status} {(await response.text())[:500]}")
     text, first, is_whole = "", None, False
     async for line in response.content:
         data = line.strip().removeprefix(_DATA)
         if not line.startswith(_DATA):
             continue
         if data == _DONE:
-            return text, first if is_whole else None
-        for choice in orjson.loads(data).get("choices", ()):
+            if first is None or not is_whole:
+                break
+            return text, first
+        answer = orjson.loads(data)
+        for choice in answer.get("choices", ()):
             if piece := choice["delta"].get("content"):
                 first = first or time.perf_counter()
                 text += piece
             is_whole = is_whole or choice.get("finish_reason") == "stop"
-    return text, None
+        if "error" in answer:
+            raise ValueError(str(answer["error"]))
+    raise ValueError(f"the stream ended after {text[:200]!r}")
