@@ -10,6 +10,7 @@ import typer
 from rollout_service.cli import common
 from rollout_service.cli.common import AsJson
 from rollout_service.cli.slurm.jobs import JOBS, POLL_SECONDS, Folder, Job, find, state_of
+from rollout_service.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from rollout_service.cluster.slurm.folder import JobFolder
@@ -49,6 +50,7 @@ async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
                 "key_file": str(folder.key_file),
                 "nodes": [node.model_dump() for node in nodes],
                 "engines": [engine.model_dump() for engine in engines],
+                "failures": [failure.model_dump() for failure in folder.failures()],
             }
         )
     else:
@@ -56,6 +58,13 @@ async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
         for kind, parts in (("node", nodes), ("engine", engines)):
             for part in parts:
                 common.print_line(f"{kind} {part.name} {part.url}")
+        for failure in folder.failures():
+            exit_code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
+            reason = escape_controls(failure.reason)
+            common.print_line(
+                f"engine {failure.name} failed to start {failure.starts} times{exit_code}: {reason}"
+            )
+            common.print_line(f"    rollout-service slurm logs --part engine-{failure.name}")
         if ready is not None:
             key = shlex.quote(str(folder.key_file))
             common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {key})")

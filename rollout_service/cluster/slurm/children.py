@@ -34,6 +34,8 @@ SETTLED_SECONDS = 60.0
 """A child that ran this long is started again at once."""
 ENDED_BY_SLURM = 75
 """The exit code of a task that Slurm asked to end. `srun` itself returns 0 when it has lost its node."""
+ENGINE_GIVEN_UP = 70
+"""The exit code of an engine's task whose engine cannot start. `srun` returns the highest code of its tasks."""
 _CHUNK_BYTES = 4_096
 
 

@@ -1,7 +1,8 @@
 """An engine of a job: a task of Slurm that starts it, waits for it, watches it, and replaces it when it dies.
 
 Guarantees: the engine is listed in the job's folder only while it has answered; one that hangs is killed and started
-again, at the same address if that is still free.
+again, at the same address if that is still free. Why it does not start is in the folder too; after
+`MAX_FAILED_STARTS` in a row, its task ends, so that the job does not hold GPUs that nobody can use.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 import httpx
 import structlog
 
 from rollout_service.cluster.slurm.addresses import node_name, own_address
-from rollout_service.cluster.slurm.children import EndRequests, KeptProcess
-from rollout_service.cluster.slurm.folder import JobFolder, Published
+from rollout_service.cluster.slurm.children import (
+    ENGINE_GIVEN_UP,
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    EndRequests,
+    KeptProcess,
+)
+from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure
 from rollout_service.cluster.slurm.spec import Engines
 from rollout_service.errors import ConfigurationError
 from sandboxes.host.ports import free_port
@@ -28,7 +36,11 @@ LOOK_SECONDS = 1.0
 PROBE_SECONDS = 10.0
 FAILED_PROBES = 6
 """How many probes in a row an engine may leave unanswered before it is replaced; long prefills delay answers."""
-PAUSE_SECONDS = 1.0
+MAX_FAILED_STARTS = 20
+"""With the pauses between them, they take eight minutes or more."""
+MAX_REASON_CHARS = 500
+LAST_BYTES = 4_096
+"""How much of a log's end is searched for its last line."""
 
 
 @dataclass
@@ -45,33 +57,64 @@ class JobEngine:
         """Serve until this task is to end; return the exit code."""
         ending = EndRequests(f"engine {self.name}")
         stopping = ending.stopping
-        address, port = own_address(), 0
+        address, port, failed = own_address(), 0, 0
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ending.follow)
             while not stopping.is_set():
                 port = port or free_port(address)
-                if not await self._serve_once(address, port, stopping):
+                answered, exit_code = await self._serve_once(address, port, stopping)
+                failed = 0 if answered else failed + 1
+                if failed and not stopping.is_set():
+                    self._note_failure(failed, exit_code)
                     port = 0
-                with anyio.move_on_after(PAUSE_SECONDS):
+                if failed == MAX_FAILED_STARTS:
+                    ending.exit_code = ENGINE_GIVEN_UP
+                    break
+                with anyio.move_on_after(
+                    min(FIRST_PAUSE_SECONDS * 2 ** max(0, failed - 1), LONGEST_PAUSE_SECONDS)
+                ):
                     await stopping.wait()
             tasks.cancel_scope.cancel()
         return ending.exit_code
 
-    async def _serve_once(self, address: str, port: int, stopping: anyio.Event) -> bool:
-        """Run the engine until it ends or hangs; return whether it ever answered."""
-        words = shlex.split(self.engines.command.format(host=address, port=port))
-        output = self.folder.log(f"engine-{self.name}")
-        child = KeptProcess(self.name, words, output, GRACE_SECONDS, self._environment(), stopping=stopping)
-        seen = anyio.Event()
+    async def _serve_once(self, address: str, port: int, stopping: anyio.Event) -> tuple[bool, int | None]:
+        """Run the engine until it ends or hangs; return whether it ever answered, and its exit code if it ended."""
+        # Braces of JSON in the command stay as they are.
+        command = self.engines.command.replace("{host}", address).replace("{port}", str(port))
+        child = KeptProcess(
+            self.name, shlex.split(command), self._log, GRACE_SECONDS, self._environment(), stopping=stopping
+        )
+        seen, code = anyio.Event(), None
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, f"http://{address}:{port}", seen, tasks.cancel_scope)
-                code = await child.run_once()
+                code = await self._run_once(child)
                 log.warning("engine ended", engine=self.name, exit_code=code)
                 tasks.cancel_scope.cancel()
         finally:
             self.folder.withdraw("engines", self.name)
-        return seen.is_set()
+        return seen.is_set(), code
+
+    async def _run_once(self, child: KeptProcess) -> int | None:
+        try:
+            return await child.run_once()
+        except OSError as error:
+            with self._log.open("a") as output:
+                output.write(f"{child.command[0]} cannot be started: {error.strerror}\n")
+            return None
+
+    @property
+    def _log(self) -> Path:
+        return self.folder.log(f"engine-{self.name}")
+
+    def _note_failure(self, starts: int, exit_code: int | None) -> None:
+        with self._log.open("rb") as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = output.read().decode(errors="replace").split("\n")
+        reason = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+        self.folder.fail(
+            StartFailure(name=self.name, starts=starts, exit_code=exit_code, reason=reason[:MAX_REASON_CHARS])
+        )
 
     def _environment(self) -> dict[str, str]:
         """Return the variables of the engine, which sees its share of the node's GPUs."""
@@ -88,6 +131,7 @@ class JobEngine:
                     await anyio.sleep(LOOK_SECONDS)
                 job = os.environ.get("SLURM_JOB_ID", "")
                 self.folder.publish("engines", Published(name=self.name, url=url, job=job, node=node_name()))
+                self.folder.withdraw("failures", self.name)
                 seen.set()
             failed = 0 if seen.is_set() else FAILED_PROBES
             while failed < FAILED_PROBES:

@@ -31,6 +31,20 @@ class Published(BaseModel):
     node: str = ""
 
 
+class StartFailure(BaseModel):
+    """Why a part of a job does not run."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    starts: int
+    """How many starts in a row have failed."""
+    exit_code: int | None
+    """None if the program itself could not be started, or did not answer in time."""
+    reason: str
+    """The last line of its log, or what went wrong."""
+
+
 class Submitted(BaseModel):
     """What was submitted."""
 
@@ -53,7 +67,7 @@ class JobFolder:
             ConfigurationError: The folder cannot be written.
         """
         try:
-            for name in ("", "logs", "nodes", "engines", "redis", "state", "shared"):
+            for name in ("", "logs", "nodes", "engines", "failures", "redis", "state", "shared"):
                 (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
             if key is not None or not self.key_file.exists():
                 key = key or secrets.token_urlsafe(KEY_BYTES)
@@ -119,10 +133,21 @@ class JobFolder:
 
     def published(self, kind: str) -> list[Published]:
         """Return the listed parts, sorted by name."""
+        return [Published.model_validate(record) for record in self._records(kind)]
+
+    def fail(self, failure: StartFailure) -> None:
+        """Say why a part does not run, until it is withdrawn from `failures`."""
+        write_private(self.path / "failures" / f"{failure.name}.json", failure.model_dump_json().encode())
+
+    def failures(self) -> list[StartFailure]:
+        """Return why parts do not run, sorted by name."""
+        return [StartFailure.model_validate(record) for record in self._records("failures")]
+
+    def _records(self, kind: str) -> list[object]:
         found = []
         for file in sorted((self.path / kind).glob("*.json")):
             try:
-                found.append(Published.model_validate(json.loads(file.read_bytes())))
+                found.append(json.loads(file.read_bytes()))
             except FileNotFoundError:
                 continue
         return found

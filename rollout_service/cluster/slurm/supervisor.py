@@ -21,7 +21,7 @@ import structlog
 from rollout_client.client import ClientError, RolloutClient
 from rollout_service.cluster.slurm import commands
 from rollout_service.cluster.slurm.addresses import node_name
-from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, KeptProcess
+from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, ENGINE_GIVEN_UP, KeptProcess
 from rollout_service.cluster.slurm.folder import JobFolder, Submitted
 from rollout_service.cluster.slurm.redis_server import redis_child
 from rollout_service.cluster.slurm.registrar import Registrar
@@ -33,6 +33,7 @@ log = structlog.get_logger(__name__)
 
 ENGINES, NODE = "engines", "node-"
 LOOK_SECONDS = 0.5
+FAILURES_SECONDS = 2.0
 REQUEUE_SECONDS = 60.0
 """How long Slurm may take to end a job that it has put back into the queue."""
 DRAIN_MARGIN_SECONDS = 30.0
@@ -78,6 +79,7 @@ class Supervisor:
         async with anyio.create_task_group() as helpers:
             if self.spec.engines is not None:
                 helpers.start_soon(Registrar(self.folder).run)
+                helpers.start_soon(self._log_failures)
             if self.spec.trainer:
                 helpers.start_soon(self._train)
             async with self._running(engines), self._running(services):
@@ -99,9 +101,23 @@ class Supervisor:
         if code == 0 and step.name != ENGINES:
             log.warning("a node is lost; the others go on", part=step.name)
             self.folder.withdraw("nodes", step.name.removeprefix(NODE))
+        elif code == ENGINE_GIVEN_UP:
+            log.error("no engine can be started; the job ends", logs=str(self.folder.log("engine-*")))
+            self.exit_code = 1
+            self._stop(requeue=False)
         elif code is not None:
             log.warning("slurm ended a part of the job, which goes back into the queue", part=step.name)
             self._stop(requeue=True)
+
+    async def _log_failures(self) -> None:
+        """Log each start of an engine that failed, until cancelled."""
+        known: set[tuple[str, int]] = set()
+        while True:
+            for failure in self.folder.failures():
+                if (failure.name, failure.starts) not in known:
+                    log.warning("engine does not start", **failure.model_dump())
+            known = {(failure.name, failure.starts) for failure in self.folder.failures()}
+            await anyio.sleep(FAILURES_SECONDS)
 
     def _services(self, nodes: list[str]) -> list[KeptProcess]:
         """Return the steps of the service, one for each node."""
@@ -131,7 +147,7 @@ class Supervisor:
         srun = ["srun", "--overlap", "--mem=0", "--no-kill", *where, "--", *task]
         grace = self.spec.signal_seconds + DRAIN_MARGIN_SECONDS
         output = self.folder.log(name.partition("-")[0] + "-steps")
-        final = frozenset({0, ENDED_BY_SLURM})
+        final = frozenset({0, ENDED_BY_SLURM, ENGINE_GIVEN_UP})
         return KeptProcess(name, srun, output, grace, ends_with_input=True, final_codes=final)
 
     async def _build_images(self) -> None:
@@ -216,6 +232,8 @@ async def run_job(folder: JobFolder) -> int:
         )
     for kind in ("nodes", "engines"):
         _forget_dead(folder, kind)
+    for failure in folder.failures():
+        folder.withdraw("failures", failure.name)
     (folder.path / "redis" / "address").unlink(missing_ok=True)
     spec = folder.load().spec
     folder.save(Submitted(job=os.environ.get("SLURM_HET_JOB_ID_0") or os.environ["SLURM_JOB_ID"], spec=spec))

@@ -1,0 +1,89 @@
+"""An engine of a job of Slurm that cannot start says why, is tried less and less often, and is given up in the end."""
+
+import shlex
+import sys
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from rollout_service.cli import app
+from rollout_service.cluster.slurm import commands
+from rollout_service.cluster.slurm import engine as slurm_engine
+from rollout_service.cluster.slurm.children import ENGINE_GIVEN_UP, EndRequests
+from rollout_service.cluster.slurm.engine import JobEngine
+from rollout_service.cluster.slurm.folder import JobFolder, StartFailure, Submitted
+from rollout_service.cluster.slurm.spec import Engines, JobSpec
+
+pytestmark = pytest.mark.anyio
+NAME = "node-0"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    async def nobody_asks(_):
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(EndRequests, "follow", nobody_asks)  # the tests' own input may have ended
+    monkeypatch.setattr(slurm_engine, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(slurm_engine, "MAX_FAILED_STARTS", 3)
+    folder = JobFolder(tmp_path / "jobs" / "a-job")
+    folder.create()
+    return folder
+
+
+def engine(folder, *words):
+    return JobEngine(folder, Engines(command=f"{shlex.join(words)} {{port}}"), NAME, 0)
+
+
+async def test_an_engine_that_cannot_start_is_given_up_with_its_reason(folder):
+    script = "import sys; print(sys.argv[1:]); print('\\x1b[1mno GPU'); sys.exit(3)"
+    with anyio.fail_after(30):
+        code = await engine(folder, sys.executable, "-c", script, '{"a": {"b": 1}}').run()
+    assert code == ENGINE_GIVEN_UP
+    assert folder.failures() == [StartFailure(name=NAME, starts=3, exit_code=3, reason="\x1b[1mno GPU")]
+    assert """'{"a": {"b": 1}}'""" in folder.log(f"engine-{NAME}").read_text()
+
+
+async def test_a_program_that_is_missing_is_named(folder):
+    with anyio.fail_after(30):
+        assert await engine(folder, "no-such-program").run() == ENGINE_GIVEN_UP
+    reason = "no-such-program cannot be started: No such file or directory"
+    assert folder.failures() == [StartFailure(name=NAME, starts=3, exit_code=None, reason=reason)]
+
+
+async def test_an_engine_that_answers_after_failures_is_no_failure(folder, tmp_path):
+    script = """
+import http.server, pathlib, sys
+seen = pathlib.Path(sys.argv[1])
+if not seen.exists():
+    seen.touch()
+    sys.exit("not yet")
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("", int(sys.argv[2])), Healthy).serve_forever()
+"""
+    running = engine(folder, sys.executable, "-c", script, str(tmp_path / "seen"))
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(running.run)
+            while not folder.failures():
+                await anyio.sleep(0.01)
+            while not folder.published("engines"):
+                await anyio.sleep(0.01)
+            assert folder.failures() == []
+            tasks.cancel_scope.cancel()
+
+
+def test_the_status_names_an_engine_that_does_not_start(folder, monkeypatch):
+    async def state_of(job):
+        return commands.JobState(job, "RUNNING")
+
+    monkeypatch.setattr(commands, "job_state", state_of)
+    folder.save(Submitted(job="7", spec=JobSpec(name="a-job")))
+    folder.fail(StartFailure(name=NAME, starts=3, exit_code=1, reason="\x1b[1mno GPU"))
+    shown = CliRunner().invoke(app, ["slurm", "status", "a-job", "--folder", str(folder.path.parent)])
+    assert f"engine {NAME} failed to start 3 times, exit code 1: \\x1b[1mno GPU" in shown.output, shown.output
+    assert f"rollout-service slurm logs --part engine-{NAME}" in shown.output
