@@ -7,6 +7,7 @@ takes long to read or to render is left undone once its client has gone.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -67,7 +68,10 @@ class GatewayApp:
             response = await self._respond(request, codec, scope, receive)
         except Exception as error:  # noqa: BLE001 - told in the form of the API
             self._note(request, error)
-            await send_error(codec.error(error), send)
+            refusal = codec.error(error)
+            # Its frames hold the body and what was read of it, and a future of theirs holds the error.
+            traceback.clear_frames(error.__traceback__)
+            await send_error(refusal, send)
         else:
             await response(scope, receive, send)
 
