@@ -6,9 +6,18 @@ text of a range is made from the bytes of all its tokens, and `ends` says where 
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import WithJsonSchema
+
 from api_schemas.base import RolloutId, WireModel
 from api_schemas.rollouts.sessions import MaskReason
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole
+
+# Generators of clients and of requests know lists better than tuples, which JSON Schema writes as `prefixItems`.
+_PAIR = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+RunLengths = list[Annotated[tuple[int, int], WithJsonSchema(_PAIR)]]
+"""Pairs of a value and how often it follows itself."""
 
 
 class TurnRange(WireModel):
@@ -75,11 +84,11 @@ class TokenRange(WireModel):
     """The positions in the range of tokens that are parts of characters."""
     pieces: dict[int, str] = {}
     """The bytes of each of those tokens, in hexadecimal."""
-    mask: list[tuple[int, int]]
+    mask: RunLengths
     """Runs of (mask, count)."""
-    versions: list[tuple[int, int]]
+    versions: RunLengths
     """Runs of (version, count)."""
-    turns: list[tuple[int, int]]
+    turns: RunLengths
     """Runs of (turn id, count)."""
     logprobs: list[float | None]
     """Rounded to 4 digits; null where the mask is 0."""

@@ -244,7 +244,8 @@ def test_readers_that_leave_while_events_are_written_are_no_error(
         writer.join(60)
     name = path.partition("?")[0]
     eventually(lambda: server.log[before:].count(f" path={name} ") >= 12, server.log_file)
-    said = server.log[before:]
+    # On a busy machine, the start of a process may hold up the event loop.
+    said = "\n".join(line for line in server.log[before:].splitlines() if "hangs.heartbeat" not in line)
     assert "Traceback" not in said
     assert "[error" not in said
     assert "[warning" not in said

@@ -40,10 +40,11 @@ class Running:
         return self.log_file.read_text()
 
     def said_of_the_store(self) -> list[str]:
-        """Return the events of a log in JSON that are about the store."""
+        """Return the events of a log in JSON that say how the store works, and not what was done about its rollouts."""
         lines = [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
         about = re.compile("store|Redis|folder")
-        return [line["event"] for line in lines if about.search(f"{line['event']} {line.get('error')}")]
+        said = [line for line in lines if "queued_again" not in line]
+        return [line["event"] for line in said if about.search(f"{line['event']} {line.get('error')}")]
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send it a signal."""
