@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.reference import Solving
-from rollout_service.errors import describe
+from rollout_service.errors import describe, format_failure
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.settings import Settings
@@ -98,7 +98,7 @@ async def _reward(
     except TimeoutError:
         return None, f": it took longer than {seconds:g} s"
     except Exception as error:  # noqa: BLE001  every failure is the finding
-        return None, f": {describe(error).code}: {error}"
+        return None, f": {format_failure(describe(error))}"
     return trial.score.reward, "".join(f" ({note})" for note in trial.episode.notes)
 
 
