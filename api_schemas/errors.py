@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -45,6 +45,9 @@ class ErrorInfo(WireModel):
     """The stage that failed: `init`, `rollout` or `evaluate`."""
     attempt: Integer | None = None
     """The number of the failed attempt, counted from 1."""
+    frames: Annotated[list[str], Field(exclude_if=lambda frames: not frames)] = []
+    """The last calls in the environment's own code before a defect, the innermost last: module, line and function. They
+    have neither values, nor lines of source, nor paths of the host."""
 
 
 class FieldError(WireModel):

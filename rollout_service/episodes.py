@@ -311,6 +311,9 @@ class Episode:
     """The program that was the agent, once it has ended."""
     notes: list[str] = field(default_factory=list)
     """Notes for people on the result, such as files of the agent that were left out."""
+    grader_output: str = ""
+    """The end of what the grader printed. Its author may see it; it never becomes part of a result, since it may quote
+    hidden tests."""
     state: dict[str, Any] = field(default_factory=dict)
     """Values that the environment carries from one stage to the next."""
     gateway: GatewayAccess | None = None

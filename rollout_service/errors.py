@@ -41,8 +41,15 @@ from contextlib import contextmanager
 from math import ceil
 from typing import Any, ClassVar, Self
 
-from api_schemas.errors import Boundary, ErrorInfo, FieldError
+from api_schemas.errors import Boundary, ErrorInfo, FieldError, sentences
 from sandboxes.errors import SandboxError
+
+MAX_FRAMES = 5
+"""The frames of an environment's code that are kept with a failed rollout: enough to see who called whom."""
+MAX_FRAME_CHARS = 200
+"""The length of a frame; only generated names are longer."""
+ENVIRONMENT_PACKAGES: set[str] = set()
+"""The packages that define environments, besides this one; each subclass of `Environment` adds its own."""
 
 
 class ServiceError(Exception):
@@ -271,13 +278,19 @@ def root_cause(error: BaseException) -> BaseException:
 
 def describe(error: BaseException, *, stage: str | None = None, attempt: int | None = None) -> ErrorInfo:
     """Describe an exception for people and programs, with the boundary that it crossed."""
+    frames: list[str] = []
     if isinstance(error, ServiceError):
         code, boundary, retryable, hint = error.code, error.boundary, error.retryable, error.hint
     elif isinstance(error, SandboxError):
         code, boundary, retryable, hint = error.code, Boundary.SANDBOX, error.retryable, error.hint
     else:
         code, boundary, retryable = DefectError.code, Boundary.SERVICE, False
-        hint = "This is a bug in the service or in a plug-in. The log has the traceback."
+        frames = environment_frames(error)
+        hint = (
+            f"This is a bug in the environment's code, at {frames[-1]}."
+            if frames
+            else "This is a bug in the service or in a plug-in. The log has the traceback."
+        )
     message = str(error) or type(error).__name__
     if code == DefectError.code:
         message = f"{type(error).__name__}: {message}"
@@ -289,7 +302,27 @@ def describe(error: BaseException, *, stage: str | None = None, attempt: int | N
         retryable=retryable,
         stage=stage,
         attempt=attempt,
+        frames=frames,
     )
+
+
+def environment_frames(error: BaseException) -> list[str]:
+    """Return the last frames of a traceback that are in packages which define environments.
+
+    Tenants read them over the API, so they name modules, lines and functions, and no paths, source or values.
+    """
+    frames = [
+        f"{name}, line {line}, in {frame.f_code.co_name}"[:MAX_FRAME_CHARS]
+        for frame, line in traceback.walk_tb(root_cause(error).__traceback__)
+        if (name := str(frame.f_globals.get("__name__"))).partition(".")[0] in ENVIRONMENT_PACKAGES
+    ]
+    return frames[-MAX_FRAMES:]
+
+
+def format_failure(info: ErrorInfo) -> str:
+    """Return an error as a person reads it: its code, message and hint, and below them the environment's frames."""
+    frames = "".join(f"\n  at {frame}" for frame in info.frames)
+    return f"{info.code}: {sentences(info.message, info.hint)}{frames}"
 
 
 def without_message(error: BaseException) -> dict[str, str]:

@@ -21,7 +21,7 @@ from api_schemas.trajectories import Message
 from rollout_service.attacks.scripts import CAUSES, PRELUDE, SCRIPTS, Attack
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, PolicyTurn, Score
-from rollout_service.errors import EnvironmentFailedError, describe
+from rollout_service.errors import EnvironmentFailedError, describe, format_failure
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
@@ -179,7 +179,7 @@ async def _run_attack(
     except TimeoutError:
         return None, "the evaluation timed out"
     except Exception as error:  # noqa: BLE001  every failure of an evaluation is the finding
-        return None, f"{describe(error).code}: {error}"
+        return None, format_failure(describe(error))
     return trial.score.reward, ""
 
 

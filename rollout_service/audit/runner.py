@@ -19,7 +19,7 @@ from rollout_service.audit.report import AuditReport, InstanceAudit, TrialRecord
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import EnvironmentFailedError, describe
+from rollout_service.errors import EnvironmentFailedError, describe, format_failure
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
@@ -78,7 +78,7 @@ async def _trial(probe: _Probe, data: dict[str, JsonValue], sandboxes: SandboxSo
             trial = await play(probe, dict(data), ScriptedPolicy(IDLE_TURNS), sandboxes)
             record.reward = trial.score.reward
         except Exception as error:  # noqa: BLE001  every failure is a finding
-            record.error = f"{describe(error).code}: {error}"
+            record.error = format_failure(describe(error))
     record.memory_bytes = peak.bytes
     return record
 

@@ -25,7 +25,7 @@ from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
 from rollout_service.episodes import Episode, EpisodeLimits, Policy, PolicyTurn, Score
-from rollout_service.errors import EnvironmentFailedError
+from rollout_service.errors import ENVIRONMENT_PACKAGES, EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
 from sandboxes import SandboxConfigError, SessionName
 from sandboxes.egress.rules import AllowList
@@ -228,6 +228,13 @@ class Environment(ABC):
 
     recorded: RecordedPolicies | None = None
     """Where the policy of each rollout was recorded; None if it is sampled. `Policy.respond` is then not available."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the failures of a rollout name the calls in this package, unless it is the service's own."""
+        super().__init_subclass__(**options)
+        package = cls.__module__.partition(".")[0]
+        if package != __name__.partition(".")[0]:
+            ENVIRONMENT_PACKAGES.add(package)
 
     def findings(self) -> list[str]:
         """Return the mistakes in the environment that can be found without running it."""

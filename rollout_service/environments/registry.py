@@ -6,8 +6,11 @@ have the same name, the second one is an error.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import isabstract
 from pathlib import Path
 from typing import Self
 
@@ -54,8 +57,8 @@ class EnvironmentRegistry:
         """Load all plug-ins, including the built-in environments, and the environments at the paths.
 
         A path is a folder with an `environment.toml`, such a file, an image with `/environment`, or a folder of tasks
-        in Harbor's format, whose tasks the environment `harbor` has too. Call this in a thread: it imports plug-ins and
-        may read images.
+        in Harbor's format, whose tasks the environment `harbor` has too; or a Python file.
+        Call this in a thread: it imports plug-ins and may read images.
         """
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
@@ -125,11 +128,13 @@ def load_path(path: Path, harbor: HarborSettings | None = None) -> Environment:
         return load_declared(path)
     if path.is_dir() and is_harbor_folder(path):
         return load_harbor(path, harbor or HarborSettings())
+    if path.suffix == ".py" and path.is_file():
+        return _make(lambda: _class_in(path.resolve()), str(path))
     if path.is_file():
         return _load_image(path.resolve())
     raise ConfigurationError(
         f"there is no environment at {path}",
-        hint=f"Name a folder with an {FILE_NAME}, an image that contains one, or a folder of Harbor's tasks.",
+        hint=f"Name a folder with an {FILE_NAME} or of Harbor's tasks, an image that contains one, or a Python file.",
     )
 
 
@@ -148,10 +153,31 @@ def _load_image(image: Path) -> Environment:
         raise ConfigurationError(message, hint=error.hint) from error
 
 
+def _class_in(file: Path) -> type[Environment]:
+    """Import a Python file under a name that hides no installed module, and return the environment that it defines."""
+    name = f"environment_{file.stem}"
+    spec = spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError("it cannot be imported", hint="Give the file a name that ends in .py.")
+    sys.modules[name] = module = module_from_spec(spec)  # dataclasses and pydantic look their module up
+    spec.loader.exec_module(module)
+    own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == name]
+    found = [one for one in own if issubclass(one, Environment) and not isabstract(one)]
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"it defines {len(found)} environments", hint="Define one subclass of Environment in the file."
+        )
+    return found[0]
+
+
 def _from_plugin(plugin: EntryPoint) -> Environment:
-    where = f"the plug-in {plugin.name!r} ({plugin.value})"
+    return _make(plugin.load, f"the plug-in {plugin.name!r} ({plugin.value})")
+
+
+def _make(load: Callable[[], object], where: str) -> Environment:
+    """Make an environment of what is loaded: an environment, or a class or function that returns one."""
     try:
-        loaded = plugin.load()
+        loaded = load()
         environment = loaded() if callable(loaded) else loaded
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}", hint=error.hint) from error

@@ -27,6 +27,8 @@ from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images.store import ImageStore
 
 SHOWN_FINDINGS = 20
+SHOWN_CHARS = 100
+"""The part of a problem that is shown while other tasks run."""
 LARGE_INSTANCE_BYTES = 1024 * 1024
 """A batch has a copy of an instance for each sample and one for the group, so this gives batches of many megabytes."""
 
@@ -180,7 +182,8 @@ def with_solutions(
         )
 
     def show(tried: TriedTask) -> None:
-        outcome = "; ".join(tried.problems) or "good"
+        first = [problem.partition("\n")[0] for problem in tried.problems]  # the report has the rest
+        outcome = "; ".join(line[:SHOWN_CHARS] for line in first) or "good"
         err().print(Text(f"{instance_name(tried.instance)}: {outcome}"), soft_wrap=True)
 
     start = partial(try_environment, environment, load_settings(), limit=limit, at_once=at_once, done=show)

@@ -13,6 +13,7 @@ from rich.text import Text
 from api_schemas.rollouts import Rollout
 from api_schemas.trajectories import Segment, Trajectory
 from rollout_service.cli.console import Heading
+from rollout_service.errors import format_failure
 from rollout_service.tokens.tokenizer import ChatTokenizer
 
 CONTEXT = "dim"
@@ -70,7 +71,7 @@ def render_head(rollout: Rollout) -> RenderableType:
     parts: list[RenderableType] = [Heading(head)]
     parts += [Text(note, style="yellow") for note in rollout.notes]
     if rollout.error is not None:
-        parts.append(Text(f"{rollout.error.code}: {rollout.error.message}", style="red"))
+        parts.append(Text(format_failure(rollout.error), style="red"))
     return Group(*parts)
 
 

@@ -123,6 +123,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         # Not the working folder: a module there could shadow one that the grader imports.
         result = await place.run(command, cwd=place.path, seconds=seconds)
         require_success("evaluate", command, result)
+        episode.grader_output = _printed(result)
         return parse_score(await place.result(result), result)
 
     async def solve(self, episode: Episode) -> StopReason:

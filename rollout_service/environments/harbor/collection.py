@@ -71,6 +71,7 @@ class HarborEnvironment(Environment):
 
     def findings(self) -> list[str]:
         found = [str(problem) for problem in self.problems.values()]
+        found += [f"{name}: {finding}" for name, task in self.tasks.items() for finding in task.findings()]
         return found or ([] if self.tasks else ["there is no task in the folder"])
 
     def warnings(self) -> list[str]:

@@ -58,6 +58,9 @@ class HarborTaskEnvironment(AgentEnvironment):
         self.has_solution = task.has_solution
         self._settings = settings
 
+    def findings(self) -> list[str]:
+        return list(self.task.unusable_scripts())
+
     def warnings(self) -> list[str]:
         return list(self.task.warnings)
 
@@ -177,7 +180,7 @@ class HarborTaskEnvironment(AgentEnvironment):
         graded = _graded(episode)
         if number == 0:
             graded.clear()
-        rewards = graded[number] = await self._verify(episode.require_sandbox(), step)
+        rewards = graded[number] = await self._verify(episode, step)
         if not is_below(rewards, step.min_reward):
             return True
         episode.notes.append(
@@ -195,7 +198,7 @@ class HarborTaskEnvironment(AgentEnvironment):
         ended = [number for number in graded if is_below(graded[number], steps[number].min_reward)]
         if not ended:
             try:
-                graded[last] = await self._verify(episode.require_sandbox(), steps[last])
+                graded[last] = await self._verify(episode, steps[last])
             except SandboxClosedError:
                 if self.spec.evaluate_in is EvaluateIn.SAME:
                     return SANDBOX_ENDED_SCORE
@@ -203,10 +206,12 @@ class HarborTaskEnvironment(AgentEnvironment):
         named = [(steps[number].name, graded[number]) for number in sorted(graded)]
         return combine(named, self.task.toml.multi_step_reward_strategy)
 
-    async def _verify(self, sandbox: Sandbox, step: TaskStep) -> Rewards:
+    async def _verify(self, episode: Episode, step: TaskStep) -> Rewards:
+        sandbox = episode.require_sandbox()
         env = variables.resolve(step.verifier.env, self._settings.variables)
         places = [sandbox.workdir if path == "." else path for path in self.spec.artifacts]
-        return await Verifier(step, env, places).run(sandbox)
+        rewards, episode.grader_output = await Verifier(step, env, places).run(sandbox)
+        return rewards
 
 
 def _graded(episode: Episode) -> dict[int, Rewards]:

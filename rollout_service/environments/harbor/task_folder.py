@@ -96,6 +96,23 @@ class HarborTask:
             any((folder / "solution" / SOLUTION).is_file() for folder in step.folders) for step in self.steps
         )
 
+    def unusable_scripts(self) -> Iterator[str]:
+        """Yield the scripts with Windows line endings, which no shell can run; this blocks."""
+        for path, file in self._scripts():
+            if file.data.partition(b"\n")[0].endswith(b"\r"):
+                yield f"{path}: it has Windows line endings, which shells cannot read; convert it with `dos2unix`"
+
+    def _scripts(self) -> Iterator[tuple[str, PackedFile]]:
+        """Yield the files that a task runs, each once, with their paths in the task's folder."""
+        folders = dict.fromkeys(folder for step in self.steps for folder in step.folders)
+        for folder in folders:
+            for place in ("tests", "solution", "workdir"):
+                if (folder / place).is_dir():
+                    below = (folder / place).relative_to(self.folder)
+                    for file in read_folder(folder / place):
+                        if file.path.endswith(".sh") or file.data.startswith(b"#!"):
+                            yield f"{below}/{file.path}", file
+
     def dockerfiles(self) -> dict[str, Path]:
         """Return the Dockerfiles to be built, by the names of their images."""
         found = {

@@ -55,8 +55,8 @@ class Verifier:
     untrusted: Sequence[str] = ()
     """The folders that hold what the agent left."""
 
-    async def run(self, sandbox: Sandbox) -> Rewards:
-        """Return the rewards of what the sandbox holds.
+    async def run(self, sandbox: Sandbox) -> tuple[Rewards, str]:
+        """Return the rewards of what the sandbox holds, and the end of what the tests printed.
 
         Raises:
             EnvironmentFailedError: There is none; its type says why.
@@ -73,7 +73,7 @@ class Verifier:
         )
         await sandbox.end_processes()
         await self._require_run(sandbox, done, tests)
-        return await _read_rewards(sandbox, done, tests)
+        return await _read_rewards(sandbox, done, tests), _output(done)
 
     async def _place(self, sandbox: Sandbox, tests: Sequence[PackedFile]) -> None:
         """Copy the tests in, and make the folder of their results, with nothing of the agent in either."""
@@ -151,5 +151,9 @@ _BAKE = (
 
 
 def _printed(done: ExecResult) -> str:
-    text = (done.stdout + done.stderr).decode(errors="replace").strip()
-    return f"it printed: {text[-PRINTED_CHARS:]}" if text else "it printed nothing"
+    text = _output(done)
+    return f"it printed: {text}" if text else "it printed nothing"
+
+
+def _output(done: ExecResult) -> str:
+    return (done.stdout + done.stderr).decode(errors="replace").strip()[-PRINTED_CHARS:]

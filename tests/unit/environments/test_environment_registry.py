@@ -107,3 +107,30 @@ def test_a_folder_may_be_named_by_its_file(tmp_path):
     assert load_path(path / "environment.toml").spec.name == "a"
     with pytest.raises(ConfigurationError, match="there is no environment at"):
         load_path(tmp_path)
+
+
+PYTHON = """
+from rollout_service.environments.contract import Environment, EnvironmentSpec
+from rollout_service.episodes import Score
+
+class Mine(Environment):
+    spec = EnvironmentSpec(name="mine")
+    async def run(self, episode): ...
+    async def evaluate(self, episode): return Score(1.0)
+"""
+
+
+def test_a_python_file_is_an_environment(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(PYTHON)
+    assert load_path(file).spec.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("", "defines 0 environments"), ("oops", "NameError: name 'oops' is not defined")]
+)
+def test_a_python_file_without_an_environment_says_why(tmp_path, text, reason):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=rf"mine\.py.*{reason}"):
+        load_path(file)

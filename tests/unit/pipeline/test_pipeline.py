@@ -21,7 +21,7 @@ from api_schemas.tasks import Limits, Task
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, Policy, Score
-from rollout_service.errors import EnvironmentFailedError, StoreError, UnavailableError
+from rollout_service.errors import MAX_FRAMES, EnvironmentFailedError, StoreError, UnavailableError
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
 from rollout_service.pipeline.pipeline import Pipeline
@@ -669,6 +669,25 @@ async def test_an_unknown_exception_says_that_it_is_a_defect() -> None:
         assert rollout.error is not None
         assert rollout.error.code == "internal_error"
         assert "KeyError" in rollout.error.message
+
+
+async def test_a_defect_of_an_environment_names_the_last_calls_in_its_own_code() -> None:
+    def deeper(times: int) -> None:
+        if not times:
+            raise KeyError("oops")
+        deeper(times - 1)
+
+    async def broken(_: Episode) -> None:
+        deeper(50)
+
+    async with bench(Played(evaluate=broken)) as b:
+        rollout = await b.run()
+        assert rollout.error is not None
+        assert len(rollout.error.frames) == MAX_FRAMES
+        assert rollout.error.frames[-1].startswith(f"{__name__}, line ")
+        assert rollout.error.frames[-1].endswith(", in deeper")
+        assert rollout.error.frames[-1] in rollout.error.hint
+        assert "/" not in "".join(rollout.error.frames)  # tenants must not learn the host's paths
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

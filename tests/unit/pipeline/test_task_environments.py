@@ -6,8 +6,11 @@ import pytest
 
 from api_schemas.rollouts import StopReason
 from rollout_service.attacks import attack_environment
+from rollout_service.audit import audit_environment
+from rollout_service.cli.env.solutions import try_tasks
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.episodes import Episode, EpisodeLimits, Score
+from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
@@ -47,3 +50,23 @@ async def test_a_trial_uses_the_environment_of_its_instance(sandboxes):
 async def test_attacks_use_the_environment_of_their_instance(sandboxes):
     report = await attack_environment(ByInstance(), sandboxes, instance={"turns": 5}, attacks=[])
     assert report.idle_reward == 5.0
+
+
+class Broken(ByInstance):
+    """An environment with a bug in its grading."""
+
+    def for_instance(self, instance):
+        return self
+
+    async def evaluate(self, episode: Episode) -> Score:
+        raise NameError("no such name")
+
+
+async def test_each_check_says_where_the_code_of_an_environment_failed(sandboxes):
+    place = f"at {__name__}, line "
+    [tried] = await try_tasks(Broken(), [{}], sandboxes, at_once=1)
+    assert place in tried.problems[-1]
+    report = await audit_environment(Broken(), sandboxes, [(0, {})], runs=1)
+    assert place in report.findings[0]
+    with pytest.raises(EnvironmentFailedError, match=place):
+        await attack_environment(Broken(), sandboxes, instance={}, attacks=[])

@@ -99,6 +99,19 @@ def test_a_failure_shows_its_cause_and_no_reward(tokenizer):
     assert "sandbox_start: it did not come up" in text
 
 
+def test_a_failure_shows_what_to_do_and_where_the_environment_failed(tokenizer):
+    error = ErrorInfo(
+        code="internal_error",
+        boundary=Boundary.SERVICE,
+        message="NameError: x",
+        hint="Look at the code.",
+        frames=["mine.grading, line 4, in evaluate", "mine.rules, line 9, in count"],
+    )
+    text = printed(render_rollout(rollout(None, error=error, trajectory=None), tokenizer))
+    assert "internal_error: NameError: x. Look at the code." in text
+    assert "  at mine.grading, line 4, in evaluate\n" in text
+
+
 def test_a_summary_tells_wrong_answers_from_failures():
     error = ErrorInfo(code="sandbox_start", boundary=Boundary.SANDBOX, message="no")
     summary = Summary([rollout(), rollout(), rollout(0.0), rollout(None, error=error)], seconds=8.0)

@@ -76,6 +76,16 @@ def test_a_task_that_cannot_be_used_does_not_hide_the_others(tmp_path):
         environment.check({"task": "bad"})
 
 
+def test_a_script_with_windows_line_endings_is_found_without_running_it(tmp_path):
+    folder = make(tmp_path / "set/one")
+    (folder / "solution").mkdir()
+    (folder / "solution/solve.sh").write_bytes(b"#!/bin/bash\r\ntrue\r\n")
+    (folder / "tests/table.csv").write_bytes(b"a,b\r\n")
+    [finding] = load_path(tmp_path / "set").findings()
+    assert finding.startswith("one: solution/solve.sh: it has Windows line endings")
+    assert "dos2unix" in finding
+
+
 def test_settings_of_a_task_become_those_of_its_sandboxes(tmp_path):
     toml = (
         '[agent]\ntimeout_sec = 70\nnetwork_mode = "allowlist"\nallowed_hosts = ["pypi.org"]\n'

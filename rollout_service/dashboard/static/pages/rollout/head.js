@@ -15,7 +15,8 @@ function Failure({error, title}) {
     ${title ? html`<span class="dim">${title} </span>` : null}<strong>${error.code}</strong>
     <span class="dim"> at ${error.boundary}${error.stage ? `, in ${error.stage}` : ""}${error.attempt ? `, attempt ${error.attempt}` : ""}</span>
     <div class="failure-text"><${Visible} text=${error.message} /></div>
-    ${error.hint ? html`<div class="failure-text"><strong>What to do: </strong><${Visible} text=${error.hint} /></div>` : null}</div>`;
+    ${error.hint ? html`<div class="failure-text"><strong>What to do: </strong><${Visible} text=${error.hint} /></div>` : null}
+    ${(error.frames ?? []).map((frame) => html`<div class="failure-text">at <${Visible} text=${frame} /></div>`)}</div>`;
 }
 
 // Links to the samples of its group before and after it.

@@ -1,0 +1,69 @@
+"""A task whose solution does not get 1 comes with its reason, once."""
+
+import json
+
+import pytest
+
+from rollout_service.cli.env.check import check_environment, with_solutions
+from rollout_service.cli.env.solutions import PRINTED_LINES, try_tasks
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from sandboxes import LocalConfig, make_provider
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def make(tmp_path):
+    def folder(evaluate: str, solution: str = "true"):
+        folder = tmp_path / "env"
+        folder.mkdir()
+        (folder / "environment.toml").write_text(
+            'name = "e"\nimage = "base"\nprompt = "Do it."\n[dataset]\npath = "tasks.jsonl"\n'
+            f'[evaluate]\ncommand = {json.dumps(evaluate)}\nsandbox = "same"\n'
+            f"[solution]\ncommand = {json.dumps(solution)}\n"
+        )
+        (folder / "tasks.jsonl").write_text('{"n": 1}\n')
+        return folder
+
+    return folder
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+async def tried(folder, state):
+    provider = make_provider(LocalConfig(provider="local"), state)
+    try:
+        [one] = await try_tasks(load_folder(folder), [{"n": 1}], SandboxSource(provider), at_once=1)
+    finally:
+        await provider.close()
+    return one
+
+
+@pytest.mark.anyio
+async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reason(make, tmp_path):
+    grade = """seq 1 40; echo '{"reward": 0}' > $ROLLOUT_RESULT"""
+    one = await tried(make(grade, "setsid sleep 600 > /dev/null 2>&1 &"), tmp_path / "state")
+    [problem] = one.problems
+    assert problem.startswith("its solution gets 0 (it left processes, which were ended before the grading: ")
+    assert "sleep" in problem
+    assert problem.splitlines()[1:] == [f"  {number}" for number in range(41 - PRINTED_LINES, 41)]
+
+
+@pytest.mark.anyio
+async def test_a_solution_that_leaves_nothing_has_no_such_note(make, tmp_path):
+    grade = """echo '{"reward": 0}' > $ROLLOUT_RESULT"""
+    one = await tried(make(grade), tmp_path / "state")
+    assert one.problems == ("its solution gets 0",)
+
+
+def test_output_that_repeats_is_shown_once(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_SANDBOX__PROVIDER", "local")
+    folder = str(make("echo all broken; exit 3"))
+    report = with_solutions(check_environment(folder), folder, limit=None, at_once=1, good=None)
+    found = [finding for finding in report.findings if "solution" in finding or "nothing" in finding]
+    assert sum("it printed" in finding or "all broken" in finding for finding in found) == 1
+    assert found[-1].endswith("doing nothing gets no reward, for the same reason")
