@@ -78,8 +78,7 @@ class Dispatcher:
                 part = await self._send(handle, decision, attempt, continuation.sink)
             except (BackendUnreachable, BackendProtocolError) as error:
                 fruitless = 0 if continuation.has_streamed else fruitless + 1
-                # Weights change while the pool is paused, or while an engine has no requests.
-                is_settled = handle.info.weight_version == version and self._registry.paused is None
+                is_settled = self._is_settled(handle, version)
                 whole = continuation.keep_streamed(handle.id, read_by, version if is_settled else None)
                 if whole is not None:
                     return whole
@@ -91,14 +90,19 @@ class Dispatcher:
                 continue
             if (whole := continuation.add(part, read_by)) is not None:
                 return whole
-            fruitless = 0 if part.output_ids else fruitless + 1
-            if fruitless >= self._options.max_failures and self._registry.paused is None:
+            # A request that waited through updates of the weights, and was aborted by each, is not the engine's fault.
+            fruitless = 0 if part.output_ids else fruitless + self._is_settled(handle, version)
+            if fruitless >= self._options.max_failures:
                 raise BackendUnreachable(
                     "aborts every request before its first token",
                     hint="See the engine's log.",
                     backend_id=handle.id,
                 )
             await _back_off(fruitless)
+
+    def _is_settled(self, handle: BackendHandle, version: int) -> bool:
+        """Return whether a backend still has this version: it changes while the pool is paused, or without requests."""
+        return handle.info.weight_version == version and self._registry.paused is None
 
     def release(self, affinity: str) -> None:
         """Forget a rollout that has ended."""

@@ -142,6 +142,27 @@ async def test_endless_aborts_of_an_engine_that_nobody_paused_are_an_error():
             await pool.generate(request())
 
 
+async def test_what_pauses_abort_before_the_first_token_is_not_held_against_the_engine():
+    engine = ScriptedEngine(SCRIPT, latency=0.5)
+    async with running(engine, options=replace(OPTIONS, max_failures=2)) as (_, pool):
+        answers = []
+
+        async def ask():
+            answers.append(await pool.generate(request()))
+
+        async with anyio.create_task_group() as tasks:
+            seen = engine.requests
+            tasks.start_soon(ask)
+            for number in range(4):
+                while engine.requests == seen:
+                    await anyio.sleep(0.01)
+                seen = engine.requests
+                await pool.pause(PauseMode.ABORT)
+                engine.inject(Fault.QUEUE_ABORT, count=int(number == 3))
+                await pool.resume()
+        assert is_exact(answers[0])
+
+
 @pytest.mark.parametrize("token", [-1, 512, 10**9])
 async def test_an_id_outside_the_vocabulary_is_never_sent(token):
     engine = ScriptedEngine(SCRIPT)
