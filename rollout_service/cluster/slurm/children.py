@@ -39,6 +39,12 @@ ENGINE_GIVEN_UP = 70
 _CHUNK_BYTES = 4_096
 
 
+def pause_after(failed: int) -> float:
+    """Return how many seconds to wait after so many failures in a row: one at first, and twice as long each time."""
+    doublings = min(max(0, failed - 1), 10)  # a large power is no float
+    return min(FIRST_PAUSE_SECONDS * (1 << doublings), LONGEST_PAUSE_SECONDS)
+
+
 @dataclass(frozen=True, slots=True)
 class KeptProcess:
     """A program to keep running."""
@@ -62,7 +68,7 @@ class KeptProcess:
         Raises:
             OSError: The program cannot be started.
         """
-        pause = FIRST_PAUSE_SECONDS
+        failed = 0
         while not self.stopping.is_set():
             began = anyio.current_time()
             code = await self.run_once()
@@ -70,11 +76,11 @@ class KeptProcess:
                 break
             if code in self.final_codes:
                 return code
-            pause = FIRST_PAUSE_SECONDS if anyio.current_time() - began > SETTLED_SECONDS else pause
+            failed = 1 if anyio.current_time() - began > SETTLED_SECONDS else failed + 1
+            pause = pause_after(failed)
             log.warning("part of the job ended", part=self.name, exit_code=code, again_in_seconds=pause)
             with anyio.move_on_after(pause):
                 await self.stopping.wait()
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return None
 
     async def run_once(self) -> int:

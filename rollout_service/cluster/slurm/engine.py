@@ -19,10 +19,9 @@ import structlog
 from rollout_service.cluster.slurm.addresses import node_name, own_address
 from rollout_service.cluster.slurm.children import (
     ENGINE_GIVEN_UP,
-    FIRST_PAUSE_SECONDS,
-    LONGEST_PAUSE_SECONDS,
     EndRequests,
     KeptProcess,
+    pause_after,
 )
 from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure
 from rollout_service.cluster.slurm.spec import Engines
@@ -70,9 +69,7 @@ class JobEngine:
                 if failed == MAX_FAILED_STARTS:
                     ending.exit_code = ENGINE_GIVEN_UP
                     break
-                with anyio.move_on_after(
-                    min(FIRST_PAUSE_SECONDS * 2 ** max(0, failed - 1), LONGEST_PAUSE_SECONDS)
-                ):
+                with anyio.move_on_after(pause_after(failed)):
                     await stopping.wait()
             tasks.cancel_scope.cancel()
         return ending.exit_code

@@ -113,10 +113,10 @@ class Supervisor:
         """Log each start of an engine that failed, until cancelled."""
         known: set[tuple[str, int]] = set()
         while True:
-            for failure in self.folder.failures():
-                if (failure.name, failure.starts) not in known:
-                    log.warning("engine does not start", **failure.model_dump())
-            known = {(failure.name, failure.starts) for failure in self.folder.failures()}
+            failures = {(failure.name, failure.starts): failure for failure in self.folder.failures()}
+            for key in failures.keys() - known:
+                log.warning("engine does not start", **failures[key].model_dump())
+            known = set(failures)
             await anyio.sleep(FAILURES_SECONDS)
 
     def _services(self, nodes: list[str]) -> list[KeptProcess]:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout_service.cli import app
-from rollout_service.cluster.slurm import commands
+from rollout_service.cluster.slurm import children, commands
 from rollout_service.cluster.slurm import engine as slurm_engine
 from rollout_service.cluster.slurm.children import ENGINE_GIVEN_UP, EndRequests
 from rollout_service.cluster.slurm.engine import JobEngine
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
         await anyio.sleep_forever()
 
     monkeypatch.setattr(EndRequests, "follow", nobody_asks)  # the tests' own input may have ended
-    monkeypatch.setattr(slurm_engine, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(children, "FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(slurm_engine, "MAX_FAILED_STARTS", 3)
     folder = JobFolder(tmp_path / "jobs" / "a-job")
     folder.create()
