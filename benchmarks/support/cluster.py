@@ -195,7 +195,7 @@ class Cluster:
             self._signal(node, signal.SIGCONT)
 
     async def _without_folder(self, seconds: float, *, is_empty: bool) -> None:
-        """Take the shared folder away for a while, as a file system that is not mounted is."""
+        """Move the shared folder away for a while, as if its file system were not mounted."""
         shared, away = self.folder / "shared", self.folder / "away"
         shared.rename(away)
         try:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.gateway.recordings import NAMES, load
+from tests.support.gateway.recordings import NAMES, load, places
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
 pytestmark = [pytest.mark.xdist_group("gateway_fuzz"), pytest.mark.slow(seconds=60)]
@@ -24,12 +24,6 @@ pytestmark = [pytest.mark.xdist_group("gateway_fuzz"), pytest.mark.slow(seconds=
 MAX_BYTES = 8 * 1024 * 1024
 MAX_HEALTH_SECONDS = 1.0
 MAX_GROWTH_BYTES = 100 * 1024 * 1024
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value inside a body."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(found for key, one in inner for found in places(one, (*path, key)))]
 
 
 RUNS = {run.path.partition("/models/")[0]: run for name in NAMES for run in load(name)[-1:]}

@@ -79,7 +79,7 @@ class Client:
     client_id: str
     history: list[ClientMessage] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
-    """What was said to it and by it."""
+    """Every message of its conversations."""
     has_refused: bool = False
     """Whether anything of it was not stored."""
 
@@ -156,7 +156,7 @@ async def cluster(folder: Path, redis: RedisServer | None) -> AsyncIterator[Clus
 
 
 class Histories(RuleBasedStateMachine):
-    """What users do, nodes go through, and trainers get."""
+    """Random actions of users, nodes and trainers."""
 
     def __init__(self, redis: RedisServer | None = None) -> None:
         super().__init__()

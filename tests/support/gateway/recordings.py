@@ -56,6 +56,12 @@ class Recorded:
         return CODECS[self.dialect].read(json.dumps(self.body).encode(), self.headers, self.path)
 
 
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value inside a body."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(found for key, one in inner for found in places(one, (*path, key)))]
+
+
 def load(name: str) -> list[Recorded]:
     """Return the model calls of a recording, in their order."""
     return list(_load(FOLDER / f"{name}.jsonl"))

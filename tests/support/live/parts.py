@@ -54,7 +54,7 @@ class LiveBench:
     """The parts of a service that make batches of sessions."""
 
     def __init__(self, store: Store, live: LiveStore, node: str | None = None) -> None:
-        """Take the name of this node if others share the store of runs."""
+        """Create it; `node` names this node if others share the store of runs."""
         self.store, self.live, self.node = store, live, node
         self.now = 1_000.0
         self.environment = SessionEnvironment(SessionParts(live, store.runs, lambda _: RENDERER, node=node))

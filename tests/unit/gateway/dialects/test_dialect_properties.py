@@ -12,7 +12,7 @@ from rollout_service.errors import InvalidFieldError, MalformedBodyError
 from rollout_service.gateway.contract import Dialect, ModelCall, ReasoningDelta, TextDelta
 from rollout_service.gateway.dialects import CODECS, WholeAnswer
 from tests.support.gateway import answers
-from tests.support.gateway.recordings import NAMES, load
+from tests.support.gateway.recordings import NAMES, load, places
 
 NAMES_OF_FIELDS = re.findall(
     r"\S+",
@@ -53,14 +53,8 @@ def test_any_bytes_are_read_or_refused(dialect: Dialect, content: bytes) -> None
     read_or_refuse(dialect, content)
 
 
-def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value inside a body."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(found for key, one in inner for found in paths(one, (*path, key)))]
-
-
 RECORDED = [run for name in NAMES for run in load(name)[-1:]]
-BODIES = [(run.dialect, json.dumps(run.body), paths(run.body)[1:]) for run in RECORDED]
+BODIES = [(run.dialect, json.dumps(run.body), places(run.body)[1:]) for run in RECORDED]
 
 
 @given(st.data())
