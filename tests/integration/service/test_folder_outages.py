@@ -19,6 +19,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.store.disks import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
+LONG = pytest.mark.extended("rollout_service/store/")
 
 ROLLOUTS = 80  # more than end before a slow machine sees the first three
 LOG = 'log_format = "json"\n'
@@ -129,7 +130,9 @@ WAYS: dict[str, tuple[Callable[[SmallDisk], None], Callable[[SmallDisk], None], 
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["moved", *(pytest.param(way, marks=LONG) for way in ("unmounted", "read-only", "full"))]
+)
 def test_an_outage_of_the_folder_is_reported_and_loses_nothing(
     folder: Path, engine: str, own_redis: RedisServer, disk: SmallDisk, way: str
 ) -> None:
@@ -155,6 +158,7 @@ def store_command(folder: Path, *words: str) -> dict[str, Any]:
     return found
 
 
+@LONG
 def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
     folder: Path, engine: str, own_redis: RedisServer
 ) -> None:
