@@ -18,10 +18,10 @@ from tests.support.processes.service import Running, eventually, scripted_engine
 from tests.support.redis_server import RedisServer
 from tests.support.store.disks import SmallDisk, small_disk
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 LONG = pytest.mark.extended("rollout_service/store/")
 
-ROLLOUTS = 80  # more than end before a slow machine sees the first three
+ROLLOUTS = 40  # more than end before a slow machine sees the first three
 LOG = 'log_format = "json"\n'
 FEW_AT_ONCE = """
 [sandboxes.pressure]
@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 90.0
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with scripted_engine(tmp_path_factory.mktemp("engine"), delay=0.2) as started:
+    with scripted_engine(tmp_path_factory.mktemp("engine"), delay=1) as started:
         yield started.url
 
 
