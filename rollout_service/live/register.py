@@ -30,20 +30,13 @@ class SessionRegister:
         users: UserHashes,
         choose_pool: Callable[[str, str], str],
         clock: Callable[[], float],
-        *,
-        has_neighbors: bool,
     ) -> None:
-        """Keep sessions in a store.
-
-        `choose_pool` returns the pool of a new session from the one it asks for and its id. `has_neighbors` says that
-        other nodes may have sessions that this one does not know.
-        """
+        """Keep sessions in a store; `choose_pool` returns a new one's pool from the pool it asks for and its id."""
         self._settings = settings
         self._store = store
         self._users = users
         self._choose_pool = choose_pool
         self._clock = clock
-        self._has_neighbors = has_neighbors
         self.open_sessions = 0
 
     async def count_open(self) -> None:
@@ -103,21 +96,23 @@ class SessionRegister:
         if record.continues is not None:
             refused = await self.opt_outs_of(record.continues)
             if refused != OptOuts():
-                await self._store.opt_out(self.conversation_of(record.session_id), refused, self._clock())
+                await self._store.opt_out(self.conversation_of(record), refused, self._clock())
         is_new = await self._store.open(record)
         self.open_sessions += is_new
         return is_new
 
-    def conversation_of(self, session_id: str) -> str:
+    def conversation_of(self, record: SessionRecord) -> str:
         """Return under what the store remembers what was not to be stored of a session's conversation."""
-        return self._users.of_conversation(session_id)
+        return self._users.of_conversation(record.session_id, record.client)
 
     async def opt_outs_of(self, session_id: str) -> OptOuts:
         """Return what of a session's conversation was not to be stored, whether the session is still there or not."""
-        found = await self._store.opt_outs(self.conversation_of(session_id))
         record = await self._store.session(session_id)
-        # An earlier release counted such turns, and remembered nothing of them.
-        is_incomplete = self._has_neighbors if record is None else record.opted_out > 0
+        client = "" if record is None else record.client
+        found = await self._store.opt_outs(self._users.of_conversation(session_id, client))
+        # A session that is gone may have been a client's, or another node's. An earlier release counted such turns,
+        # and remembered nothing of them.
+        is_incomplete = record is None or record.opted_out > 0
         return OptOuts(is_complete=False) if is_incomplete and found == OptOuts() else found
 
     async def close(self, session_id: str, because: ClosedBecause) -> None:

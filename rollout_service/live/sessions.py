@@ -68,8 +68,6 @@ class LiveSessionParts:
     deletion: Deletion
     choose_pool: Callable[[str, str], str]
     """Returns the pool that serves a new session, from the pool that it asks for and its id."""
-    has_neighbors: bool = False
-    """Whether other nodes may have sessions that this one does not know."""
     clock: Callable[[], float] = time.time
 
 
@@ -87,7 +85,6 @@ class LiveSessions:
             parts.users,
             parts.choose_pool,
             parts.clock,
-            has_neighbors=parts.has_neighbors,
         )
         self.served = ServedSessions(
             parts.settings,

@@ -88,7 +88,6 @@ async def open_live(
                 recording=recording,
                 deletion=training.deletion,
                 choose_pool=canaries.choose,
-                has_neighbors=foundation.store.cluster.is_shared,
             )
         )
         await sessions.start()

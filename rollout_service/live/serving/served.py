@@ -173,7 +173,7 @@ class ServedSessions:
             capture = await anyio.to_thread.run_sync(rebuild, renderer, turns)
         default = TurnKind.MAIN if record.explicit else TurnKind(self._settings.turn_kind)
         consent = ConversationConsent(
-            self._register.conversation_of(record.session_id),
+            self._register.conversation_of(record),
             self._recording.hashes,
             await self._register.opt_outs_of(record.session_id),
         )

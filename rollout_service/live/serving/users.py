@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import secrets
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from rollout_service.private_files import write_private
 _SALT_BYTES = 32
 _HASH_BYTES = 16
 DEFAULT_TENANT = "default"
-_NUMBER = re.compile(r"~[0-9]{1,9}$")
 
 
 class UserHashes:
@@ -51,9 +49,9 @@ class UserHashes:
         """Return a key for hashes of what users say."""
         return hashlib.blake2b(digest_size=_SALT_BYTES, key=self._salt, person=b"messages").digest()
 
-    def of_conversation(self, session_id: str) -> str:
-        """Return the hash of the conversation of a session, the same for all that a client went on in by its own id."""
-        return self._digest(b"conversation", _NUMBER.sub("", session_id))
+    def of_conversation(self, session_id: str, client: str) -> str:
+        """Return the hash of a session's conversation, which goes on in all sessions of a client's own id."""
+        return self._digest(b"conversation", client or session_id)
 
     def hash(self, user: str, tenant: str) -> str:
         """Return the hash of a user of a tenant, by name."""

@@ -145,7 +145,6 @@ class LiveNode(LiveBench):
                 deletion=self.deletion,
                 choose_pool=lambda pool, _: pool,
                 clock=lambda: self.now,
-                has_neighbors=True,
             )
         )
         self.restart()

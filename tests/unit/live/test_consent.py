@@ -82,17 +82,26 @@ async def test_where_not_all_is_known_only_what_begins_anew_is_stored() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("has_neighbors", [False, True])
-async def test_what_another_node_may_know_is_not_taken_for_agreed(
-    tmp_path: Path, has_neighbors: bool
-) -> None:
+async def test_a_conversation_of_which_nothing_is_known_is_not_taken_for_agreed(tmp_path: Path) -> None:
     users = UserHashes.load(tmp_path / "salt")
     async with SqliteLiveStore(":memory:") as store:
-        register = SessionRegister(
-            LiveSettings(), store, users, cast(Any, None), lambda: 0.0, has_neighbors=has_neighbors
-        )
+        register = SessionRegister(LiveSettings(), store, users, cast(Any, None), lambda: 0.0)
         await register.add(a_session("here"))
         await register.add(a_session("from here", continues="here"))
         await register.add(a_session("from elsewhere", continues="there"))
         assert (await register.opt_outs_of("from here")).is_complete
-        assert (await register.opt_outs_of("from elsewhere")).is_complete is not has_neighbors
+        assert not (await register.opt_outs_of("from elsewhere")).is_complete
+
+
+@pytest.mark.anyio
+async def test_clients_refuse_for_themselves_alone_whatever_their_names_join_to(tmp_path: Path) -> None:
+    users = UserHashes.load(tmp_path / "salt")
+    async with SqliteLiveStore(":memory:") as store:
+        register = SessionRegister(LiveSettings(), store, users, cast(Any, None), lambda: 0.0)
+        mine = [replace(a_session(f"chat:vip:x{end}"), client="mine") for end in ("", "~3")]
+        other = replace(a_session("chat:vip:x~2"), client="another's")
+        for record in (*mine, other):
+            await register.add(record)
+        await store.opt_out(register.conversation_of(mine[0]), OptOuts(frozenset({b"8 bytes."})), 0.0)
+        assert await register.opt_outs_of(other.session_id) == OptOuts()
+        assert (await register.opt_outs_of(mine[1].session_id)).digests == {b"8 bytes."}
