@@ -18,6 +18,7 @@ from api_schemas.base import (
     Seconds,
     SecondsOrZero,
     StrEnum,
+    Timestamp,
     WireModel,
     tagged,
 )
@@ -102,6 +103,8 @@ class BackendView(WireModel):
     failures: int
     """Failed requests and probes."""
     last_error: str | None = None
+    failed_at: Timestamp | None = None
+    """When the last of them was; null before the first."""
 
 
 class PauseMode(StrEnum):

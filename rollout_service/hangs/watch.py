@@ -35,7 +35,7 @@ from rollout_service.hangs.signs.runs import TroubledRuns
 from rollout_service.hangs.stacks import stack_of_task
 from rollout_service.hangs.telling import HangTeller
 from rollout_service.hangs.verdicts import Verdicts
-from rollout_service.hangs.waits import StepWait, at, view, waits_of
+from rollout_service.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.private_files import make_private
@@ -105,6 +105,7 @@ class HangWatch:
             working=len(self._board.all()),
             loop_lag_seconds=self.loop_lag,
             findings=self.findings(stacks=True),
+            oldest=oldest_of_stages(waits_of(self._board.all(), time.perf_counter())),
         )
 
     def activity(self, rollout_id: str) -> RolloutActivity | None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import anyio
 
@@ -50,6 +51,8 @@ class BackendHandle:
     """The chunks of tokens that it has streamed."""
     failures: int = 0
     last_error: str | None = None
+    failed_at: datetime | None = None
+    """When a call or probe failed last."""
     bad_in_a_row: int = 0
     good_in_a_row: int = 0
     being_checked: bool = False
@@ -117,6 +120,7 @@ class BackendHandle:
         self.bad_in_a_row += 1
         self.good_in_a_row = 0
         self.last_error = str(error) or type(error).__name__
+        self.failed_at = datetime.now(UTC)
 
     def take_out(self) -> None:
         """Take it out of service: it gets no new requests, and the open ones go elsewhere."""
@@ -173,4 +177,5 @@ class BackendHandle:
             served=self.served,
             failures=self.failures,
             last_error=self.last_error,
+            failed_at=self.failed_at,
         )
