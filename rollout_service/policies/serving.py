@@ -225,10 +225,18 @@ class PolicyServing:
         """Return how often the version of each frozen pool has changed, which only an engine itself can do."""
         return {name: count for name, count in self._pools.version_changes().items() if is_frozen(name)}
 
-    def absences(self) -> list[str]:
-        """Return a sentence with the reason for each backend that does not serve."""
-        awaited = [f"Waiting for {one}: {why.rstrip('.')}." for one, why in self.waiting.items()]
-        views = [view for view in self.views() if view.state is not BackendState.READY]
+    def absences(self, pool: str | None = None) -> list[str]:
+        """Return a sentence with the reason for each backend that does not serve, of one pool or of all."""
+        awaited = [
+            f"Waiting for {one}: {why.rstrip('.')}."
+            for one, why in self.waiting.items()
+            if pool is None or one.startswith(f"{pool}@")
+        ]
+        views = [
+            view
+            for view in self.views()
+            if view.state is not BackendState.READY and pool in (None, view.pool)
+        ]
         return awaited + [
             f"{view.backend_id} is {view.state}"
             + (f": {view.last_error}." if view.state is BackendState.FAILED and view.last_error else ".")
