@@ -16,6 +16,7 @@ InferenceError
 └── OrderFailed             backends failed a command to their pool; the context has every answer
     ├── WeightsRefused      ... and all refused the weights that they were given
     ├── WeightsNotLoaded    ... and none has the weights
+    ├── WeightsUnusable     ... and none can sample with the weights
     └── WeightsPartlyLoaded ... and only some have the weights
 
 Answers are never repaired: tokens and logprobs are the engine's, or there are none.
@@ -154,6 +155,13 @@ class WeightsNotLoaded(OrderFailed):
 
     code = "weights_not_loaded"
     retryable = True
+
+
+class WeightsUnusable(OrderFailed):
+    """Backends have the weights, but none can sample with them; all are out of service."""
+
+    code = "weights_unusable"
+    status = 422
 
 
 class WeightsPartlyLoaded(OrderFailed):

@@ -32,6 +32,7 @@ from rollout_service.inference.errors import (
     WeightsNotLoaded,
     WeightsPartlyLoaded,
     WeightsRefused,
+    WeightsUnusable,
 )
 from rollout_service.tokens.errors import RendererMismatchError
 
@@ -80,7 +81,13 @@ async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
 @router.post(
     "/weights",
     responses=raises(
-        NoBackendError, WeightsConflict, PoolFrozen, WeightsRefused, WeightsNotLoaded, WeightsPartlyLoaded
+        NoBackendError,
+        WeightsConflict,
+        PoolFrozen,
+        WeightsRefused,
+        WeightsNotLoaded,
+        WeightsPartlyLoaded,
+        WeightsUnusable,
     ),
 )
 async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOutcome:

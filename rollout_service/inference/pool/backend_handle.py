@@ -53,6 +53,8 @@ class BackendHandle:
     last_error: str | None = None
     failed_at: datetime | None = None
     """When a call or probe failed last."""
+    tried_version: int | None = None
+    """The version of the weights that a token was last sampled with to try them."""
     bad_in_a_row: int = 0
     good_in_a_row: int = 0
     being_checked: bool = False
@@ -151,9 +153,10 @@ class BackendHandle:
                 await self.wait_until_idle()
             await self.backend.close()
 
-    def bring_back(self, info: ModelInfo) -> None:
-        """Put it into service, with a small share at first."""
+    def bring_back(self, info: ModelInfo, *, is_tried: bool) -> None:
+        """Put it into service, with a small share at first; weights that are not tried are at the next resume."""
         self.info = info
+        self.tried_version = info.weight_version if is_tried else None
         self.state = BackendState.READY
         self.bad_in_a_row = 0
         self._since = self.clock()
