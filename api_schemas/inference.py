@@ -93,6 +93,8 @@ class BackendView(WireModel):
     model_path: str
     tokenizer_path: str
     weight_version: int
+    sampled_version: int | None = None
+    """The version that its newest tokens have, if it is another: somebody else gave the engine weights."""
     context_length: int
     exports: list[str] = []
     """The token extras that it can return: `top_logprobs`, `prompt_logprobs`, `routed_experts`."""

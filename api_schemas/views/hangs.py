@@ -80,9 +80,10 @@ class HangFinding(WireModel):
     finding_id: str
     """The same from its beginning to its end."""
     verdict: HangVerdict
-    kind: StepKind | Literal["event_loop", "run"]
+    kind: StepKind | Literal["event_loop", "run", "weights"]
     """The kind of step that waits; `event_loop` if code that does not yield keeps everything waiting, `run` if a
-    trainer's run cannot go on (`stuck`), or delivers nothing (`slow`)."""
+    trainer's run cannot go on (`stuck`), or delivers nothing (`slow`), `weights` if an engine samples with weights that
+    it was not given."""
     subject: str
     """The subject of the finding: a backend, a sandbox, a tool, a pool, a stage, a run, or the store."""
     stage: Stage | None = None

@@ -1,5 +1,6 @@
 """Looks at everything that rollouts wait for, once a second, and reports what is stuck, slow or held back.
-Runs that cannot go on, or deliver nothing, are told of in the same way by the service that works on runs.
+Runs that cannot go on, or deliver nothing, are told of in the same way by the service that works on runs, and so are
+engines that sample with weights that they were not given.
 
 Guarantees:
 - A wait is called stuck only if it takes longer than it should and nothing moves; see `rules`.
@@ -32,6 +33,7 @@ from rollout_service.hangs.last_report import STACKS, LastReport
 from rollout_service.hangs.metrics import HangMetrics
 from rollout_service.hangs.rules import LOOK_SECONDS
 from rollout_service.hangs.signs.runs import TroubledRuns
+from rollout_service.hangs.signs.versions import OtherVersions
 from rollout_service.hangs.stacks import stack_of_task
 from rollout_service.hangs.telling import HangTeller
 from rollout_service.hangs.verdicts import Verdicts
@@ -67,6 +69,7 @@ class HangWatch:
         self._board.observe(self.durations)
         self._verdicts = Verdicts(context, serving, self.durations)
         self._runs = TroubledRuns(troubled_runs)
+        self._versions = OtherVersions(serving.views)
         self._findings = FindingLog()
         self._teller = HangTeller(context.store)
         self._heartbeat: LoopHeartbeat | None = None
@@ -149,7 +152,7 @@ class HangWatch:
         suspects = [wait async for wait in self._in_slices() if wait.quiet >= LOOK_SECONDS]
         await self._verdicts.probe(suspects, tasks.start_soon)
         judged = self._verdicts.of([one for one in suspects if one.step.ended is None])
-        changes = self._findings.update(judged, self._runs.findings())
+        changes = self._findings.update(judged, [*self._runs.findings(), *self._versions.findings()])
         for kind, findings in (
             (EventKind.HANG_BEGAN, changes.began),
             (EventKind.HANG_WORSENED, changes.worsened),

@@ -110,7 +110,7 @@ class PoolController:
         self._groups.replace(state.groups)
         for handle in self._registry:
             if handle.id in state.versions:
-                handle.info = replace(handle.info, weight_version=state.versions[handle.id])
+                handle.has_weights(state.versions[handle.id])
             elif handle.id in state.out and handle.state is not BackendState.FAILED:
                 handle.record_failure(BackendUnreachable("another node took it out of service"))
                 self._registry.take_out(handle)
@@ -242,7 +242,7 @@ class PoolController:
             self._weights.adopt(weights, kv)
         for handle, record in fan_out.records.items():
             if record.error is None:
-                handle.info = replace(handle.info, weight_version=weights.version)
+                handle.has_weights(weights.version)
                 self._weights.mark_known(handle.id)
             elif "load" in record.steps and _may_have_begun(weights, record.error):
                 self._weights.mark_unknown(handle.id)

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from anyio.abc import SocketAttribute
 from pydantic import ValidationError
+from structlog.testing import capture_logs
 
 from api_schemas.inference import (
     BackendState,
@@ -20,6 +21,7 @@ from api_schemas.inference import (
 )
 from api_schemas.rollouts import Sampling as RolloutSampling
 from api_schemas.trajectories import Message, Trajectory
+from rollout_service.hangs.signs.versions import OtherVersions
 from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.errors import (
@@ -160,6 +162,43 @@ async def test_an_engine_that_is_too_busy_to_be_tried_keeps_serving(monkeypatch)
         engine.latency = 5.0
         assert (await pool.update_weights("/w/3", 3)).outcomes[0].ok
         assert states(pool) == [BackendState.READY]
+
+
+# ---- weights that somebody else gave an engine
+
+
+async def test_an_engine_that_somebody_else_updates_is_named_until_it_is_given_weights():
+    engine = ScriptedEngine(Counting())
+    async with running(engine) as pool:
+        await pool.update_weights("/w/2", 2)
+        assert (await pool.generate(request())).versions == [2] * 12
+        assert pool.views()[0].sampled_version is None
+        versions = OtherVersions(pool.views)
+        engine.version = "77"
+        with capture_logs() as logs:
+            for _ in range(2):
+                assert (await pool.generate(request())).versions == [77] * 12
+        [line] = [line for line in logs if line["event"] == "an engine samples with another version"]
+        assert (line["version"], line["given"], line["backend_id"]) == (77, 2, pool.views()[0].backend_id)
+        assert (pool.views()[0].weight_version, pool.views()[0].sampled_version) == (2, 77)
+        [finding] = versions.findings()
+        assert (finding.kind, finding.subject) == ("weights", pool.views()[0].backend_id)
+        assert "samples with version 77 of the weights, but was given version 2" in finding.message
+        await pool.update_weights("/w/78", 78)
+        assert versions.findings() == []
+        await pool.generate(request())
+        assert pool.views()[0].sampled_version is None
+
+
+async def test_tokens_of_two_versions_around_an_update_are_no_surprise():
+    engine = ScriptedEngine(Counting(), latency=0.3)
+    async with running(engine) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.generate, request(60))
+        await until(lambda: engine.in_flight)
+        engine.latency = 0.0
+        await pool.update_weights("/w/2", 2, PauseMode.IN_PLACE)
+        await until(lambda: not engine.in_flight)
+        assert pool.views()[0].sampled_version is None
 
 
 # ---- which version
