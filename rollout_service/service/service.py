@@ -33,6 +33,7 @@ from rollout_service.runs import Delivery
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
+from rollout_service.service.clock import ServiceClock
 from rollout_service.service.events import EventTail
 from rollout_service.service.live import Live
 from rollout_service.service.membership import Suitability
@@ -74,6 +75,7 @@ class Service:
     run_exporter: RunExporter
     rescorer: Rescorer
     steps: StepArchive
+    clock: ServiceClock
     shutdown: Shutdown
 
     async def submit(self, request: RolloutRequest) -> Rollout:
@@ -219,12 +221,8 @@ class Service:
         """Return the problems that do not keep the service from working."""
         problems = self.environments.problems.items()
         unusable = [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
-        return (
-            unusable
-            + self._default_pool()
-            + self._waiting_for_subagents()
-            + self.live.training.delivery.warnings()
-        )
+        waiting = self._default_pool() + self._waiting_for_subagents()
+        return unusable + waiting + self.live.training.delivery.warnings() + self.clock.warnings()
 
     def _default_pool(self) -> list[str]:
         """Return a sentence if the pool of whoever names none is out of service; without any pool, that is a reason."""

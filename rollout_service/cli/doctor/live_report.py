@@ -37,6 +37,7 @@ class LiveReport:
             return True
         return self.overview is not None and (
             not self.overview.ready
+            or bool(self.overview.warnings)
             or any(self._is_failing(view) for view in self._backends())
             or any(hold.resource == "disk" for hold in self.holds())
             or _mostly_fails(self.overview.outcomes)

@@ -108,9 +108,9 @@ def test_an_engine_that_failed_a_while_ago_and_serves_again_is_shown_only():
     assert report(backends=[failed_engine(400, BackendState.READY, None)]).failing() == []
 
 
-def test_warnings_are_shown_and_are_no_fault():
+def test_warnings_are_shown_and_are_faults():
     live = report(warnings=["an environment cannot be used"])
-    assert not live.is_wrong
+    assert live.is_wrong
     assert "warning: an environment cannot be used" in printed(live)
 
 
