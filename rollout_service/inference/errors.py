@@ -8,6 +8,7 @@ InferenceError
 │   └── SchemaRefused       ... because it cannot make text match the JSON schema
 ├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, invalid JSON
 ├── NoBackendError          the pool has no backend to serve the request
+├── UnknownPool             the pool of an order is none of those that have backends
 ├── UnknownBackend          no backend with that id is registered
 ├── GenerationTimeout       the request was served, but not in time
 │   └── PoolPaused          ... or was held by a pause for longer than allowed
@@ -99,6 +100,13 @@ class NoBackendError(InferenceError):
     code = "no_backend"
     status = 503
     retryable = True
+
+
+class UnknownPool(InferenceError):
+    """An order is for a pool that no backend was registered in, although others have some."""
+
+    code = "unknown_pool"
+    status = 404
 
 
 class UnknownBackend(InferenceError):

@@ -185,7 +185,7 @@ class BackendHandle:
         self.info, self.sampled_version = info, None
         self.tried_version = info.weight_version if is_tried else None
         self.state = BackendState.READY
-        self.bad_in_a_row = 0
+        self.bad_in_a_row, self.last_error = 0, None
         self._since = self.clock()
         self.versions.saw(self.id, info.weight_version)
 

@@ -134,6 +134,16 @@ async def test_a_backend_that_fails_every_request_is_named_in_the_end():
         assert pool.views()[0].failures >= OPTIONS.max_failures
 
 
+async def test_a_backend_that_is_back_has_no_error_any_more():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        engine.inject(Fault.NO_LOGPROBS, count=2)
+        assert is_exact(await pool.generate(request()))
+        [view] = pool.views()
+        assert (view.state, view.last_error, view.failures) == (BackendState.READY, None, 2)
+        assert view.failed_at is not None
+
+
 async def test_a_backend_that_answers_probes_but_samples_nothing_stays_out_of_service():
     engine = ScriptedEngine(SCRIPT)
     async with running(engine, options=replace(OPTIONS, hold_seconds=1.0)) as (_, pool):
