@@ -259,7 +259,7 @@ class BackendOutcome(WireModel):
     seconds: float
     """The time that the order took there."""
     steps: dict[str, float] = {}
-    """The seconds of each step that the backend began, such as `pause`, `load` and `resume`."""
+    """The seconds of each step that the backend began, such as `pause`, `load`, `resume` and `try`."""
     error: str | None = None
     code: str | None = None
     """The error code, such as `backend_rejected`. It is `out_of_service` for a backend that was out of service before,
