@@ -18,6 +18,7 @@ from api_schemas.base import (
     Seconds,
     SecondsOrZero,
     StrEnum,
+    Timestamp,
     WireModel,
     tagged,
 )
@@ -92,6 +93,8 @@ class BackendView(WireModel):
     model_path: str
     tokenizer_path: str
     weight_version: int
+    sampled_version: int | None = None
+    """The version that its newest tokens have, if it is another: somebody else gave the engine weights."""
     context_length: int
     exports: list[str] = []
     """The token extras that it can return: `top_logprobs`, `prompt_logprobs`, `routed_experts`."""
@@ -102,6 +105,8 @@ class BackendView(WireModel):
     failures: int
     """Failed requests and probes."""
     last_error: str | None = None
+    failed_at: Timestamp | None = None
+    """When the last of them was; null before the first."""
 
 
 class PauseMode(StrEnum):
@@ -254,7 +259,7 @@ class BackendOutcome(WireModel):
     seconds: float
     """The time that the order took there."""
     steps: dict[str, float] = {}
-    """The seconds of each step that the backend began, such as `pause`, `load` and `resume`."""
+    """The seconds of each step that the backend began, such as `pause`, `load`, `resume` and `try`."""
     error: str | None = None
     code: str | None = None
     """The error code, such as `backend_rejected`. It is `out_of_service` for a backend that was out of service before,

@@ -51,6 +51,7 @@ ORDERS: dict[str, type[OrderError]] = {
     "weights_refused": WeightsError,
     "weights_not_loaded": WeightsError,
     "weights_partly_loaded": WeightsError,
+    "weights_unusable": WeightsError,
 }
 """The problems that hold the answers of engines, by code."""
 PASSING = frozenset({408, 429, 502, 503, 504})

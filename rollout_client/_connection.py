@@ -7,6 +7,7 @@ cancelled request closes its connection.
 from __future__ import annotations
 
 import random
+import ssl
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -20,7 +21,13 @@ import httpx
 from api_schemas.nodes import Readiness
 from rollout_client._answers import error_from, parse, readiness_from
 from rollout_client._download import LargeBody
-from rollout_client.errors import ProtocolError, ProxySettingsError, UnavailableError, UnreachableError
+from rollout_client.errors import (
+    CaFileError,
+    ProtocolError,
+    ProxySettingsError,
+    UnavailableError,
+    UnreachableError,
+)
 
 T = TypeVar("T")
 Receive = Callable[[httpx.Response], Awaitable[object]]
@@ -46,9 +53,7 @@ class Connection:
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.patience_seconds = patience_seconds
-        self._context = httpx.create_ssl_context()
-        if ca_file is not None:
-            self._context.load_verify_locations(cafile=ca_file)
+        self._context = _trusting(ca_file)
         proxy = find_proxy(httpx.URL(self.base_url)) if transport is None else None
         with _explaining(proxy):
             self.http = httpx.AsyncClient(
@@ -188,6 +193,24 @@ class Connection:
             with anyio.CancelScope(shield=True):
                 await response.aclose()
         return response
+
+
+def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
+    """Return a context that trusts what the system trusts, and the certificates of a file.
+
+    Raises:
+        CaFileError: The file cannot be used.
+    """
+    context = httpx.create_ssl_context()
+    if ca_file is not None:
+        try:
+            context.load_verify_locations(cafile=ca_file)
+        except OSError as error:
+            raise CaFileError(
+                f"the file of CA certificates {str(ca_file)!r} cannot be used: {error.strerror or error}. Name a PEM "
+                "file that this process can read, as `ca_file` or in ROLLOUT_CA_FILE"
+            ) from error
+    return context
 
 
 def find_proxy(url: httpx.URL) -> str | None:

@@ -27,6 +27,7 @@ from rollout_client.calls.service import ServiceCalls
 from rollout_client.calls.sessions import SessionCalls
 from rollout_client.calls.views import ViewCalls
 from rollout_client.errors import (
+    CaFileError,
     ClientError,
     ConflictError,
     GoneError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from rollout_client._run_all import Refused
 
 __all__ = [
+    "CaFileError",
     "ClientError",
     "ClientRun",
     "ConflictError",
@@ -91,6 +93,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
         """Create a client of the service at an address; on this machine, it does not use the environment's proxy.
 
         Raises:
+            CaFileError: `ca_file` cannot be used.
             ProxySettingsError: The proxy that the environment names for it cannot be used.
         """
         from rollout_client._connection import Connection

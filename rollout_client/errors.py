@@ -3,6 +3,7 @@
 ClientError
  |- UnreachableError       no response within the patience of this client
  |- ProxySettingsError     the proxy that the environment names cannot be used
+ |- CaFileError            the file of certificates to trust cannot be used
  |- ProtocolError          a response that is not one of this API
  `- ProblemError           the server refused; `.problem` is its problem document
      |- InvalidRequestError    400, 413, 422
@@ -30,6 +31,10 @@ class UnreachableError(ClientError):
 
 class ProxySettingsError(ClientError):
     """The proxy that the environment names for the server cannot be used."""
+
+
+class CaFileError(ClientError):
+    """The file of certificates to trust is missing, cannot be read, or has none."""
 
 
 class ProtocolError(ClientError):

@@ -80,9 +80,10 @@ class HangFinding(WireModel):
     finding_id: str
     """The same from its beginning to its end."""
     verdict: HangVerdict
-    kind: StepKind | Literal["event_loop", "run"]
+    kind: StepKind | Literal["event_loop", "run", "weights"]
     """The kind of step that waits; `event_loop` if code that does not yield keeps everything waiting, `run` if a
-    trainer's run cannot go on (`stuck`), or delivers nothing (`slow`)."""
+    trainer's run cannot go on (`stuck`), or delivers nothing (`slow`), `weights` if an engine samples with weights that
+    it was not given."""
     subject: str
     """The subject of the finding: a backend, a sandbox, a tool, a pool, a stage, a run, or the store."""
     stage: Stage | None = None
@@ -108,6 +109,20 @@ class HangFinding(WireModel):
     """Where the task of the oldest is suspended; for `event_loop`, where the code is that does not yield."""
 
 
+class StageWait(WireModel):
+    """The wait of a stage that has made no progress for longest."""
+
+    stage: Stage
+    kind: StepKind
+    name: str = ""
+    """The subject of the wait, such as a backend, a tool or an environment."""
+    seconds: float
+    """How long it has lasted."""
+    quiet_seconds: float
+    """How long ago it last made progress, or began."""
+    rollout_id: RolloutId
+
+
 class HangReport(WireModel):
     """What is stuck, slow or held back at the nodes that were asked; empty lists are good news."""
 
@@ -119,5 +134,7 @@ class HangReport(WireModel):
     """The longest delay of the event loop within the last ten seconds."""
     findings: list[HangFinding] = []
     """The worst first: `stuck`, then `idle`, `slow` and `held`; within these, the oldest first."""
+    oldest: list[StageWait] = []
+    """For each stage with a wait, the one without progress for longest, remarkable or not."""
     source: Literal["service", "state_folder"] = "service"
     """Whether the service answered, or its watchdog's last report was read from the state folder."""

@@ -20,6 +20,7 @@ from api_schemas.views.hangs import HangFinding, HangVerdict
 from rollout_service.activity import ActivityBoard
 from rollout_service.hangs.heartbeat import EVENT_LOOP
 from rollout_service.hangs.signs.runs import RUN
+from rollout_service.hangs.signs.versions import WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,13 @@ class HangMetrics(Collector):
         """Yield the metrics as they are now."""
         stuck = GaugeMetricFamily(
             "rollout_stuck",
-            "Rollouts that wait longer than usual, by what they wait for, and runs with a problem, by how bad it is",
+            "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem",
             labels=["kind", "verdict"],
         )
         counts: Counter[tuple[str, str]] = Counter()
         for finding in self.findings():
             counts[finding.kind, finding.verdict] += max(1, finding.count)
-        for kind in (*StepKind, EVENT_LOOP, RUN):
+        for kind in (*StepKind, EVENT_LOOP, RUN, WEIGHTS):
             for verdict in HangVerdict:
                 stuck.add_metric([kind, verdict], counts[kind, verdict])
         yield stuck

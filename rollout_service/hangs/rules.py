@@ -3,7 +3,7 @@
 Elapsed time alone would both miss hangs and cry wolf. So a wait is stuck once it takes longer than its history says
 *and* nothing moves. Evidence shortens the wait: what does not answer, or is seen to do nothing, is stuck long before a
 deadline; what works is slow at most. A command without a history may mean to sleep: until half of its own time limit
-is over, it is idle at most.
+is over, it is idle at most. So is a grader at rest, since it may wait for another service.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ OVERRUN_SECONDS = 6.0
 """How much longer than its own limit a command may take to end."""
 IDLE_SECONDS = 10.0
 """How long something may say that it has nothing to do, while a step waits for it."""
+REST_SECONDS = 30.0
+"""How long a grader without a history may be at rest before it is called idle."""
 LOOK_SECONDS = 2.0
 """After how long without progress what a step waits for is looked at."""
 
@@ -123,7 +125,7 @@ def judge(
         may_sleep = usual is None and own_limit is not None and kind not in _CONCLUSIVE
         return HangVerdict.IDLE if may_sleep and not is_long and signs.responds else HangVerdict.STUCK
     if not is_long:
-        return None
+        return HangVerdict.IDLE if usual is None and _is_resting_grader(kind, quiet, signs) else None
     return HangVerdict.SLOW if _moves(kind, quiet, signs) else HangVerdict.STUCK
 
 
@@ -137,6 +139,10 @@ def _is_proven(kind: StepKind, seconds: float, quiet: float, usual: UsualTimes |
     allowed = IDLE_SECONDS if signs.is_idle else FLOORS[kind]
     usually = 0.0 if usual is None else usual.p99 * (1.0 if kind in _CONCLUSIVE else FACTOR)
     return still >= allowed and seconds > usually
+
+
+def _is_resting_grader(kind: StepKind, quiet: float, signs: Signs) -> bool:
+    return kind is StepKind.GRADER and min(quiet, signs.still_seconds or 0.0) >= REST_SECONDS
 
 
 def _moves(kind: StepKind, quiet: float, signs: Signs) -> bool:

@@ -19,6 +19,7 @@ from api_schemas.views.hangs import HangFinding, HangVerdict
 from rollout_service.errors import StoreError
 from rollout_service.hangs.heartbeat import BlockedLoop, lines_of
 from rollout_service.hangs.signs.runs import RUN
+from rollout_service.hangs.signs.versions import WEIGHTS
 from rollout_service.signals import ResettableEvent
 from rollout_service.store.contract import Store
 
@@ -66,7 +67,7 @@ class HangTeller:
 
     def tell(self, kind: EventKind, finding: HangFinding) -> None:
         """Tell of a finding that has begun, worsened or ended."""
-        if finding.kind != RUN:  # whoever works on runs logs their problems
+        if finding.kind not in (RUN, WEIGHTS):  # whoever works on runs and engines logs their problems
             _log(kind, finding)
         self._record(kind, finding)
 

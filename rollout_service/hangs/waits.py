@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 
+from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
-from api_schemas.views.hangs import OpenWait
+from api_schemas.views.hangs import OpenWait, StageWait
 from rollout_service.activity import Activity, OpenStep
 from sandboxes import Sandbox
 
@@ -77,6 +78,27 @@ def waits_of(activities: Iterable[Activity], now: float) -> Iterator[StepWait]:
         innermost = {step.lane: step for step in activity.open}
         for step in innermost.values():
             yield StepWait(activity, step, now)
+
+
+def oldest_of_stages(waits: Iterable[StepWait]) -> list[StageWait]:
+    """Return for each stage with a wait the one without progress for longest, in the order of the stages."""
+    oldest: dict[Stage, StepWait] = {}
+    for wait in waits:
+        stage = wait.step.stage
+        if stage is not None and (stage not in oldest or wait.quiet > oldest[stage].quiet):
+            oldest[stage] = wait
+    return [_stage_wait(stage, oldest[stage]) for stage in Stage if stage in oldest]
+
+
+def _stage_wait(stage: Stage, wait: StepWait) -> StageWait:
+    return StageWait(
+        stage=stage,
+        kind=wait.step.kind,
+        name=wait.step.name,
+        seconds=wait.seconds,
+        quiet_seconds=wait.quiet,
+        rollout_id=wait.activity.rollout_id,
+    )
 
 
 def at(moment: float) -> datetime:

@@ -1,5 +1,6 @@
 """Looks at everything that rollouts wait for, once a second, and reports what is stuck, slow or held back.
-Runs that cannot go on, or deliver nothing, are told of in the same way by the service that works on runs.
+Runs that cannot go on, or deliver nothing, are told of in the same way by the service that works on runs, and so are
+engines that sample with weights that they were not given.
 
 Guarantees:
 - A wait is called stuck only if it takes longer than it should and nothing moves; see `rules`.
@@ -32,10 +33,11 @@ from rollout_service.hangs.last_report import STACKS, LastReport
 from rollout_service.hangs.metrics import HangMetrics
 from rollout_service.hangs.rules import LOOK_SECONDS
 from rollout_service.hangs.signs.runs import TroubledRuns
+from rollout_service.hangs.signs.versions import OtherVersions
 from rollout_service.hangs.stacks import stack_of_task
 from rollout_service.hangs.telling import HangTeller
 from rollout_service.hangs.verdicts import Verdicts
-from rollout_service.hangs.waits import StepWait, at, view, waits_of
+from rollout_service.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.private_files import make_private
@@ -67,6 +69,7 @@ class HangWatch:
         self._board.observe(self.durations)
         self._verdicts = Verdicts(context, serving, self.durations)
         self._runs = TroubledRuns(troubled_runs)
+        self._versions = OtherVersions(serving.views)
         self._findings = FindingLog()
         self._teller = HangTeller(context.store)
         self._heartbeat: LoopHeartbeat | None = None
@@ -105,6 +108,7 @@ class HangWatch:
             working=len(self._board.all()),
             loop_lag_seconds=self.loop_lag,
             findings=self.findings(stacks=True),
+            oldest=oldest_of_stages(waits_of(self._board.all(), time.perf_counter())),
         )
 
     def activity(self, rollout_id: str) -> RolloutActivity | None:
@@ -148,7 +152,7 @@ class HangWatch:
         suspects = [wait async for wait in self._in_slices() if wait.quiet >= LOOK_SECONDS]
         await self._verdicts.probe(suspects, tasks.start_soon)
         judged = self._verdicts.of([one for one in suspects if one.step.ended is None])
-        changes = self._findings.update(judged, self._runs.findings())
+        changes = self._findings.update(judged, [*self._runs.findings(), *self._versions.findings()])
         for kind, findings in (
             (EventKind.HANG_BEGAN, changes.began),
             (EventKind.HANG_WORSENED, changes.worsened),

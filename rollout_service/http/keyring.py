@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 POLL_SECONDS = 2.0
 READABLE_BY_OTHERS = 0o077
 
-FileVersion = tuple[int, int, int]
+FileVersion = tuple[int, int, int, int]
 
 
 class Keyring:
@@ -49,10 +49,7 @@ class Keyring:
         self._reloaded = reloaded
         self._version = self._read_version()
         self._keys = self._read()
-        if self._file is not None and self._file.stat().st_mode & READABLE_BY_OTHERS:
-            log.warning(
-                "other users can read the keys file", file=str(self._file), hint=f"chmod 600 {self._file}"
-            )
+        self._warn_of_readers()
 
     @property
     def is_needed(self) -> bool:
@@ -78,6 +75,14 @@ class Keyring:
         else:
             log.info("keys reloaded", file=str(self._file), names=[key.name for _, key in self._keys])
             self._reloaded(True)
+        self._warn_of_readers()
+
+    def _warn_of_readers(self) -> None:
+        with suppress(OSError):  # a file that is gone is logged as invalid
+            if self._file is not None and self._file.stat().st_mode & READABLE_BY_OTHERS:
+                log.warning(
+                    "other users can read the keys file", file=str(self._file), hint=f"chmod 600 {self._file}"
+                )
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -111,7 +116,7 @@ class Keyring:
             found = self._file.stat() if self._file is not None else None
         except OSError:
             return None
-        return (found.st_mtime_ns, found.st_ino, found.st_size) if found else None
+        return (found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode) if found else None
 
     def _read(self) -> list[tuple[bytes, ApiKey]]:
         keys = [*self._fixed, *(read_keys(self._file) if self._file is not None else [])]

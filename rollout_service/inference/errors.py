@@ -8,6 +8,7 @@ InferenceError
 │   └── SchemaRefused       ... because it cannot make text match the JSON schema
 ├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, invalid JSON
 ├── NoBackendError          the pool has no backend to serve the request
+├── UnknownPool             the pool of an order is none of those that have backends
 ├── UnknownBackend          no backend with that id is registered
 ├── GenerationTimeout       the request was served, but not in time
 │   └── PoolPaused          ... or was held by a pause for longer than allowed
@@ -16,6 +17,7 @@ InferenceError
 └── OrderFailed             backends failed a command to their pool; the context has every answer
     ├── WeightsRefused      ... and all refused the weights that they were given
     ├── WeightsNotLoaded    ... and none has the weights
+    ├── WeightsUnusable     ... and none can sample with the weights
     └── WeightsPartlyLoaded ... and only some have the weights
 
 Answers are never repaired: tokens and logprobs are the engine's, or there are none.
@@ -100,6 +102,13 @@ class NoBackendError(InferenceError):
     retryable = True
 
 
+class UnknownPool(InferenceError):
+    """An order is for a pool that no backend was registered in, although others have some."""
+
+    code = "unknown_pool"
+    status = 404
+
+
 class UnknownBackend(InferenceError):
     """No backend with that id is registered."""
 
@@ -154,6 +163,13 @@ class WeightsNotLoaded(OrderFailed):
 
     code = "weights_not_loaded"
     retryable = True
+
+
+class WeightsUnusable(OrderFailed):
+    """Backends have the weights, but none can sample with them; all are out of service."""
+
+    code = "weights_unusable"
+    status = 422
 
 
 class WeightsPartlyLoaded(OrderFailed):

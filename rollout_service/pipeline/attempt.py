@@ -163,7 +163,7 @@ class Attempt:
             spans=self.spans,
             metadata=self.lease.request.metadata,
             created_at=self.lease.created_at,
-            finished_at=datetime.now(UTC),
+            finished_at=max(datetime.now(UTC), self.lease.created_at),
             trajectory=policy.trajectory() if policy else None,
             nodes=list(episode.nodes) if episode else [],
             work=episode.work if episode else None,

@@ -1,12 +1,16 @@
 """The sandboxes of one episode: the agent's, then the grader's, at most one at a time.
 
 Guarantees: every sandbox that was started is closed by `release` at the latest; an admission ticket is taken before a
-sandbox starts, and held until that sandbox has ended.
+sandbox starts, and held until that sandbox has ended. A limit that a whole sandbox reached, such as that of its memory,
+is a note of the result and a line of the log.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import anyio
+import structlog
 
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import current_activity, in_lane, waits_for
@@ -15,16 +19,33 @@ from rollout_service.episodes import Episode
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import Timer
-from sandboxes import SessionName
+from sandboxes import Sandbox, SessionName
+from sandboxes.errors import LimitExceededError
 from sandboxes.scheduling.admission import AdmissionController, Purpose, Ticket
 from sandboxes.sessions.opening import open_sessions
+
+log = structlog.get_logger(__name__)
+
+_AGENT, _GRADER = "the agent", "the grader"
+"""Whose code a sandbox runs, for notes."""
 
 
 class EpisodeSandboxes:
     """Starts and ends the sandboxes of one episode, and carries the agent's artifacts from one to the next."""
 
-    def __init__(self, source: SandboxSource, admission: AdmissionController, label: str) -> None:
-        """Start nothing yet; `label` names the rollout to people who look at the host."""
+    def __init__(
+        self,
+        source: SandboxSource,
+        admission: AdmissionController,
+        label: str,
+        count_limit: Callable[[str], None],
+    ) -> None:
+        """Start nothing yet; `label` names the rollout to people who look at the host.
+
+        `count_limit` is told of each limit that a grader's sandbox reached; those of agents' calls are counted apart.
+        """
+        self._count_limit = count_limit
+        self._owner = _AGENT
         self._source = source
         self._admission = admission
         self._label = label
@@ -48,7 +69,7 @@ class EpisodeSandboxes:
     ) -> None:
         """Start the episode's sandbox, as `SandboxSource.start` does."""
         with timer.sandbox(), waits_for(StepKind.SANDBOX_START, spec.image or "") as step:
-            self._episode = episode
+            self._episode, self._owner = episode, _AGENT
             episode.sandbox = await self._source.start(spec, self._label, sessions, listens=listens)
             step.note(sandbox=episode.sandbox.id)
             if (activity := current_activity()) is not None:
@@ -59,6 +80,7 @@ class EpisodeSandboxes:
     ) -> None:
         """Start a fresh sandbox and copy the agent's artifacts into it, or those of a checkpoint."""
         await self.start(episode, spec.for_grader(), timer)
+        self._owner = _GRADER
         if episode.sandbox is not None and self._artifacts is not None:
             with waits_for(StepKind.ARTIFACTS, "unpack", sandbox=episode.sandbox.id):
                 await self._source.unpack(episode.sandbox, self._artifacts, checkpoint)
@@ -101,6 +123,8 @@ class EpisodeSandboxes:
         """Close the sandbox; the next one can take its place if the ticket is kept. Idempotent."""
         if self._episode is not None and self._episode.sandbox is not None:
             sandbox, self._episode.sandbox = self._episode.sandbox, None
+            for reached in sandbox.limits_reached:
+                self._tell(self._episode, sandbox, reached)
             with waits_for(StepKind.SANDBOX_END, sandbox=sandbox.id):
                 await sandbox.close()
             if (activity := current_activity()) is not None:
@@ -108,6 +132,19 @@ class EpisodeSandboxes:
         if not keep_ticket and self._ticket is not None:
             ticket, self._ticket = self._ticket, None
             ticket.release()
+
+    def _tell(self, episode: Episode, sandbox: Sandbox, reached: LimitExceededError) -> None:
+        episode.notes.append(f"{self._owner}: {reached}")
+        if self._owner == _GRADER:
+            self._count_limit(reached.limit)
+        log.warning(
+            "a sandbox reached a limit",
+            rollout_id=self._label,
+            sandbox=sandbox.id,
+            of=self._owner,
+            limit=reached.limit,
+            why=str(reached),
+        )
 
     async def release(self) -> None:
         """Close the sandbox and delete the artifacts; shielded and idempotent."""

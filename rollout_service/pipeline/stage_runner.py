@@ -99,7 +99,12 @@ class StageRunner:
         self._attempt = attempt
         self._on_stage = on_stage
         self._turns = turns or TurnLog()
-        self._sandboxes = EpisodeSandboxes(context.sandboxes, context.admission, request.rollout_id or "")
+        self._sandboxes = EpisodeSandboxes(
+            context.sandboxes,
+            context.admission,
+            request.rollout_id or "",
+            context.metrics.count_limit_violation,
+        )
         self._subagents = (
             None
             if environment.spec.parallel is None

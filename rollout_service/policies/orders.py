@@ -26,7 +26,7 @@ from rollout_service.inference.pool.weights.outcomes import (
     check_weights_outcome,
     failed_backends,
 )
-from rollout_service.policies.commands import LeaveGroupRequest, PoolCommands
+from rollout_service.policies.commands import LeaveGroupRequest, PoolCommands, PoolRequest
 
 log = structlog.get_logger(__name__)
 
@@ -37,19 +37,27 @@ Announce = Callable[[EventKind, str, dict[str, JsonValue]], None]
 class PoolOrders:
     """Gives orders to pools."""
 
-    def __init__(self, commands: PoolCommands, announce: Announce) -> None:
-        """Take `announce`, which is told what was done."""
+    def __init__(
+        self, commands: PoolCommands, announce: Announce, check_known: Callable[[str], None]
+    ) -> None:
+        """Take `announce`, which is told what was done, and `check_known`, which refuses unknown pools."""
         self._commands = commands
         self._announce = announce
+        self._check_known = check_known
+
+    async def _run(self, request: PoolRequest) -> PoolOutcome:
+        self._check_known(request.pool)
+        return await self._commands.run(request)
 
     async def pause(self, request: PauseRequest) -> PoolOutcome:
         """Pause a pool.
 
         Raises:
-            NoBackendError: There is no such pool.
+            UnknownPool: There is no such pool.
+            NoBackendError: No backend of any pool was registered.
             OrderFailed: An engine in service failed to pause.
         """
-        outcome = await self._commands.run(request)
+        outcome = await self._run(request)
         log.info("pool paused", pool=request.pool, mode=request.mode)
         self._announce(EventKind.POOL_PAUSED, request.pool, {"mode": str(request.mode)})
         return check_outcome(outcome, "pause")
@@ -58,10 +66,11 @@ class PoolOrders:
         """Resume a pool.
 
         Raises:
-            NoBackendError: There is no such pool.
+            UnknownPool: There is no such pool.
+            NoBackendError: No backend of any pool was registered.
             OrderFailed: An engine in service failed to resume.
         """
-        outcome = await self._commands.run(request)
+        outcome = await self._run(request)
         log.info("pool resumed", pool=request.pool)
         self._announce(EventKind.POOL_RESUMED, request.pool, {})
         return check_outcome(outcome, "resume")
@@ -71,7 +80,8 @@ class PoolOrders:
 
         Raises:
             PoolFrozen: The pool is frozen.
-            NoBackendError: There is no such pool, or it has no backend.
+            UnknownPool: There is no such pool.
+            NoBackendError: The pool has no backend.
             WeightsConflict: The version is older than the pool's, or in use for other weights.
             OrderFailed: Backends failed; the error has every answer.
         """
@@ -79,7 +89,7 @@ class PoolOrders:
         order.info("weight update begun", mode=request.mode, forced=request.force)
         began = time.monotonic()
         try:
-            outcome = await self._commands.run(request)
+            outcome = await self._run(request)
             self._tell_of_weights(outcome, time.monotonic() - began)
             check_weights_outcome(outcome, request.version)
         except WeightsPartlyLoaded as error:
@@ -113,20 +123,22 @@ class PoolOrders:
 
         Raises:
             PoolFrozen: The pool is frozen.
-            NoBackendError: There is no such pool, or it has no backend.
+            UnknownPool: There is no such pool.
+            NoBackendError: The pool has no backend.
             WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
             BackendRejected: A backend cannot take weights from a process group.
             OrderFailed: A backend could not join.
         """
-        return check_outcome(await self._commands.run(request), "join the process group")
+        return check_outcome(await self._run(request), "join the process group")
 
     async def leave_group(self, pool: str, name: str) -> PoolOutcome:
         """Let a pool's backends leave a process group.
 
         Raises:
-            NoBackendError: There is no such pool, or it has no backend.
+            UnknownPool: There is no such pool.
+            NoBackendError: The pool has no backend.
             OrderFailed: A backend could not leave.
         """
         return check_outcome(
-            await self._commands.run(LeaveGroupRequest(pool=pool, group_name=name)), "leave the process group"
+            await self._run(LeaveGroupRequest(pool=pool, group_name=name)), "leave the process group"
         )

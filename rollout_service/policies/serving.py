@@ -18,8 +18,8 @@ from anyio.abc import TaskGroup
 
 from api_schemas.inference import BackendSpec, BackendState, BackendView, is_frozen
 from api_schemas.rollouts import RolloutRequest
-from rollout_service.errors import StoreError
-from rollout_service.inference.errors import NoBackendError, UnknownBackend
+from rollout_service.errors import StoreError, did_you_mean
+from rollout_service.inference.errors import NoBackendError, UnknownBackend, UnknownPool
 from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.locality import is_loopback, loopback_scope
 from rollout_service.inference.pool.pool import BackendPool
@@ -64,7 +64,7 @@ class PolicyServing:
         self._followed: dict[str, SharedBackend] = {}
         """The backends of the store that are served here, or will be."""
         self._awaited = AwaitedBackends()
-        self.orders = PoolOrders(commands or LocalCommands(pools), announce)
+        self.orders = PoolOrders(commands or LocalCommands(pools), announce, self.check_known)
         """What trainers order of whole pools."""
 
     @asynccontextmanager
@@ -225,10 +225,18 @@ class PolicyServing:
         """Return how often the version of each frozen pool has changed, which only an engine itself can do."""
         return {name: count for name, count in self._pools.version_changes().items() if is_frozen(name)}
 
-    def absences(self) -> list[str]:
-        """Return a sentence with the reason for each backend that does not serve."""
-        awaited = [f"Waiting for {one}: {why.rstrip('.')}." for one, why in self.waiting.items()]
-        views = [view for view in self.views() if view.state is not BackendState.READY]
+    def absences(self, pool: str | None = None) -> list[str]:
+        """Return a sentence with the reason for each backend that does not serve, of one pool or of all."""
+        awaited = [
+            f"Waiting for {one}: {why.rstrip('.')}."
+            for one, why in self.waiting.items()
+            if pool is None or one.startswith(f"{pool}@")
+        ]
+        views = [
+            view
+            for view in self.views()
+            if view.state is not BackendState.READY and pool in (None, view.pool)
+        ]
         return awaited + [
             f"{view.backend_id} is {view.state}"
             + (f": {view.last_error}." if view.state is BackendState.FAILED and view.last_error else ".")
@@ -243,6 +251,19 @@ class PolicyServing:
         """
         if not self.expects(pool):
             self._pools[pool]
+
+    def check_known(self, pool: str) -> None:
+        """Check that an order can mean this pool: before any backend is there, nobody knows.
+
+        Raises:
+            UnknownPool: Other pools have backends, or will have, but not this one.
+        """
+        known = {*self._pools.names(), *(one.partition("@")[0] for one in self.waiting)}
+        if known and pool not in known:
+            raise UnknownPool(
+                f"there is no pool {pool!r}{did_you_mean(pool, known)}",
+                hint=f"The pools are {', '.join(sorted(known))}. Name one of them, or register a backend in this one.",
+            )
 
     def expects(self, pool: str) -> bool:
         """Return whether a pool was served, or is about to be."""

@@ -19,6 +19,7 @@ from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.private_files import open_state_folder
+from rollout_service.service.clock import ServiceClock
 from rollout_service.service.events import Announcer
 from rollout_service.service.stores import open_store
 from rollout_service.settings import Settings
@@ -44,6 +45,7 @@ class Foundation:
     node: Node
     sandboxes: SandboxSource
     announcer: Announcer
+    clock: ServiceClock
 
 
 async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Foundation:
@@ -55,7 +57,9 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
     """
     state_dir = open_state_folder(settings.state_dir.expanduser())
     owner = str(ServiceIdentity.create())
-    store = await stack.enter_async_context(open_store(settings, owner))
+    clock = ServiceClock()
+    store = await stack.enter_async_context(open_store(settings, owner, clock))
+    await stack.enter_async_context(clock.running())
     if store.cluster.is_shared:
         settings = _claiming_less_ahead(settings)
     environments = await _load_environments(settings)
@@ -73,6 +77,7 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
         node=node,
         sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes),
         announcer=announcer,
+        clock=clock,
     )
 
 

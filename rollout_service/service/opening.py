@@ -130,5 +130,6 @@ def _service(
         run_exporter=RunExporter(store.runs, run_service),
         rescorer=Rescorer(attempts.context, check_environment),
         steps=attempts.steps,
+        clock=foundation.clock,
         shutdown=shutdown,
     )

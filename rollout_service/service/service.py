@@ -23,6 +23,7 @@ from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundErr
 from rollout_service.gateway.bounds import check_sampling
 from rollout_service.gateway.external import ExternalAgents
 from rollout_service.hangs import HangWatch
+from rollout_service.inference.pool.pools import DEFAULT_POOL
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -32,6 +33,7 @@ from rollout_service.runs import Delivery
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
+from rollout_service.service.clock import ServiceClock
 from rollout_service.service.events import EventTail
 from rollout_service.service.live import Live
 from rollout_service.service.membership import Suitability
@@ -73,6 +75,7 @@ class Service:
     run_exporter: RunExporter
     rescorer: Rescorer
     steps: StepArchive
+    clock: ServiceClock
     shutdown: Shutdown
 
     async def submit(self, request: RolloutRequest) -> Rollout:
@@ -218,7 +221,19 @@ class Service:
         """Return the problems that do not keep the service from working."""
         problems = self.environments.problems.items()
         unusable = [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
-        return unusable + self._waiting_for_subagents() + self.live.training.delivery.warnings()
+        waiting = self._default_pool() + self._waiting_for_subagents()
+        return unusable + waiting + self.live.training.delivery.warnings() + self.clock.warnings()
+
+    def _default_pool(self) -> list[str]:
+        """Return a sentence if the pool of whoever names none is out of service; without any pool, that is a reason."""
+        in_service, _ = self.serving.in_service()
+        if not in_service or DEFAULT_POOL in in_service:
+            return []
+        return [
+            f"rollouts and runs that name no pool wait: no backend of pool {DEFAULT_POOL!r} is in service; register "
+            "one with POST /v1/backends."
+            + "".join(f" {sentence}" for sentence in self.serving.absences(DEFAULT_POOL))
+        ]
 
     def _waiting_for_subagents(self) -> list[str]:
         """Return a sentence for each pool of sub-agents that was served, or will be, and is out of service."""

@@ -5,7 +5,8 @@ Guarantee: the block ends with the store's error if the store fails for good, si
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
 
 
 @asynccontextmanager
-async def open_store(settings: Settings, owner: str) -> AsyncIterator[Store]:
+async def open_store(
+    settings: Settings, owner: str, clock: Callable[[], float] = time.time
+) -> AsyncIterator[Store]:
     """Open the store for the block; `owner` is the identity of this service.
+
+    `clock` returns Unix seconds, for a store of this service alone; services that share a Redis have its time.
 
     Raises:
         StoreError: It cannot be opened, must not be used, or fails for good within the block.
         ConfigurationError: The address of the Redis, its password file or the shared folder cannot be used.
     """
-    async with await _open(settings, owner) as store, anyio.create_task_group() as tasks:
+    async with await _open(settings, owner, clock) as store, anyio.create_task_group() as tasks:
         tasks.start_soon(store.failed)
         if not isinstance(store, SqliteStore) and store.segments is not None:
             tasks.start_soon(store.segments.keep_tidy)
@@ -37,9 +42,9 @@ async def open_store(settings: Settings, owner: str) -> AsyncIterator[Store]:
         tasks.cancel_scope.cancel()
 
 
-async def _open(settings: Settings, owner: str) -> SqliteStore | RedisStore:
+async def _open(settings: Settings, owner: str, clock: Callable[[], float]) -> SqliteStore | RedisStore:
     if settings.store.url is None:
-        return await SqliteStore.open(settings.database, disk=settings.store.disk)
+        return await SqliteStore.open(settings.database, clock=clock, disk=settings.store.disk)
     return await _open_redis(settings.store, settings.store.url, owner)
 
 

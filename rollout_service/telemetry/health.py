@@ -60,6 +60,14 @@ class HealthMetrics(Collector):
         for view in views:
             versions.add_metric([view.pool, view.backend_id], view.weight_version)
         yield versions
+        other = GaugeMetricFamily(
+            "rollout_backend_other_version",
+            "1 for an engine that samples with weights that this service did not give it, else 0",
+            labels=["pool", "backend"],
+        )
+        for view in views:
+            other.add_metric([view.pool, view.backend_id], float(view.sampled_version is not None))
+        yield other
         changes = CounterMetricFamily(
             "rollout_frozen_version_changes",
             "Times that an engine of a frozen pool had another version than before",

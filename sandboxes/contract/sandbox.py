@@ -10,6 +10,7 @@ from typing import Self
 from sandboxes.contract.program import RunningProgram
 from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, PythonSession
 from sandboxes.contract.values import ExecResult, FileEntry, SandboxSpec
+from sandboxes.errors import LimitExceededError
 
 DEFAULT_FILE_LIMIT = 16 * 1024 * 1024
 DEFAULT_TREE_LIMIT = 1024 * 1024 * 1024
@@ -46,6 +47,12 @@ class Sandbox(ABC):
     def healthy(self) -> bool:
         """Whether the sandbox and every open session run, as far as is known without asking; takes no time."""
         return True
+
+    @property
+    def limits_reached(self) -> tuple[LimitExceededError, ...]:
+        """The limits that the sandbox as a whole has reached, such as that of its memory, each once; read it before
+        `close`. Empty where the provider does not see them."""
+        return ()
 
     @property
     def pid(self) -> int | None:

@@ -19,6 +19,8 @@ from pathlib import Path
 from sandboxes.errors import LimitExceededError
 from sandboxes.limits.cgroups import ControlGroup, ControlGroupFile, ResourceLimits
 
+WHOLE = ("memory", "processes", "disk", "watches")
+"""The limits that all code in a sandbox shares; the others are those of a call, or of the sandbox's time."""
 UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
@@ -79,6 +81,11 @@ class LimitMonitor:
     def _add(self, limit: str, times: int = 1) -> None:
         self._counts[limit] += times
         self.tally[limit] += times
+
+    def make_errors(self) -> tuple[LimitExceededError, ...]:
+        """Return an error for each limit of the whole sandbox that has been reached so far."""
+        counts = self.read_counts()
+        return tuple(self.make_error(limit) for limit in WHOLE if counts.get(limit))
 
     def make_error(self, limit: str) -> LimitExceededError:
         """Return the error that reports this limit."""

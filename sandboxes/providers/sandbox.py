@@ -214,6 +214,10 @@ class ControlledSandbox(Sandbox):
                 violations=LimitViolations(self._launched.monitor),
             )
 
+    @property
+    def limits_reached(self) -> tuple[LimitExceededError, ...]:
+        return self._launched.monitor.make_errors()
+
     @asynccontextmanager
     async def program(
         self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None

@@ -28,10 +28,12 @@ from rollout_service.inference.errors import (
     OrderFailed,
     PoolFrozen,
     UnknownBackend,
+    UnknownPool,
     WeightsConflict,
     WeightsNotLoaded,
     WeightsPartlyLoaded,
     WeightsRefused,
+    WeightsUnusable,
 )
 from rollout_service.tokens.errors import RendererMismatchError
 
@@ -80,7 +82,14 @@ async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
 @router.post(
     "/weights",
     responses=raises(
-        NoBackendError, WeightsConflict, PoolFrozen, WeightsRefused, WeightsNotLoaded, WeightsPartlyLoaded
+        UnknownPool,
+        NoBackendError,
+        WeightsConflict,
+        PoolFrozen,
+        WeightsRefused,
+        WeightsNotLoaded,
+        WeightsPartlyLoaded,
+        WeightsUnusable,
     ),
 )
 async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOutcome:
@@ -95,14 +104,14 @@ async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOu
 
 @router.post(
     "/weights/group",
-    responses=raises(NoBackendError, WeightsConflict, PoolFrozen, BackendRejected, OrderFailed),
+    responses=raises(UnknownPool, NoBackendError, WeightsConflict, PoolFrozen, BackendRejected, OrderFailed),
 )
 async def join_weights_group(service: ServiceDep, request: WeightsGroupRequest) -> PoolOutcome:
     """Have the engines of a pool join the trainer's process group, so that it can broadcast weights to them."""
     return await service.serving.orders.join_group(request)
 
 
-@router.delete("/weights/group", responses=raises(NoBackendError, OrderFailed))
+@router.delete("/weights/group", responses=raises(UnknownPool, NoBackendError, OrderFailed))
 async def leave_weights_group(
     service: ServiceDep,
     pool: Annotated[Name, Query(description="The pool whose engines leave.")] = "policy",
@@ -112,7 +121,7 @@ async def leave_weights_group(
     return await service.serving.orders.leave_group(pool, group_name)
 
 
-@router.post("/pause", responses=raises(NoBackendError, OrderFailed))
+@router.post("/pause", responses=raises(UnknownPool, NoBackendError, OrderFailed))
 async def pause_pool(
     service: ServiceDep, request: Annotated[PauseRequest, Body()] = PauseRequest()
 ) -> PoolOutcome:
@@ -123,7 +132,7 @@ async def pause_pool(
     return await service.serving.orders.pause(request)
 
 
-@router.post("/resume", responses=raises(NoBackendError, OrderFailed))
+@router.post("/resume", responses=raises(UnknownPool, NoBackendError, OrderFailed))
 async def resume_pool(
     service: ServiceDep, request: Annotated[ResumeRequest, Body()] = ResumeRequest()
 ) -> PoolOutcome:

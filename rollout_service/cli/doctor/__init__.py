@@ -1,7 +1,7 @@
 """`rollout-service doctor`: check this machine, and name the commands that fix what it lacks.
 
 With a batch and a model, it checks instead whether the batch's log-probabilities are the model's. With `--live`, it
-asks a service that runs what is stuck there.
+asks a service that runs what is wrong there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def command(
         typer.Option("--output", "-o", help="With --batch: file for every token, one JSON object per line."),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Ask a service what is stuck, slow or held back, and why.")
+        bool, typer.Option("--live", help="Ask a service what is wrong, stuck, slow or held back, and why.")
     ] = False,
     url: Url = common.DEFAULT_URL,
     key: Key = None,
@@ -58,7 +58,7 @@ def command(
     `missing` keeps the service from running rollouts, and makes the exit code 1; `limited` works, with reduced
     functionality. With --batch and --model, recompute the log-probability of every sampled token with transformers
     instead, and show the differences by token, version, and position. With --live, ask the service at --url; the exit
-    code is 1 if something is stuck.
+    code is 1 if something is wrong.
     """
 
     def main() -> int:

@@ -1,4 +1,4 @@
-"""`rollout-service doctor --live`: what is stuck, slow or held back in a service that runs, and why.
+"""`rollout-service doctor --live`: what is wrong with a service that runs, and why.
 
 Guarantee: it answers even if the service's event loop is blocked: the service's watchdog has then written its last
 report to the state folder, which is read if the service does not answer within `ANSWER_SECONDS`.
@@ -16,9 +16,10 @@ from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from api_schemas.views.hangs import HangFinding, HangReport
+    from api_schemas.views.hangs import HangReport
+    from api_schemas.views.overview import Overview
+    from rollout_client.client import RolloutClient
+    from rollout_service.cli.doctor.live_report import LiveReport
 
 ANSWER_SECONDS = 4.0
 STALE_SECONDS = 15.0
@@ -28,35 +29,42 @@ STALE_SECONDS = 15.0
 def check_live(
     url: str, key: str | None, state_dir: Path | None, config: Path | None, *, stacks: bool, as_json: bool
 ) -> int:
-    """Print what is stuck, slow or held back; return 1 if something is stuck.
+    """Print what is wrong with a service; return 1 if anything is.
 
     Raises:
         CommandError: The service does not answer, and there is no report in its state folder.
     """
+    from rollout_service.cli.doctor import live_view
+
     # A service that runs again meanwhile takes its report back, and answers.
     report = _ask(url, key) or _read(state_dir, config) or _ask(url, key)
     if report is None:
         raise _nothing_to_read(url, state_dir, config)
     if as_json:
-        common.print_json(report.model_dump(mode="json"))
+        common.print_json(report.as_dict())
     else:
-        _show(report, common.out(), stacks=stacks)
-    return 1 if any(one.verdict == "stuck" for one in report.findings) else 0
+        live_view.show(report, common.out(), stacks=stacks)
+    return 1 if report.is_wrong else 0
 
 
-def _ask(url: str, key: str | None) -> HangReport | None:
+def _ask(url: str, key: str | None) -> LiveReport | None:
     """Return the service's own answer, or None if none comes."""
     from rollout_client.client import UnreachableError
+    from rollout_service.cli.doctor.live_report import LiveReport
 
-    async def ask() -> HangReport:
+    async def ask() -> tuple[HangReport, Overview]:
         async with common.connect(url, key) as client:
-            with anyio.fail_after(ANSWER_SECONDS):
-                return await client.hangs()
+            return await _both(client)
 
     try:
-        return anyio.run(ask)
+        return LiveReport(*anyio.run(ask))
     except (TimeoutError, UnreachableError):
         return None
+
+
+async def _both(client: RolloutClient) -> tuple[HangReport, Overview]:
+    with anyio.fail_after(ANSWER_SECONDS):
+        return await client.hangs(), await client.overview()
 
 
 def _folder(state_dir: Path | None, config: Path | None) -> Path:
@@ -65,14 +73,15 @@ def _folder(state_dir: Path | None, config: Path | None) -> Path:
     return (state_dir or load_settings(config).state_dir).expanduser()
 
 
-def _read(state_dir: Path | None, config: Path | None) -> HangReport | None:
+def _read(state_dir: Path | None, config: Path | None) -> LiveReport | None:
     """Return the report in the state folder, if it is not an old one."""
+    from rollout_service.cli.doctor.live_report import LiveReport
     from rollout_service.hangs.last_report import read_last_report
 
     report = read_last_report(_folder(state_dir, config))
     if report is None or (datetime.now(UTC) - report.at).total_seconds() > STALE_SECONDS:
         return None
-    return report
+    return LiveReport(report)
 
 
 def _nothing_to_read(url: str, state_dir: Path | None, config: Path | None) -> CommandError:
@@ -84,55 +93,3 @@ def _nothing_to_read(url: str, state_dir: Path | None, config: Path | None) -> C
         hint="Is it running, and is this its state folder (--state-dir)? If its process is there, send it SIGUSR1: "
         f"it writes the stacks of all threads to {folder / STACKS}.",
     )
-
-
-def _show(report: HangReport, console: Console, *, stacks: bool) -> None:
-    from rich.text import Text
-
-    from rollout_service.cli.console import HANG_STYLES, table
-
-    if report.source == "state_folder":
-        console.print(
-            f"The service does not answer; this is the report that its watchdog wrote at {report.at:%H:%M:%S} UTC."
-        )
-    lag = f"event loop at most {report.loop_lag_seconds:.2f} s late"
-    console.print(f"node {report.node}: {common.count(report.working, 'rollout')} under way, {lag}")
-    if not report.findings:
-        console.print("Nothing is stuck, slow or held back.")
-        return
-    rows = table("verdict", "waits for", "subject", "rollouts", "seconds", "answers")
-    for finding in report.findings:
-        answers = {True: "yes", False: "no", None: "-"}[finding.responds]
-        verdict = Text(finding.verdict, style=HANG_STYLES[finding.verdict])
-        rows.add_row(
-            verdict,
-            finding.kind,
-            finding.subject,
-            str(finding.count),
-            f"{finding.seconds:.0f}",
-            answers,
-        )
-    console.print(rows)
-    for finding in report.findings:
-        _explain(finding, console, stacks=stacks)
-
-
-def _explain(finding: HangFinding, console: Console, *, stacks: bool) -> None:
-    from rich.text import Text
-
-    from rollout_service.cli.console import HANG_STYLES
-
-    console.print()
-    console.print(
-        Text(f"{finding.verdict}: {finding.message}", style=HANG_STYLES[finding.verdict]), soft_wrap=True
-    )
-    console.print(Text(f"  {finding.hint}"), soft_wrap=True)
-    if finding.rollouts:
-        more = (
-            f" and {finding.count - len(finding.rollouts)} more"
-            if finding.count > len(finding.rollouts)
-            else ""
-        )
-        console.print(Text(f"  rollouts: {', '.join(finding.rollouts)}{more}"), soft_wrap=True)
-    for frame in finding.stack if stacks else [frame for frame in finding.stack if frame.ours][-1:]:
-        console.print(Text(f"  at {frame.file}:{frame.line} {frame.function}"), soft_wrap=True)

@@ -53,6 +53,8 @@ _PORTS = {"http": 80, "https": 443}
 _ERROR_KEYS = ("error", "message", "detail")
 QUOTED_CHARACTERS = 500
 """How much of an engine's error message is passed on."""
+QUOTED_BYTES = 100
+"""How much of an answer that is not JSON is passed on."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
@@ -191,7 +193,7 @@ class HttpBackend(ABC):
             AnswerTimeoutError: There was no answer in the time of a generation; `generate` translates it.
         """
         raw = await self._exchange_bytes(method, path, content, seconds, max_bytes, traceparent=traceparent)
-        return self._decode(raw, path, is_json) if is_json is not False else None
+        return self._decode(raw, method, path, is_json) if is_json is not False else None
 
     async def _stream(
         self, path: str, content: bytes, stream: TokenStream, max_bytes: int, traceparent: str | None = None
@@ -220,7 +222,7 @@ class HttpBackend(ABC):
 
     def _take_chunk(self, event: bytes, path: str, stream: TokenStream) -> None:
         with answer_of(self._id):
-            chunk = mapping(self._decode(event, path, True), "a chunk of the answer")
+            chunk = mapping(self._decode(event, "POST", path, True), "a chunk of the answer")
             if "error" in chunk:
                 stated: Any = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
                 raise self._refusal(stated if stated in _ERROR_STATUSES else _ERROR_STATUSES[-1], path, event)
@@ -307,14 +309,16 @@ class HttpBackend(ABC):
             except InferenceError:
                 return
 
-    def _decode(self, raw: bytes, path: str, is_json: bool | None) -> Any:
+    def _decode(self, raw: bytes, method: str, path: str, is_json: bool | None) -> Any:
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             if is_json is None:
                 return None
+            # An address may be that of another service, of which nothing that a GET reads is passed on.
+            quoted = f": {_quoted(raw)}" if method == "POST" else ""
             raise BackendProtocolError(
-                f"{path} did not answer with JSON",
+                f"{path} answered {_OK} with something other than JSON{quoted}",
                 hint="Register the engine's own address.",
                 backend_id=self._id,
             ) from error
@@ -397,5 +401,13 @@ def _error_message(raw: bytes) -> str:
     said = next((body[key] for key in _ERROR_KEYS if key in body), "") if isinstance(body, dict) else ""
     if isinstance(said, dict):
         said = said.get("message", "")
-    text = said if isinstance(said, str) else str(said)
+    return _printable(said if isinstance(said, str) else str(said))
+
+
+def _quoted(raw: bytes) -> str:
+    """Return the first bytes of an answer as text, in quotes."""
+    return repr(_printable(raw[:QUOTED_BYTES].decode(errors="replace")))
+
+
+def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else " " for each in text[:QUOTED_CHARACTERS])

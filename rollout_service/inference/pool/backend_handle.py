@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 import anyio
+import structlog
 
 from api_schemas.inference import BackendState, BackendView
 from rollout_service.inference.contract import (
@@ -21,6 +23,12 @@ from rollout_service.inference.pool.probe import refuse_missing_extras
 from rollout_service.inference.pool.weights.version_watch import VersionWatch
 from rollout_service.signals import ChangeSignal
 
+log = structlog.get_logger(__name__)
+
+OTHER_VERSION_HINT = (
+    "Find out who gave the engine weights: only this service may. Load the policy's newest version with "
+    "POST /v1/weights, with `force` if the pool has it already."
+)
 _SMALLEST_SHARE = 0.1
 _CLOSE_SECONDS = 5.0
 
@@ -50,6 +58,12 @@ class BackendHandle:
     """The chunks of tokens that it has streamed."""
     failures: int = 0
     last_error: str | None = None
+    failed_at: datetime | None = None
+    """When a call or probe failed last."""
+    tried_version: int | None = None
+    """The version of the weights that a token was last sampled with to try them."""
+    sampled_version: int | None = None
+    """The version of its newest tokens, if that is another than it was given."""
     bad_in_a_row: int = 0
     good_in_a_row: int = 0
     being_checked: bool = False
@@ -111,12 +125,31 @@ class BackendHandle:
 
         return count
 
+    def has_weights(self, version: int) -> None:
+        """Note the version of the weights that it was given."""
+        self.info = replace(self.info, weight_version=version)
+        self.sampled_version = None
+
+    def sampled_with(self, version: int) -> None:
+        """Note the version of its newest tokens; warn once of each that it was not given."""
+        other = None if version == self.info.weight_version else version
+        if other not in (None, self.sampled_version):
+            log.warning(
+                "an engine samples with another version",
+                backend_id=self.id,
+                version=other,
+                given=self.info.weight_version,
+                hint=OTHER_VERSION_HINT,
+            )
+        self.sampled_version = other
+
     def record_failure(self, error: BaseException) -> None:
         """Count a failed call or probe."""
         self.failures += 1
         self.bad_in_a_row += 1
         self.good_in_a_row = 0
         self.last_error = str(error) or type(error).__name__
+        self.failed_at = datetime.now(UTC)
 
     def take_out(self) -> None:
         """Take it out of service: it gets no new requests, and the open ones go elsewhere."""
@@ -147,11 +180,12 @@ class BackendHandle:
                 await self.wait_until_idle()
             await self.backend.close()
 
-    def bring_back(self, info: ModelInfo) -> None:
-        """Put it into service, with a small share at first."""
-        self.info = info
+    def bring_back(self, info: ModelInfo, *, is_tried: bool) -> None:
+        """Put it into service, with a small share at first; weights that are not tried are at the next resume."""
+        self.info, self.sampled_version = info, None
+        self.tried_version = info.weight_version if is_tried else None
         self.state = BackendState.READY
-        self.bad_in_a_row = 0
+        self.bad_in_a_row, self.last_error = 0, None
         self._since = self.clock()
         self.versions.saw(self.id, info.weight_version)
 
@@ -167,10 +201,12 @@ class BackendHandle:
             model_path=self.info.model_path,
             tokenizer_path=self.info.tokenizer_path,
             weight_version=self.info.weight_version,
+            sampled_version=self.sampled_version,
             context_length=self.info.context_length,
             exports=sorted(self.info.extras),
             in_flight=self.in_flight,
             served=self.served,
             failures=self.failures,
             last_error=self.last_error,
+            failed_at=self.failed_at,
         )

@@ -88,6 +88,8 @@ class Dispatcher:
                     raise
                 await _back_off(fruitless)
                 continue
+            if part.versions and self._is_settled(handle, version):
+                handle.sampled_with(part.versions[-1])
             if (whole := continuation.add(part, read_by)) is not None:
                 return whole
             # A request that waited through updates of the weights, and was aborted by each, is not the engine's fault.

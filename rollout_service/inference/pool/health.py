@@ -77,7 +77,8 @@ class HealthChecks:
                 handle.record_failure(error)
                 return
             if handle.state is BackendState.FAILED:
-                handle.bring_back(replace(info, weight_version=version, extras=handle.info.extras))
+                info = replace(info, weight_version=version, extras=handle.info.extras)
+                handle.bring_back(info, is_tried=self._registry.paused is None)
                 log.info(
                     "backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version
                 )

@@ -152,12 +152,15 @@ class BackendPool:
                 info = await check_backend(backend, seconds=self._options.registration_timeout)
             self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
             is_known = exports is not None and known is None
-            version = await self._controller.synchronize(backend, info.weight_version, is_known=is_known)
+            version = await self._controller.synchronize(
+                backend, info.weight_version, is_known=is_known, tried=info.weight_version
+            )
+            is_tried = not self.paused or version == info.weight_version
             info = replace(info, weight_version=version)
             handle = known or BackendHandle(
                 backend, info, self._options.slow_start, self._versions, self._clock
             )
-            handle.bring_back(info)
+            handle.bring_back(info, is_tried=is_tried)
             handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend
             handle.traces = traces
             self._registry.add(handle)

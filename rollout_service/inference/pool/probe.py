@@ -1,4 +1,4 @@
-"""Checks what an engine can do before it may serve, by asking it for one token."""
+"""Checks what an engine can do before it may serve, and that it can use new weights, by asking it for one token."""
 
 from dataclasses import replace
 
@@ -18,7 +18,11 @@ from rollout_service.inference.errors import (
     BackendRejected,
     BackendUnreachable,
     ExtraUnsupported,
+    InferenceError,
 )
+
+TRIAL_SECONDS = 10.0
+"""How long a token with new weights is waited for: weights that cannot be sampled with fail at once."""
 
 _PROBE_PROMPT = (0,)  # the one id that every vocabulary has
 
@@ -40,6 +44,25 @@ async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
         hint="Wait until the engine has loaded its model, and resume it if it is paused.",
         backend_id=backend.id,
     )
+
+
+async def try_weights(backend: Backend, version: int, source: str = "") -> None:
+    """Sample one token with weights that a backend was given; one that is too busy to answer soon passes.
+
+    Raises:
+        InferenceError: The backend cannot sample with them; the message names the version and the source.
+    """
+    try:
+        with anyio.move_on_after(TRIAL_SECONDS):
+            await backend.generate(_probe(set()))
+    except InferenceError as error:
+        where = f" from {source}" if source else ""
+        raise type(error)(
+            f"cannot sample with version {version} of the weights{where}: {error}",
+            hint="The weights may not be finite: look for NaN in the checkpoint and in the trainer's loss. Then load a "
+            "later version, or this one again with `force`.",
+            context=error.context,
+        ) from error
 
 
 def refuse_missing_extras(extras: RequestedExtras, info: ModelInfo, backend_id: str) -> None:

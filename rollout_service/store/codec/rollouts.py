@@ -172,7 +172,8 @@ def _decode_rollout(row: Row, shown: Shown) -> Rollout:
         attempt=row["attempt"],
         retries=_RETRIES.validate_json(row["retries"]),
         created_at=when(row["created_at"]),
-        finished_at=when(row["changed_at"]) if state.terminal else None,
+        # The clock may have been set between two starts of a service.
+        finished_at=when(max(row["changed_at"], row["created_at"])) if state.terminal else None,
         **result,
     )
 

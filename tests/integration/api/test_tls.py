@@ -7,7 +7,7 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from rollout_client.client import RolloutClient, UnreachableError
+from rollout_client.client import CaFileError, RolloutClient, UnreachableError
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.api.serve import load_certificate
 from rollout_service.cli import app as cli
@@ -95,5 +95,5 @@ def served_by(context: ssl.SSLContext) -> bytes | None:
 
 @pytest.mark.anyio
 async def test_a_client_names_a_file_that_it_cannot_read() -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CaFileError, match=r"'/nowhere.pem' cannot be used: No such file"):
         RolloutClient("https://localhost", ca_file="/nowhere.pem")

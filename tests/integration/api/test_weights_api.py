@@ -171,7 +171,7 @@ async def an_update_goes_on(engine, client, impatient) -> None:
     with pytest.raises(ConflictError, match="version 4 is older than the pool's version 5"):
         await client.update_weights(DiskWeights(path="/w/4"), 4)
     outcome = await client.update_weights("/w/6", 6, mode=PauseMode.IN_PLACE)
-    assert outcome.outcomes[0].steps.keys() == {"pause", "load", "resume"}
+    assert outcome.outcomes[0].steps.keys() == {"pause", "load", "resume", "try"}
 
 
 async def a_rollout_goes_on(engine, client, impatient) -> None:

@@ -1,6 +1,7 @@
 """Registering a vLLM server names what it lacks; its failures send requests elsewhere or raise typed errors."""
 
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -39,11 +40,11 @@ def is_exact(generation, budget=12, prompt=3):
 
 
 @asynccontextmanager
-async def running(*engines):
+async def running(*engines, options=OPTIONS):
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine)
-        pools = await stack.enter_async_context(Pools(OPTIONS))
+        pools = await stack.enter_async_context(Pools(options))
         for engine in engines:
             await pools.register(engine.url)
         yield pools["policy"]
@@ -110,7 +111,7 @@ async def test_failed_requests_go_elsewhere(kind, fault):
 @pytest.mark.parametrize("fault", [Fault.NO_LOGPROBS, Fault.SHORT_LOGPROBS, Fault.BAD_LOGPROB, Fault.BAD_ID])
 async def test_a_server_that_never_gives_logprobs_fails_typed(kind, fault):
     engine = kind(SCRIPT)
-    async with running(engine) as pool:
+    async with running(engine, options=replace(OPTIONS, unhealthy_after=100)) as pool:
         engine.inject(fault, count=50)
         with pytest.raises((BackendProtocolError, BackendUnreachable)):
             await pool.generate(request())

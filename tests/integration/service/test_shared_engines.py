@@ -30,8 +30,8 @@ from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.errors import (
-    NoBackendError,
     PoolFrozen,
+    UnknownPool,
     WeightsConflict,
     WeightsPartlyLoaded,
 )
@@ -325,7 +325,7 @@ async def test_weights_for_a_frozen_pool_are_refused_before_any_node_holds_its_r
 
 
 async def test_a_command_to_a_pool_without_backends_is_refused(members: list[Member]) -> None:
-    with pytest.raises(NoBackendError, match="judge"):
+    with pytest.raises(UnknownPool, match="judge"):
         await members[0].serving.orders.pause(PauseRequest(pool="judge"))
 
 

@@ -92,7 +92,7 @@ async def test_metrics_have_a_value_for_everything_at_all_times() -> None:
     metrics = HangMetrics(log.list, lambda: 0.25, board)
     stuck, lag, oldest = metrics.collect()
     assert {sample.value for sample in stuck.samples} == {0}
-    assert len(stuck.samples) == len(HangVerdict) * (len(StepKind) + 2)
+    assert len(stuck.samples) == len(HangVerdict) * (len(StepKind) + 3)
     assert [sample.value for sample in lag.samples] == [0.25]
     assert {sample.labels["stage"]: sample.value for sample in oldest.samples} == dict.fromkeys(Stage, 0.0)
     with ExitStack() as stack:

@@ -117,3 +117,13 @@ def test_every_kind_of_step_has_a_floor():
 
 def test_every_verdict_is_printed_in_a_style():
     assert set(HANG_STYLES) == set(HangVerdict)
+
+
+@pytest.mark.parametrize(
+    ("still", "usual", "verdict"), [(31.0, None, HangVerdict.IDLE), (29.0, None, None), (31.0, LONG, None)]
+)
+def test_a_grader_at_rest_is_idle_long_before_its_stage_ends_it(still, usual, verdict):
+    found = judge(
+        StepKind.GRADER, seconds=40.0, quiet=40.0, limit=600.0, usual=usual, signs=Signs(True, still)
+    )
+    assert found is verdict

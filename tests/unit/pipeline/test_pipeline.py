@@ -14,6 +14,7 @@ import anyio.lowlevel
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, StopReason
 from api_schemas.rollouts.trees import Assigns, Work
@@ -135,6 +136,10 @@ class FakeSandbox(Sandbox):
     def spec(self) -> SandboxSpec:
         return self._spec
 
+    @property
+    def limits_reached(self) -> tuple[LimitExceededError, ...]:
+        return self._provider.limits_reached
+
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
             await anyio.lowlevel.checkpoint()
@@ -163,6 +168,7 @@ class CountingProvider(SandboxProvider):
         """Fail the first `failures` starts; the `ended_at`-th calls to end processes find the sandbox ended."""
         self.endings, self.ended_at = 0, ended_at
         self.alive: set[FakeSandbox] = set()
+        self.limits_reached: tuple[LimitExceededError, ...] = ()
         self.started = 0
         self.most = 0
         self._failures = failures
@@ -610,6 +616,27 @@ async def test_limits_that_were_reached_are_counted() -> None:
 
     async with bench(Played(run=run)) as b:
         await b.run()
+        assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.context.metrics.render()
+
+
+async def test_a_sandbox_that_ran_out_of_memory_is_a_note_a_line_of_the_log_and_counted() -> None:
+    provider = CountingProvider()
+    provider.limits_reached = (LimitExceededError("the sandbox ran out of memory", limit="memory"),)
+    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH), provider=provider) as b:
+        with capture_logs() as logs:
+            rollout = await b.run()
+        assert rollout.state is RolloutState.COMPLETED
+        assert rollout.notes == [
+            "the agent: the sandbox ran out of memory",
+            "the grader: the sandbox ran out of memory",
+        ]
+        lines = [line for line in logs if line["event"] == "a sandbox reached a limit"]
+        assert [(line["of"], line["limit"]) for line in lines] == [
+            ("the agent", "memory"),
+            ("the grader", "memory"),
+        ]
+        assert lines[0]["rollout_id"] == rollout.rollout_id
+        # Those of the agent are counted with its calls.
         assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.context.metrics.render()
 
 

@@ -19,6 +19,7 @@ export const WAITS = {
   store: ["store", "queued"],
   event_loop: ["event loop", "held"],
   run: ["groups to keep", "held"],
+  weights: ["the given weights", "held"],
 };
 
 // What a wait is for, and the tone that it is drawn in everywhere.

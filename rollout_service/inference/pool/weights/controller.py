@@ -30,6 +30,7 @@ from rollout_service.inference.errors import (
     NoBackendError,
 )
 from rollout_service.inference.pool.backend_handle import BackendHandle
+from rollout_service.inference.pool.probe import try_weights
 from rollout_service.inference.pool.registry import BackendRegistry
 from rollout_service.inference.pool.weights.fan_out import FanOut, PoolCommand
 from rollout_service.inference.pool.weights.outcomes import OUT_OF_SERVICE
@@ -109,7 +110,7 @@ class PoolController:
         self._groups.replace(state.groups)
         for handle in self._registry:
             if handle.id in state.versions:
-                handle.info = replace(handle.info, weight_version=state.versions[handle.id])
+                handle.has_weights(state.versions[handle.id])
             elif handle.id in state.out and handle.state is not BackendState.FAILED:
                 handle.record_failure(BackendUnreachable("another node took it out of service"))
                 self._registry.take_out(handle)
@@ -130,7 +131,7 @@ class PoolController:
         """Let the held requests continue."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
-                outcome = await self._each("resume", lambda handle: handle.backend.resume())
+                outcome = await self._each("resume", lambda handle: handle.backend.resume(), self._try)
                 self._release()
         return outcome
 
@@ -138,10 +139,16 @@ class PoolController:
         """Make every engine return its partial answers."""
         return await self._each("abort", lambda handle: handle.backend.abort(None))
 
-    async def synchronize(self, backend: Backend, version: int, *, is_known: bool = False) -> int:
+    async def synchronize(
+        self, backend: Backend, version: int, *, is_known: bool = False, tried: int | None = None
+    ) -> int:
         """Bring a backend to the pool's weights and pause, and return its weight version, within `joining`.
 
-        One that `is_known` to other services did not restart, and keeps its process groups.
+        One that `is_known` to other services did not restart, and keeps its process groups. Its weights are tried
+        unless they are of the version `tried`, or the pool is paused: then they are once it is resumed.
+
+        Raises:
+            InferenceError: The backend did not obey, or cannot sample with the pool's weights.
         """
         if not is_known:
             self._groups.forget(backend.id)
@@ -151,6 +158,8 @@ class PoolController:
             await backend.pause(PauseMode.ABORT if mode is PauseMode.DRAIN else mode)
         else:
             await backend.resume()
+            if version != tried:
+                await try_weights(backend, version, self._weights.source_of(version))
         return version
 
     # ---- weights
@@ -191,6 +200,8 @@ class PoolController:
             has_changed = self._settle(weights, kv, fan_out)
             if was_paused is None:
                 await fan_out.step("resume", lambda it: it.backend.resume(), after_errors=True)
+                if has_changed:
+                    await fan_out.step("try", self._try)
             self._take_out_failed(fan_out, has_changed=has_changed)
         finally:
             if was_paused is None:
@@ -231,12 +242,19 @@ class PoolController:
             self._weights.adopt(weights, kv)
         for handle, record in fan_out.records.items():
             if record.error is None:
-                handle.info = replace(handle.info, weight_version=weights.version)
+                handle.has_weights(weights.version)
                 self._weights.mark_known(handle.id)
             elif "load" in record.steps and _may_have_begun(weights, record.error):
                 self._weights.mark_unknown(handle.id)
                 record.is_known = False
         return has_changed
+
+    async def _try(self, handle: BackendHandle) -> None:
+        """Try the weights of a backend that is not paused, once."""
+        version = handle.info.weight_version
+        if handle.tried_version != version:
+            await try_weights(handle.backend, version, self._weights.source_of(version))
+            handle.tried_version = version
 
     def _take_out_failed(self, fan_out: FanOut, *, has_changed: bool) -> None:
         for handle, record in fan_out.records.items():
@@ -308,13 +326,16 @@ class PoolController:
         self._registry.paused = None
         self._registry.notify()
 
-    async def _each(self, name: str, command: PoolCommand) -> PoolOutcome:
-        """Run a command on every backend at once; one that cannot be reached leaves service."""
+    async def _each(self, name: str, command: PoolCommand, trial: PoolCommand | None = None) -> PoolOutcome:
+        """Run a command on every backend at once; one that cannot be reached, or fails the trial, leaves service."""
         away = {handle.id for handle in self._registry if handle.state is BackendState.FAILED}
         fan_out = FanOut(self._registry)
         await fan_out.step(name, command)
+        obeyed = {handle for handle, record in fan_out.records.items() if record.error is None}
+        if trial is not None:
+            await fan_out.step("try", trial)
         for handle, record in fan_out.records.items():
-            if not record.can_be_told:
+            if not record.can_be_told or (record.error is not None and handle in obeyed):
                 self._registry.take_out(handle)
         outcome = self._outcome(fan_out, changed=True)
         return outcome.model_copy(

@@ -13,6 +13,7 @@ from rollout_service.inference.errors import (
     WeightsNotLoaded,
     WeightsPartlyLoaded,
     WeightsRefused,
+    WeightsUnusable,
 )
 
 OUT_OF_SERVICE = "out_of_service"
@@ -31,11 +32,19 @@ def check_weights_outcome(outcome: PoolOutcome, version: int) -> PoolOutcome:
         WeightsRefused: All backends refused the weights, and keep their own.
         WeightsNotLoaded: No backend has the weights, and some could not be reached or are in an unknown state.
         WeightsPartlyLoaded: Some backends have the weights; the others are out of service.
+        WeightsUnusable: Backends have the weights, but none can sample with them.
     """
     failed = failed_backends(outcome)
     if not failed:
         return outcome
     context = _context(outcome)
+    if outcome.changed and not any(each.ok for each in outcome.outcomes):
+        raise WeightsUnusable(
+            f"no backend of pool {outcome.pool!r} can serve version {version}: {_named(failed)}",
+            hint="They stay out of service. The weights may not be finite: look for NaN in the checkpoint and in the "
+            "trainer's loss. Then load a later version, or this one again with `force`.",
+            context=context,
+        )
     if outcome.changed:
         raise WeightsPartlyLoaded(
             f"version {version} was loaded by {_some(outcome)}, but not by {_named(failed)}",

@@ -48,6 +48,13 @@ class PoolWeights:
         if kv is KvHandling.KEPT:
             self._kept |= {weights.version}
 
+    def source_of(self, version: int) -> str:
+        """Return where the weights of this version came from, in words; empty if that is unknown."""
+        if self.present is None or self.present.version != version:
+            return ""
+        source = self.present.source
+        return source.path if isinstance(source, DiskWeights) else f"the process group {source.group_name}"
+
     def kept_kv(self, versions: frozenset[int]) -> frozenset[int]:
         """Return those of the versions that were loaded while KV of older weights stayed in use."""
         return self._kept & versions

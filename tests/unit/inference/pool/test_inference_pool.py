@@ -127,11 +127,32 @@ async def test_a_single_backend_gets_another_chance(fault):
 
 async def test_a_backend_that_fails_every_request_is_named_in_the_end():
     engine = ScriptedEngine(SCRIPT)
-    async with running(engine) as (_, pool):
+    async with running(engine, options=replace(OPTIONS, unhealthy_after=100)) as (_, pool):
         engine.inject(Fault.NO_LOGPROBS, count=100)
         with pytest.raises(BackendProtocolError, match="output_token_logprobs is missing"):
             await pool.generate(request())
         assert pool.views()[0].failures >= OPTIONS.max_failures
+
+
+async def test_a_backend_that_is_back_has_no_error_any_more():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        engine.inject(Fault.NO_LOGPROBS, count=2)
+        assert is_exact(await pool.generate(request()))
+        [view] = pool.views()
+        assert (view.state, view.last_error, view.failures) == (BackendState.READY, None, 2)
+        assert view.failed_at is not None
+
+
+async def test_a_backend_that_answers_probes_but_samples_nothing_stays_out_of_service():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine, options=replace(OPTIONS, hold_seconds=1.0)) as (_, pool):
+        engine.inject(Fault.NO_LOGPROBS, count=100)
+        with pytest.raises(NoBackendError, match="output_token_logprobs is missing"):
+            await pool.generate(request())
+        [view] = pool.views()
+        assert view.state is BackendState.FAILED
+        assert "cannot sample with version 0 of the weights" in view.last_error
 
 
 async def test_endless_aborts_of_an_engine_that_nobody_paused_are_an_error():
@@ -491,7 +512,7 @@ async def test_pools_are_apart():
     ("fault", "message"),
     [
         (Fault.NO_LOGPROBS, "output_token_logprobs"),
-        (Fault.GARBAGE, "JSON"),
+        (Fault.GARBAGE, r"answered 200 with something other than JSON: .{\"text\": \"cut off"),
         (Fault.BAD_ID, "vocabulary"),
     ],
 )

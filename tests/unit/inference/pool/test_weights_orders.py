@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from anyio.abc import SocketAttribute
 from pydantic import ValidationError
+from structlog.testing import capture_logs
 
 from api_schemas.inference import (
     BackendState,
@@ -20,14 +21,25 @@ from api_schemas.inference import (
 )
 from api_schemas.rollouts import Sampling as RolloutSampling
 from api_schemas.trajectories import Message, Trajectory
+from rollout_service.hangs.signs.versions import OtherVersions
 from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.errors import BackendRejected, NoBackendError, PoolPaused, WeightsConflict
+from rollout_service.inference.errors import (
+    BackendProtocolError,
+    BackendRejected,
+    NoBackendError,
+    PoolPaused,
+    WeightsConflict,
+    WeightsPartlyLoaded,
+    WeightsUnusable,
+)
+from rollout_service.inference.pool import probe
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
+from rollout_service.inference.pool.weights.outcomes import check_weights_outcome
 from rollout_service.inference.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.policies.session import PolicySession
-from rollout_service.testing import Counting, ScriptedEngine
+from rollout_service.testing import Counting, Fault, ScriptedEngine
 from rollout_service.tokens import Conversation, ParsedTurn
 
 pytestmark = pytest.mark.anyio
@@ -82,6 +94,111 @@ async def until(condition) -> None:
     with anyio.fail_after(20):
         while not condition():
             await anyio.sleep(0.005)
+
+
+# ---- weights that cannot be sampled with
+
+
+class NanEngine(ScriptedEngine):
+    """Samples nothing with weights from a folder whose name ends in `nan`."""
+
+    async def _generate(self, body, request) -> web.StreamResponse:
+        if self._model_path.endswith("nan"):
+            self.inject(Fault.BAD_LOGPROB)
+        return await super()._generate(body, request)
+
+
+async def test_weights_that_no_engine_can_sample_with_fail_their_update_and_the_next_one_mends_it():
+    async with running(NanEngine(Counting()), NanEngine(Counting())) as pool:
+        outcome = await pool.update_weights("/w/nan", 3)
+        assert [each.ok for each in outcome.outcomes] == [False, False]
+        with pytest.raises(WeightsUnusable, match="can serve version 3") as caught:
+            check_weights_outcome(outcome, 3)
+        assert "cannot sample with version 3 of the weights from /w/nan: " in str(caught.value)
+        assert "logprob 0 is None" in str(caught.value)
+        assert "NaN" in caught.value.hint
+        assert states(pool) == [BackendState.FAILED] * 2
+        probed = [view.failures for view in pool.views()]
+        await until(lambda: all(new.failures > old for new, old in zip(pool.views(), probed, strict=True)))
+        assert states(pool) == [BackendState.FAILED] * 2, "answering probes is not enough"
+        assert "version 3 of the weights from /w/nan" in pool.views()[0].last_error
+        mended = await pool.update_weights("/w/4", 4)
+        assert [each.ok for each in mended.outcomes] == [True, True]
+        await until(lambda: states(pool) == [BackendState.READY] * 2)
+        assert (await pool.generate(request())).versions == [4] * 12
+
+
+async def test_one_engine_that_cannot_sample_with_the_weights_leaves_service():
+    async with running(NanEngine(Counting()), ScriptedEngine(Counting())) as pool:
+        outcome = await pool.update_weights("/w/nan", 3)
+        assert [each.ok for each in outcome.outcomes] == [False, True]
+        with pytest.raises(WeightsPartlyLoaded, match="version 3"):
+            check_weights_outcome(outcome, 3)
+        assert states(pool) == [BackendState.FAILED, BackendState.READY]
+
+
+async def test_weights_of_a_paused_pool_are_tried_when_it_is_resumed():
+    async with running(NanEngine(Counting())) as pool:
+        await pool.pause()
+        assert (await pool.update_weights("/w/nan", 3)).outcomes[0].ok
+        resumed = await pool.resume()
+        assert not resumed.outcomes[0].ok
+        assert "cannot sample with version 3 of the weights from /w/nan" in resumed.outcomes[0].error
+        assert states(pool) == [BackendState.FAILED]
+
+
+async def test_an_engine_that_joins_is_tried_with_the_weights_that_it_is_given():
+    async with running(ScriptedEngine(Counting())) as pool, NanEngine(Counting()) as late:
+        await pool.update_weights("/w/nan", 3)
+        with pytest.raises(BackendProtocolError, match="version 3 of the weights from /w/nan"):
+            await pool.register(SGLangBackend(late.url))
+        assert len(pool.views()) == 1
+
+
+async def test_an_engine_that_is_too_busy_to_be_tried_keeps_serving(monkeypatch):
+    monkeypatch.setattr(probe, "TRIAL_SECONDS", 0.05)
+    engine = ScriptedEngine(Counting())
+    async with running(engine) as pool:
+        engine.latency = 5.0
+        assert (await pool.update_weights("/w/3", 3)).outcomes[0].ok
+        assert states(pool) == [BackendState.READY]
+
+
+# ---- weights that somebody else gave an engine
+
+
+async def test_an_engine_that_somebody_else_updates_is_named_until_it_is_given_weights():
+    engine = ScriptedEngine(Counting())
+    async with running(engine) as pool:
+        await pool.update_weights("/w/2", 2)
+        assert (await pool.generate(request())).versions == [2] * 12
+        assert pool.views()[0].sampled_version is None
+        versions = OtherVersions(pool.views)
+        engine.version = "77"
+        with capture_logs() as logs:
+            for _ in range(2):
+                assert (await pool.generate(request())).versions == [77] * 12
+        [line] = [line for line in logs if line["event"] == "an engine samples with another version"]
+        assert (line["version"], line["given"], line["backend_id"]) == (77, 2, pool.views()[0].backend_id)
+        assert (pool.views()[0].weight_version, pool.views()[0].sampled_version) == (2, 77)
+        [finding] = versions.findings()
+        assert (finding.kind, finding.subject) == ("weights", pool.views()[0].backend_id)
+        assert "samples with version 77 of the weights, but was given version 2" in finding.message
+        await pool.update_weights("/w/78", 78)
+        assert versions.findings() == []
+        await pool.generate(request())
+        assert pool.views()[0].sampled_version is None
+
+
+async def test_tokens_of_two_versions_around_an_update_are_no_surprise():
+    engine = ScriptedEngine(Counting(), latency=0.3)
+    async with running(engine) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.generate, request(60))
+        await until(lambda: engine.in_flight)
+        engine.latency = 0.0
+        await pool.update_weights("/w/2", 2, PauseMode.IN_PLACE)
+        await until(lambda: not engine.in_flight)
+        assert pool.views()[0].sampled_version is None
 
 
 # ---- which version

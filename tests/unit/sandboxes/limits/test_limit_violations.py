@@ -67,12 +67,15 @@ def test_a_call_adds_its_own_limits(tmp_path: Path) -> None:
 def test_a_closed_monitor_keeps_what_it_knew(tmp_path: Path) -> None:
     monitor = make_monitor(tmp_path)
     seen = LimitViolations(monitor)
+    assert monitor.make_errors() == ()
     monitor.record("memory")
+    monitor.record("lifetime")
+    assert [error.limit for error in monitor.make_errors()] == ["memory"], "the others are not the sandbox's"
     monitor.close()
     monitor.close()
     for path in tmp_path.iterdir():
         path.unlink()
-    assert [violation.limit for violation in seen.drain()] == ["memory"]
+    assert [violation.limit for violation in seen.drain()] == ["memory", "lifetime"]
 
 
 def test_groups_without_counters_report_no_violation(tmp_path: Path) -> None:
