@@ -15,6 +15,7 @@ ServiceError
  |   |- HeadTooLargeError         431
  |   `- RequestTimeoutError       408
  |- EnvironmentFailedError        an environment's own code, or its grader, failed
+ |   `- SecretMissingError        a secret of an environment cannot be read on this host
  |- StoreError                    the durable store cannot be read or written           503
  |   `- LeadershipLostError       another service now does what one alone may do          503
  |- RecordLostError               one record of the store is gone or damaged            500
@@ -173,6 +174,12 @@ class EnvironmentFailedError(ServiceError):
 
     code = "environment_failed"
     boundary = Boundary.ENVIRONMENT
+
+
+class SecretMissingError(EnvironmentFailedError):
+    """A secret of an environment is missing on this host, or not allowed; the value is never named."""
+
+    code = "secret_missing"
 
 
 class StoreError(ServiceError):

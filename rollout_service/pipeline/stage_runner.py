@@ -18,6 +18,7 @@ from api_schemas.rollouts import RolloutRequest, Span, Stage, StopReason
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
 from rollout_service.environments.contract import Environment, EvaluateIn
+from rollout_service.environments.secrets import initialize, mask, mask_error
 from rollout_service.episodes import (
     SANDBOX_ENDED_SCORE,
     Episode,
@@ -130,6 +131,7 @@ class StageRunner:
         spec, limits = self._environment.spec, self.limits
         purpose = Purpose.AGENT if spec.image is not None else None
         async with self._stage(self._context.stages.init, limits.init_seconds, purpose) as timer:
+            hidden = self._context.sandboxes.secrets.check(spec)
             policy = await self._policy.open(self._environment.tool_definitions())
             episode = Episode(
                 request=self._request,
@@ -141,6 +143,7 @@ class StageRunner:
                 sampler=self._context.sampler,
                 subagents=self._subagents,
                 clock=self._turns.clock,
+                hidden=hidden,
             )
             self.episode = episode
             if spec.evaluate_in is EvaluateIn.FRESH:
@@ -148,11 +151,18 @@ class StageRunner:
             if spec.image is not None:
                 listens = self._environment.uses_gateway
                 await self._sandboxes.start(episode, spec, timer, spec.sessions, listens=listens)
+            if spec.init_secrets:  # no session may be open when the processes of the init command are ended
+                await self._prepare(episode)
+                await self._sandboxes.open_sessions(episode, spec, timer)
+                return episode
             async with open_task_group() as tasks:
                 tasks.start_soon(self._sandboxes.open_sessions, episode, spec, timer)
-                with waits_for(StepKind.SETUP, spec.name):
-                    await self._environment.init(episode)
+                await self._prepare(episode)
         return episode
+
+    async def _prepare(self, episode: Episode) -> None:
+        with waits_for(StepKind.SETUP, self._environment.spec.name):
+            await initialize(self._environment, episode, self._context.sandboxes.secrets)
 
     async def _rollout(self, episode: Episode) -> None:
         seconds, clock = episode.limits.rollout_seconds, episode.clock
@@ -207,11 +217,13 @@ class StageRunner:
     async def _score(self, episode: Episode, timer: Timer) -> Score:
         """Run the agent's program if the environment asks for that, then score; each in a clean place."""
         environment, spec = self._environment, self._environment.spec
+        secrets = self._context.sandboxes.secrets.resolve(spec, "[evaluate]", spec.evaluate_secrets)
         if spec.evaluate_in is EvaluateIn.FRESH:
             if spec.runs_submission:
                 await self._sandboxes.start_with_artifacts(episode, spec, timer)
                 await self._execute(episode)
                 await self._sandboxes.close(keep_ticket=True)
+            episode.give_secrets(secrets)
             await self._score_checkpoints(episode, timer)
             await self._sandboxes.start_with_artifacts(episode, spec, timer)
         elif not await self._end_agent(episode):
@@ -220,6 +232,7 @@ class StageRunner:
             await self._execute(episode)
             if not await self._end_agent(episode):
                 return SANDBOX_ENDED_SCORE
+        episode.give_secrets(secrets)
         with waits_for(StepKind.GRADER, spec.name) as step:
             score = await environment.evaluate(episode)
             step.note(reward=score.reward)
@@ -263,12 +276,27 @@ class StageRunner:
             async with limiter.deadline(seconds, clock or WorkClock()):
                 yield timer
         except BaseException as error:
+            mask_error(error, self._hidden)
             cancelled = isinstance(error, anyio.get_cancelled_exc_class())
             timer.error = "cancelled" if cancelled else describe(error).code
             raise
         finally:
             self._left_at = time.perf_counter()
+            self._mask_notes()
             self.spans.append(timer.span())
+
+    @property
+    def _hidden(self) -> set[str]:
+        return self.episode.hidden if self.episode is not None else set()
+
+    def _mask_notes(self) -> None:
+        """End the stage's hold of its secrets, and mask them in what a result shows of the episode."""
+        if (episode := self.episode) is None:
+            return
+        episode.secrets = {}
+        episode.notes[:] = [mask(note, episode.hidden) for note in episode.notes]
+        if (program := episode.program) is not None:
+            episode.program = program.model_copy(update={"output": mask(program.output, episode.hidden)})
 
     async def release(self) -> None:
         """Close what is open and give back the worker; shielded and idempotent."""

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
+from rollout_service.environments.secrets import initialize, mask_error
 from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.pipeline.artifacts import Artifacts
@@ -51,6 +52,16 @@ async def play(
     episode = Episode(
         request=request, attempt=1, limits=spec.limits, policy=policy, judge=judge, sampler=sampler
     )
+    episode.hidden = sandboxes.secrets.check(spec)
+    try:
+        return await _play(environment, episode, sandboxes)
+    except BaseException as error:
+        mask_error(error, episode.hidden)
+        raise
+
+
+async def _play(environment: Environment, episode: Episode, sandboxes: SandboxSource) -> Trial:
+    spec = environment.spec
     kept: Artifacts | None = None
 
     async def keep() -> None:
@@ -61,7 +72,7 @@ async def play(
     async with _closing_on_error(lambda: kept), _sandbox(spec, episode, sandboxes) as sandbox:
         if sandbox is not None:
             await open_sessions(sandbox, spec.sessions)
-        await environment.init(episode)
+        await initialize(environment, episode, sandboxes.secrets)
         stop_reason = await environment.run(episode)
         if spec.evaluate_in is EvaluateIn.SAME:
             return Trial(await _score_in_place(environment, episode, sandboxes), stop_reason, episode)
@@ -69,12 +80,15 @@ async def play(
         artifacts = await sandboxes.pack(episode.sandbox, spec, kept) if taken and episode.sandbox else None
         episode.notes += artifacts.notes if artifacts else []
     episode.sandbox = None
+    secrets = sandboxes.secrets.resolve(spec, "[evaluate]", spec.evaluate_secrets)
     if spec.evaluate_in is EvaluateIn.NONE or artifacts is None:
+        episode.give_secrets(secrets)
         return Trial(await environment.evaluate(episode), stop_reason, episode)
     try:
         if spec.runs_submission:
             async with _sandbox(spec.for_grader(), episode, sandboxes, artifacts):
                 await environment.execute(episode)
+        episode.give_secrets(secrets)
         for number in range(len(artifacts.checkpoints)):
             async with _sandbox(spec.for_grader(), episode, sandboxes, artifacts, number):
                 if not await environment.evaluate_checkpoint(episode, number):

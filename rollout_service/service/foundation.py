@@ -16,6 +16,7 @@ import structlog
 from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.node import Node
 from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.private_files import open_state_folder
@@ -71,7 +72,7 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
         store=store,
         environments=environments,
         node=node,
-        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes),
+        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes, HostSecrets(settings.secrets)),
         announcer=announcer,
     )
 

@@ -19,7 +19,9 @@ from rollout_service.cli.image.stores import unpacked_images
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
+from rollout_service.environments.harbor.variables import REFERENCE
 from rollout_service.environments.registry import EnvironmentRegistry, load_path
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.environments.splits import count_splits, get_split
 from rollout_service.errors import InvalidFieldError
 from rollout_service.settings import Settings, load_settings
@@ -149,6 +151,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         *_check_instances(environment, dataset),
         *_check_task_images(environment, dataset, settings),
         *_find_unsplit(dataset),
+        *map(str, HostSecrets(settings.secrets).problems(environment.spec)),
     ]
     spec = environment.spec
     return EnvironmentReport(
@@ -159,7 +162,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         len(dataset),
         count_splits(dataset),
         findings,
-        [*environment.warnings(), *_find_large(dataset)],
+        [*environment.warnings(), *_find_literal(environment), *_find_large(dataset)],
         task_images=spec.image is None and spec.evaluate_in is EvaluateIn.FRESH,
     )
 
@@ -232,6 +235,15 @@ def _check_task_images(
             except ImageError as error:
                 hint = "build it with `rollout-service env build`" if image in built else error.hint
                 yield f"{instance_name(instance)}: image: {error} ({hint})"
+
+
+def _find_literal(environment: Environment) -> Iterator[str]:
+    for name, value in environment.spec.sandbox.env.items():
+        if REFERENCE.search(value):
+            yield (
+                f"[sandbox] env.{name}: {value} stays as it is written: no variable of the host is filled in, "
+                "and the API shows env. Name the variable in `secrets`; docs/reference/environment-toml.md says how"
+            )
 
 
 def _find_large(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
