@@ -317,7 +317,7 @@ class Episode:
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     """The secrets of the stage under way (`EnvironmentSpec.init_secrets`, `evaluate_secrets`), by variable."""
     hidden: set[str] = field(default_factory=set, repr=False)
-    """The values of all secrets so far; texts that are shown have them masked."""
+    """The spellings of all secrets so far; texts that are shown have them masked."""
     state: dict[str, Any] = field(default_factory=dict)
     """Values that the environment carries from one stage to the next."""
     gateway: GatewayAccess | None = None
@@ -342,11 +342,6 @@ class Episode:
     """What became of each turn of that part."""
     clock: WorkClock = field(default_factory=WorkClock)
     """Measures the agent's work; an agent's own time limits belong on it, so that a replay does not count."""
-
-    def give_secrets(self, secrets: dict[str, str]) -> None:
-        """Put a stage's secrets in `secrets`, and hide their values from now on."""
-        self.secrets = secrets
-        self.hidden.update(secrets.values())
 
     def require_sandbox(self) -> Sandbox:
         """Return the sandbox.

@@ -7,14 +7,43 @@ environment, the key and the source, never the value.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SecretSource
-from rollout_service.episodes import Episode
-from rollout_service.errors import SecretMissingError
+from rollout_service.episodes import Episode, Score
+from rollout_service.errors import SecretMissingError, SecretTooShortError
+from rollout_service.masking import MIN_CHARS, mask, mask_texts, spellings
 from rollout_service.settings.pipeline import SecretsSettings
 
-MASK = "***"
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """A secret that an environment asks for."""
+
+    environment: str
+    table: str
+    """Where it is declared, such as `[evaluate]`."""
+    key: str
+    """The variable that commands find it in."""
+    source: SecretSource
+
+    def __str__(self) -> str:
+        return f"environment {self.environment!r}: {self.table} secrets.{self.key}"
+
+
+def secrets_of(spec: EnvironmentSpec) -> Iterator[Secret]:
+    """Yield the secrets that an environment asks for."""
+    grader = spec.for_grader().sandbox.secrets
+    tables = {
+        "[sandbox]": spec.sandbox.secrets,
+        "[init]": spec.init_secrets,
+        "[evaluate]": spec.evaluate_secrets,
+        "[sandbox] of the grader": {} if grader == spec.sandbox.secrets else grader,
+    }
+    for table, sources in tables.items():
+        for key, source in sources.items():
+            yield Secret(spec.name, table, key, source)
 
 
 class HostSecrets:
@@ -24,57 +53,66 @@ class HostSecrets:
         """Allow what the settings name; without settings, nothing."""
         self._settings = settings or SecretsSettings()
         self._host = host
-
-    def resolve(
-        self, spec: EnvironmentSpec, table: str, sources: Mapping[str, SecretSource]
-    ) -> dict[str, str]:
-        """Return the values of a table such as `[evaluate]`, by their names inside the sandbox.
-
-        Raises:
-            SecretMissingError: A source is missing, empty, or not allowed.
-        """
-        return {
-            key: self._read(f"environment {spec.name!r}: {table} secrets.{key}", source)
-            for key, source in sources.items()
-        }
+        self.given: set[str] = set()
+        """The spellings of all values that were read so far."""
 
     def problems(self, spec: EnvironmentSpec) -> Iterator[SecretMissingError]:
-        """Yield an error for each secret of an environment that cannot be read."""
-        grader = spec.for_grader().sandbox.secrets
-        tables = [
-            ("[sandbox]", spec.sandbox.secrets),
-            ("[init]", spec.init_secrets),
-            ("[evaluate]", spec.evaluate_secrets),
-            ("[sandbox] of the grader", {} if grader == spec.sandbox.secrets else grader),
-        ]
-        for table, sources in tables:
-            for key, source in sources.items():
-                try:
-                    self.resolve(spec, table, {key: source})
-                except SecretMissingError as error:
-                    yield error
+        """Yield an error for each secret of an environment that it cannot have."""
+        for secret in secrets_of(spec):
+            try:
+                self.read(secret)
+            except SecretMissingError as error:
+                yield error
 
     def check(self, spec: EnvironmentSpec) -> set[str]:
-        """Return the values of all secrets of an environment, which are to be masked.
+        """Return the spellings of all secrets of an environment, which are to be masked.
 
         Raises:
-            SecretMissingError: One cannot.
+            SecretMissingError: It cannot have one.
         """
-        for error in self.problems(spec):
-            raise error
-        sources = (
-            spec.sandbox.secrets,
-            spec.init_secrets,
-            spec.evaluate_secrets,
-            spec.for_grader().sandbox.secrets,
-        )
-        return {value for one in sources for value in self.resolve(spec, "", one).values()}
+        return {text for secret in secrets_of(spec) for text in spellings(self.read(secret))}
+
+    def for_sandbox(self, spec: EnvironmentSpec) -> dict[str, str]:
+        """Return the secrets of `[sandbox]`, by their variables.
+
+        Raises:
+            SecretMissingError: The environment cannot have one.
+        """
+        return self._resolve(spec, "[sandbox]")
+
+    def give(self, episode: Episode, spec: EnvironmentSpec, table: str) -> None:
+        """Put the secrets of a stage's table into `Episode.secrets`, until `hide`.
+
+        Raises:
+            SecretMissingError: The environment cannot have one.
+        """
+        episode.secrets = self._resolve(spec, table)
+        episode.hidden.update(*map(spellings, episode.secrets.values()))
+
+    def _resolve(self, spec: EnvironmentSpec, table: str) -> dict[str, str]:
+        return {secret.key: self.read(secret) for secret in secrets_of(spec) if secret.table == table}
+
+    def read(self, secret: Secret) -> str:
+        """Return the value of a secret.
+
+        Raises:
+            SecretMissingError: It is missing, not allowed, or cannot be masked.
+        """
+        value = self._read(str(secret), secret.source)
+        self.given |= spellings(value)
+        return value
 
     def _read(self, where: str, source: SecretSource) -> str:
         value = self._variable(where, source.variable) if source.variable else self._file(where, source.file)
         if not value or "\0" in value:
             raise SecretMissingError(
                 f"{where}: the {source} is empty or has a zero byte", hint="Give it a text as its value."
+            )
+        if len(value) < MIN_CHARS:
+            raise SecretTooShortError(
+                f"{where}: the {source} has a value of under {MIN_CHARS} characters, which also occurs by chance in "
+                "texts that are shown, so it cannot be masked there",
+                hint="Give it a longer value; what is not secret belongs in `env`.",
             )
         return value
 
@@ -116,36 +154,28 @@ async def initialize(environment: Environment, episode: Episode, secrets: HostSe
         SecretMissingError: A secret cannot be read.
         EnvironmentFailedError: The preparation failed.
     """
-    spec = environment.spec
-    episode.give_secrets(secrets.resolve(spec, "[init]", spec.init_secrets))
+    secrets.give(episode, environment.spec, "[init]")
     try:
         await environment.init(episode)
     finally:
         episode.secrets = {}
-    if spec.init_secrets and episode.sandbox is not None:
+    if environment.spec.init_secrets and episode.sandbox is not None:
         await episode.sandbox.end_processes()
 
 
-def mask(text: str, values: Iterable[str]) -> str:
-    """Return a text with the values replaced; longer ones first, since one may contain another."""
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, MASK)
-    return text
+def hide(episode: Episode) -> None:
+    """Take the secrets of a stage that has ended back, and mask them in what the episode tells others."""
+    episode.secrets = {}
+    if not (hidden := episode.hidden):
+        return
+    episode.notes[:] = mask_texts(episode.notes, hidden)
+    episode.grader_output = mask(episode.grader_output, hidden)
+    if episode.answer is not None:
+        episode.answer = mask(episode.answer, hidden)
+    if (program := episode.program) is not None:
+        episode.program = program.model_copy(update={"output": mask(program.output, hidden)})
 
 
-def mask_bytes(data: bytes, values: Iterable[str]) -> bytes:
-    """Return bytes with the values replaced."""
-    for value in sorted(values, key=len, reverse=True):
-        data = data.replace(value.encode(), MASK.encode())
-    return data
-
-
-def mask_error(error: BaseException | None, values: Iterable[str]) -> None:
-    """Replace the values in an error's texts and in those of its causes, which the log prints too."""
-    values, seen = list(values), set[int]()
-    while values and error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.args = tuple(mask(one, values) if isinstance(one, str) else one for one in error.args)
-        if isinstance(hint := getattr(error, "hint", None), str) and hint:
-            error.hint = mask(hint, values)  # type: ignore[attr-defined]
-        error = error.__cause__ or error.__context__
+def mask_score(score: Score, hidden: Collection[str]) -> Score:
+    """Return a score without the secrets of a grader that names its parts after them."""
+    return replace(score, parts=mask_texts(score.parts, hidden))

@@ -88,7 +88,7 @@ class SandboxSource:
                 cpus=spec.sandbox.cpus,
                 disk_bytes=spec.sandbox.disk_bytes,
                 lifetime_seconds=spec.sandbox.lifetime,
-                env=spec.sandbox.env | self.secrets.resolve(spec, "[sandbox]", spec.sandbox.secrets),
+                env=spec.sandbox.env | self.secrets.for_sandbox(spec),
                 read_only_binds=[Bind(source, target) for target, source in spec.binds.items()],
                 workdir=spec.workdir,
                 sessions=sessions,

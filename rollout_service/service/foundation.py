@@ -24,6 +24,7 @@ from rollout_service.service.events import Announcer
 from rollout_service.service.stores import open_store
 from rollout_service.settings import Settings
 from rollout_service.store.contract import Store
+from rollout_service.telemetry.logging import hidden_in_log
 from rollout_service.telemetry.metrics import Metrics
 from sandboxes import SandboxProvider, make_provider
 
@@ -56,6 +57,8 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
     """
     state_dir = open_state_folder(settings.state_dir.expanduser())
     owner = str(ServiceIdentity.create())
+    secrets = HostSecrets(settings.secrets)
+    stack.enter_context(hidden_in_log(secrets.given))
     store = await stack.enter_async_context(open_store(settings, owner))
     if store.cluster.is_shared:
         settings = _claiming_less_ahead(settings)
@@ -72,7 +75,7 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
         store=store,
         environments=environments,
         node=node,
-        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes, HostSecrets(settings.secrets)),
+        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes, secrets),
         announcer=announcer,
     )
 

@@ -68,7 +68,7 @@ class ToolCalls:
                     if result.answer is not None:
                         episode.answer = result.answer
                         return []
-                    messages.append(message_of(call, _hide(result.text, episode)))
+                    messages.append(message_of(call, result.text))
         finally:
             episode.tool_seconds += time.perf_counter() - started
         return messages
@@ -148,13 +148,6 @@ def context_of(episode: Episode) -> ToolContext:
         episode.state.setdefault(TOOL_STATE, {}),
         episode.instance,
     )
-
-
-def _hide(text: str, episode: Episode) -> str:
-    """Return a result with the secrets of the sandbox masked, as the trajectory keeps it."""
-    for value in sorted(episode.hidden, key=len, reverse=True):
-        text = text.replace(value, "***")
-    return text
 
 
 def message_of(call: ToolCall, text: str) -> Message:

@@ -14,7 +14,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
@@ -36,10 +36,10 @@ from rollout_service.environments.declarative.declaration import (
 )
 from rollout_service.environments.declarative.files import PackedFile, archive, exported_file, read_folder
 from rollout_service.environments.declarative.from_image import empty_folder
-from rollout_service.environments.secrets import mask_bytes
 from rollout_service.environments.submission import encode_runs, read_inputs, run_submission
 from rollout_service.episodes import Episode, Score
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
+from rollout_service.masking import mask_texts
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
 from sandboxes.image_names import find_own_file
@@ -100,7 +100,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         await super().init(episode)
         if init := self._declaration.init:
             files = [instance_file(episode.instance), *self._init_files]
-            place = await SecretFolder.make(sandbox, files, episode.secrets)
+            place = await SecretFolder.make(sandbox, files, episode)
             result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
             require_success("init", init.command, result)
             await _enter_again(sandbox, self.spec, init.command)
@@ -124,7 +124,7 @@ class DeclarativeEnvironment(AgentEnvironment):
             PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
             PackedFile(RUNS, encode_runs(episode.state.get(RUNS, []))),
         ]
-        place = await SecretFolder.make(sandbox, [*inputs, *below(self._files)], episode.secrets)
+        place = await SecretFolder.make(sandbox, [*inputs, *below(self._files)], episode)
         command, seconds = self._declaration.evaluate.command, episode.limits.evaluate_seconds
         # Not the working folder: a module there could shadow one that the grader imports.
         result = await place.run(command, cwd=place.path, seconds=seconds)
@@ -173,18 +173,21 @@ class SecretFolder:
     path: str
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The variables of the one command that `run` runs."""
+    hidden: Collection[str] = field(default=(), repr=False)
+    """The texts that are masked in its output."""
 
     @classmethod
     async def make(
-        cls, sandbox: Sandbox, files: list[PackedFile], secrets: Mapping[str, str] | None = None
+        cls, sandbox: Sandbox, files: list[PackedFile], episode: Episode | None = None
     ) -> SecretFolder:
-        """Copy the files to a new folder, with the secrets of the command that runs there.
+        """Copy the files to a new folder, with the episode's secrets for the command that runs there.
 
         Raises:
             FileStalledError: A program in the sandbox hangs.
             SandboxFileError: Copying failed.
         """
         # Without isolation, only the sandbox's own folder may be written to.
+        secrets, hidden = (episode.secrets, episode.hidden) if episode is not None else ({}, ())
         files = [*files, _secrets_file(secrets)] if secrets else files
         isolated = sandbox.workdir == sandbox.spec.workdir
         path = f"{'/tmp' if isolated else sandbox.workdir}/.rollout-{token_hex(16)}"  # noqa: S108
@@ -196,7 +199,7 @@ class SecretFolder:
             command = ["chmod", "u+rwx", "/", str(PurePosixPath(path).parent)]
             await sandbox.exec(command, cwd="/", timeout=CHMOD_SECONDS)
             await sandbox.import_path(path, archive(files))
-        return cls(sandbox, path, secrets or {})
+        return cls(sandbox, path, secrets, hidden)
 
     async def run(self, command: str, *, cwd: str, seconds: float) -> ExecResult:
         """Run a command of the environment; its variables say where everything is. Secrets in its output are masked."""
@@ -204,10 +207,8 @@ class SecretFolder:
         if self.secrets:
             argv = ["bash", "-c", _WITH_SECRETS, f"{self.path}/{SECRETS}", *argv]
         result = await self.sandbox.exec(argv, cwd=cwd, env=self.env(), timeout=seconds)
-        values = self.secrets.values()
-        return replace(
-            result, stdout=mask_bytes(result.stdout, values), stderr=mask_bytes(result.stderr, values)
-        )
+        stdout, stderr = (mask_texts(output, self.hidden) for output in (result.stdout, result.stderr))
+        return replace(result, stdout=stdout, stderr=stderr)
 
     def command(self, command: str) -> list[str]:
         """Return a command of the environment as a program and its arguments."""

@@ -7,10 +7,18 @@ import json
 import pytest
 
 from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
+from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings, SecretSource
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.environments.secrets import HostSecrets, mask, mask_error
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, SecretMissingError
+from rollout_service.environments.secrets import HostSecrets
+from rollout_service.episodes import Episode, Score
+from rollout_service.errors import (
+    ConfigurationError,
+    EnvironmentFailedError,
+    SecretMissingError,
+    SecretTooShortError,
+)
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.settings.pipeline import SecretsSettings
@@ -113,10 +121,10 @@ def test_a_file_is_read_from_the_folder_alone_and_each_time(tmp_path):
     with pytest.raises(SecretMissingError, match="is missing"):
         secrets.check(spec)
 
-    (tmp_path / "grader.key").write_text("first\n")
-    assert secrets.check(spec) == {"first"}
-    (tmp_path / "grader.key").write_text("second\n")
-    assert secrets.check(spec) == {"second"}
+    (tmp_path / "grader.key").write_text("first-key\n")
+    assert secrets.check(spec) == {"first-key"}
+    (tmp_path / "grader.key").write_text("second-key\n")
+    assert secrets.check(spec) == {"second-key"}
     for path in ("../grader.key", "/etc/passwd", ".."):
         with pytest.raises(ValueError, match="file"):
             SecretSource(file=path)
@@ -140,14 +148,44 @@ def test_the_description_that_is_shown_has_no_secrets(tmp_path):
     assert "_KEY" not in shown
 
 
-def test_an_error_and_its_causes_are_masked():
-    error = EnvironmentFailedError("cannot use 12345", hint="Change 12345.")
-    error.__cause__ = ValueError("bad key 12345")
+class Telling(AgentEnvironment):
+    """An environment that tells the policy and its graders what it should keep to itself."""
 
-    mask_error(error, {"12345"})
+    async def run(self, episode: Episode) -> StopReason:
+        said = [Message(role="user", content="use agent-5c0d")]
+        await episode.policy.respond(said, max_tokens=9)
+        episode.policy.replace(said)
+        episode.answer, episode.grader_output = "agent-5c0d", "agent-5c0d"
+        episode.notes.append("agent-5c0d")
+        return StopReason.FINISHED
 
-    assert (str(error), error.hint, str(error.__cause__)) == ("cannot use ***", "Change ***.", "bad key ***")
+    async def evaluate(self, episode: Episode) -> Score:
+        return Score(1.0, {f"with {episode.secrets['KEY']}": 1.0})
 
 
-def test_of_values_that_contain_each_other_nothing_is_left():
-    assert mask("key-long key", ["key", "key-long"]) == "*** ***"
+async def test_whatever_an_environment_tells_is_masked(sandboxes):
+    secrets = SandboxSettings(secrets={"KEY": SecretSource(variable="AGENT_KEY")})
+    spec = EnvironmentSpec(
+        name="e",
+        prompt="Do it.",
+        sandbox=secrets,
+        evaluate_secrets={"KEY": SecretSource(variable="GRADER_KEY")},
+    )
+    policy = ScriptedPolicy([turn("Yes.")])
+
+    played = await play(Telling(spec), {}, policy, sandboxes)
+
+    assert [message.content for message in policy.messages] == ["use ***"]
+    episode = played.episode
+    assert [episode.answer, episode.grader_output, *episode.notes] == ["***"] * 3
+    assert played.score.parts == {"with ***": 1.0}
+    assert episode.secrets == {}
+
+
+def test_a_value_that_is_too_short_to_mask_is_refused():
+    secrets = HostSecrets(ALLOWED, HOST | {"AGENT_KEY": "hunter2"})
+
+    with pytest.raises(SecretTooShortError, match="a value of under 8 characters") as caught:
+        secrets.check(spec_with(SecretSource(variable="AGENT_KEY")))
+
+    assert "hunter2" not in str(caught.value) + caught.value.hint
