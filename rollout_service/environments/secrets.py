@@ -56,13 +56,15 @@ class HostSecrets:
         self.given: set[str] = set()
         """The spellings of all values that were read so far."""
 
-    def problems(self, spec: EnvironmentSpec) -> Iterator[SecretMissingError]:
-        """Yield an error for each secret of an environment that it cannot have."""
+    def examine(self, spec: EnvironmentSpec) -> Iterator[tuple[Secret, SecretMissingError | None]]:
+        """Yield each secret that an environment asks for, and why it cannot have it, if so."""
         for secret in secrets_of(spec):
             try:
                 self.read(secret)
             except SecretMissingError as error:
-                yield error
+                yield secret, error
+            else:
+                yield secret, None
 
     def check(self, spec: EnvironmentSpec) -> set[str]:
         """Return the spellings of all secrets of an environment, which are to be masked.
