@@ -15,6 +15,8 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.trajectories import Message
 
 MASK = "***"
+ARMOR = "-----"
+"""Begins the first and the last line of a key in PEM, which are the same for all keys."""
 MIN_CHARS = 8
 """The shortest secret, and the shortest line of one, that is masked: shorter texts also occur by chance."""
 
@@ -23,7 +25,8 @@ T = TypeVar("T")
 
 def spellings(value: str) -> set[str]:
     """Return the texts by which a secret is found: itself, its lines, and both with their quotes escaped."""
-    plain = {value, *(line for line in map(str.strip, value.splitlines()) if len(line) >= MIN_CHARS)}
+    lines = [line.strip() for line in value.splitlines()]
+    plain = {value, *(line for line in lines if len(line) >= MIN_CHARS and not line.startswith(ARMOR))}
     return plain | {spelling for text in plain for spelling in _escaped(text)}
 
 

@@ -136,7 +136,7 @@ class GatewaySession:
             ContextOverflowError: The prompt leaves no room for an answer.
             TokenError: The messages cannot be rendered.
         """
-        call = masked_call(call, self._place.hidden)
+        call = await self._without_secrets(call)
         if (repeated := await self._repeated(call)) is not None:
             self._place.metrics.count_call(call, CallOutcome.REPEATED)
             return repeated
@@ -169,7 +169,12 @@ class GatewaySession:
             ContextOverflowError: They are many more than the context holds.
             TokenError: The messages cannot be rendered.
         """
-        return len((await self._plan(masked_call(call, self._place.hidden))).prompt_ids)
+        return len((await self._plan(await self._without_secrets(call))).prompt_ids)
+
+    async def _without_secrets(self, call: ModelCall) -> ModelCall:
+        if call.size <= INLINE_BYTES or not self._place.hidden:
+            return masked_call(call, self._place.hidden)
+        return await in_thread(partial(masked_call, call, self._place.hidden))
 
     async def _repeated(self, call: ModelCall) -> LiveAnswer | None:
         """Return the answer that a repeated request did not get to its end."""

@@ -38,8 +38,10 @@ def test_json_and_python_spell_it_so_too(written):
         assert mask(written(value), spellings(value)) == f"{written(value)[0]}***{written(value)[0]}"
 
 
-def test_short_lines_of_a_secret_are_left_alone():
-    assert mask("a } b", spellings(LINES)) == "a } b"
+def test_lines_of_a_secret_that_others_have_too_are_left_alone():
+    text = "-----BEGIN-----, } and MIIBVgIBADANBgk"
+
+    assert mask(text, spellings(LINES)) == "-----BEGIN-----, } and ***"
 
 
 def test_of_values_that_contain_each_other_nothing_is_left():
