@@ -83,6 +83,7 @@ def test_a_demo_draws_the_same_samples_again(tmp_path):
     assert drawn("other", "--seed", "100") != once
 
 
+@pytest.mark.extended("rollout_service/cli/demo/")
 @pytest.mark.redis
 def test_a_node_that_is_killed_on_the_way_loses_no_rollout(tmp_path, monkeypatch):
     folder = Path(redis_program()).parent

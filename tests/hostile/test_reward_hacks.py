@@ -109,7 +109,8 @@ async def test_calc(sandboxes):
     assert (await play(calc.environment, task, right, sandboxes)).score.reward == 1.0
 
 
-@pytest.mark.parametrize("kind", ["stdio", pytest.param("assert", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("kind", ["stdio", "assert"])
 async def test_code(sandboxes, kind):
     task, right = program(kind)
     report = await attacked(code.environment, sandboxes, task)
@@ -126,6 +127,7 @@ async def test_a_declarative_one(tmp_path, sandboxes, kind):
     await solves(environment, sandboxes)
 
 
+@LONG
 async def test_a_declarative_one_in_the_agents_own_sandbox(tmp_path, sandboxes):
     environment = declarative(tmp_path, "same")
     report = await attacked(environment, sandboxes)

@@ -19,6 +19,7 @@ from tests.support.processes.service import Running, scripted_engine, service
 from tests.support.redis_server import RedisServer, redis_server
 
 pytestmark = pytest.mark.redis
+LONG = pytest.mark.extended("rollout_service/cluster/", "rollout_service/store/redis/")
 
 PATIENCE_SECONDS = 90.0
 DEAD_SECONDS = 15.0
@@ -145,6 +146,7 @@ def test_a_killed_node_loses_nothing_and_a_leader_is_followed(
     assert nodes.view(victim)["state"] == "dead"
 
 
+@LONG
 def test_a_node_that_slept_writes_over_no_result_and_joins_again(nodes: Nodes) -> None:
     ids = nodes.submit(40)
     nodes.eventually(lambda: nodes.view("n3")["rollouts"] > 0 and len(nodes.ends()) >= 5)
@@ -165,6 +167,7 @@ def test_a_node_that_slept_writes_over_no_result_and_joins_again(nodes: Nodes) -
     assert ended["state"] == "completed", "the node that slept works again"
 
 
+@LONG
 def test_a_drained_node_takes_nothing_until_it_is_resumed(nodes: Nodes) -> None:
     assert nodes.post("/v1/nodes/n3/drain")["state"] == "draining"
     nodes.eventually(lambda: httpx.get(f"{nodes.services['n3'].url}/ready", timeout=60).status_code == 503)
@@ -199,6 +202,7 @@ def test_any_node_serves_runs_leases_and_acknowledgments(nodes: Nodes) -> None:
     nodes.eventually(lambda: nodes.get("/v1/runs/run", other)["state"] == "finished")
 
 
+@LONG
 def test_a_cancellation_reaches_the_node_that_works_whichever_node_is_asked(nodes: Nodes) -> None:
     for drained in ("n1", "n2"):
         nodes.post(f"/v1/nodes/{drained}/drain")

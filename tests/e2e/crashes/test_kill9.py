@@ -159,7 +159,9 @@ def mentioning(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("provider", "store"),
     [
-        pytest.param("local", "redis", marks=pytest.mark.redis),
+        pytest.param(
+            "local", "redis", marks=(pytest.mark.redis, pytest.mark.extended("rollout_service/store/redis/"))
+        ),
         pytest.param("apptainer", "sqlite", marks=pytest.mark.apptainer),
     ],
 )

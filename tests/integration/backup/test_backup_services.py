@@ -66,7 +66,13 @@ def engine(tmp_path: Path) -> Iterator[Running]:
         yield started
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+ON_REDIS = (
+    pytest.mark.redis,
+    pytest.mark.extended("rollout_service/backup/", "rollout_service/store/redis/"),
+)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=ON_REDIS)])
 def machines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Machine, Machine]]:
     """Yield a machine, and an empty one."""
     if request.param == "sqlite":

@@ -341,6 +341,6 @@ def test_what_may_not_be_kept_is_nowhere(request: pytest.FixtureRequest, kind: s
     run_state_machine_as_test(
         lambda: Histories(redis),
         settings=settings(
-            stateful_step_count=30, max_examples=min(15, settings().max_examples), deadline=None
+            stateful_step_count=30, max_examples=max(1, settings().max_examples // 6), deadline=None
         ),
     )

@@ -98,6 +98,7 @@ def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(
     eventually(lambda: counts(nodes[1]).get("completed") == len(ids) + 1, nodes)
 
 
+@pytest.mark.extended("rollout_service/store/redis/", "rollout_service/cluster/")
 def test_what_a_lagging_replica_lacks_is_run_again_and_nothing_stays_unfinished(
     pair: RedisPair, nodes: list[Running]
 ) -> None:

@@ -17,6 +17,7 @@ from tests.support.processes.service import Running, scripted_engine, service
 from tests.support.redis_server import RedisServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
+LONG = pytest.mark.extended("rollout_service/store/")
 
 PATIENCE_SECONDS = 60.0
 
@@ -80,7 +81,12 @@ def test_rollouts_go_through_and_results_survive_restarts_of_everything(
 
 @pytest.mark.parametrize(
     ("way", "hint"),
-    [("slow", "too slow"), ("full", "maxmemory"), ("read-only", "primary"), ("flushed", None)],
+    [
+        ("slow", "too slow"),
+        pytest.param("full", "maxmemory", marks=LONG),
+        pytest.param("read-only", "primary", marks=LONG),
+        pytest.param("flushed", None, marks=LONG),
+    ],
 )
 def test_an_outage_of_redis_is_reported_and_survived(
     folder: Path, engine: str, own_redis: RedisServer, way: str, hint: str | None
