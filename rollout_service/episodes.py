@@ -314,6 +314,10 @@ class Episode:
     grader_output: str = ""
     """The end of what the grader printed. Its author may see it; it never becomes part of a result, since it may quote
     hidden tests."""
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    """The secrets of the stage under way (`EnvironmentSpec.init_secrets`, `evaluate_secrets`), by variable."""
+    hidden: set[str] = field(default_factory=set, repr=False)
+    """The spellings of all secrets so far; texts that are shown have them masked."""
     state: dict[str, Any] = field(default_factory=dict)
     """Values that the environment carries from one stage to the next."""
     gateway: GatewayAccess | None = None

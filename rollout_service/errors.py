@@ -15,6 +15,8 @@ ServiceError
  |   |- HeadTooLargeError         431
  |   `- RequestTimeoutError       408
  |- EnvironmentFailedError        an environment's own code, or its grader, failed
+ |   `- SecretMissingError        a secret of an environment cannot be read on this host
+ |       `- SecretTooShortError   ... or is so short that masking it would mask other texts
  |- StoreError                    the durable store cannot be read or written           503
  |   `- LeadershipLostError       another service now does what one alone may do          503
  |- RecordLostError               one record of the store is gone or damaged            500
@@ -173,6 +175,18 @@ class EnvironmentFailedError(ServiceError):
 
     code = "environment_failed"
     boundary = Boundary.ENVIRONMENT
+
+
+class SecretMissingError(EnvironmentFailedError):
+    """A secret of an environment is missing on this host, or not allowed; the value is never named."""
+
+    code = "secret_missing"
+
+
+class SecretTooShortError(SecretMissingError):
+    """The value of a secret is so short that it cannot be masked."""
+
+    code = "secret_too_short"
 
 
 class StoreError(ServiceError):

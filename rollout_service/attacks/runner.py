@@ -214,7 +214,7 @@ class _AgentSandboxRecorder(SandboxSource):
     def __init__(self, sandboxes: SandboxSource) -> None:
         self._sandboxes = sandboxes
         self.agent: Sandbox | None = None
-        super().__init__(sandboxes.provider, sandboxes.artifacts_bytes)
+        super().__init__(sandboxes.provider, sandboxes.artifacts_bytes, sandboxes.secrets)
 
     async def start(
         self,

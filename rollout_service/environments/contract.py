@@ -14,9 +14,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_serializer, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from api_schemas.base import Name
 from api_schemas.rollouts import RolloutRequest, StopReason
@@ -44,6 +52,8 @@ __all__ = [
     "Replayable",
     "SandboxSettings",
     "Score",
+    "SecretSource",
+    "Secrets",
     "Size",
     "parse_size",
 ]
@@ -54,6 +64,27 @@ class EnvironmentSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+
+class SecretSource(EnvironmentSettings):
+    """Where the service's host has a secret; the operator allows it in the settings (`[secrets]`)."""
+
+    variable: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """A variable of the service."""
+    file: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """The name of a file in the operator's folder of secrets."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if (self.variable is None) is (self.file is None):
+            raise ValueError("give either `variable` or `file`")
+        return self
+
+    def __str__(self) -> str:
+        return f"variable {self.variable}" if self.variable else f"file {self.file}"
+
+
+Secrets = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], SecretSource]
+"""The sources of secrets, by the names of the variables that commands find them in."""
 
 Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMGT]?$")]
 
@@ -73,6 +104,9 @@ class SandboxSettings(EnvironmentSettings):
     lifetime: float | None = Field(None, gt=0)
     """Seconds after which the sandbox ends, whatever it is doing; None: it lives as long as its rollout."""
     env: dict[str, str] = {}
+    """Variables of every process; anyone who may read the API sees them."""
+    secrets: Secrets = Field({}, exclude=True)
+    """Variables of every process, the agent's too, with values that are shown nowhere."""
     requires: tuple[Name, ...] = ()
     """The labels that a node must have, such as `large-disk`; see `[cluster] labels` of the settings."""
 
@@ -175,8 +209,20 @@ class EnvironmentSpec(EnvironmentSettings):
     """The image of the fresh sandbox that scores the outcome; None is the agent's."""
     grader_sandbox: SandboxSettings | None = Field(None, exclude=True)
     """The resources of the fresh sandbox that scores the outcome; None are the agent's."""
+    init_secrets: Secrets = Field({}, exclude=True)
+    """The secrets in `Episode.secrets` during `init`. Whatever `init` leaves running is ended."""
+    evaluate_secrets: Secrets = Field({}, exclude=True)
+    """The secrets in `Episode.secrets` during `evaluate` and `evaluate_checkpoint`; not in the agent's own sandbox."""
     binds: dict[str, str] = Field({}, exclude=True)
     """Files and folders of the host that the sandbox can read, by their path inside it."""
+
+    @model_validator(mode="after")
+    def _secrets_are_kept_from_the_agent(self) -> Self:
+        if self.evaluate_secrets and self.evaluate_in is EvaluateIn.SAME:
+            raise ValueError(
+                "secrets of the evaluation need a fresh sandbox: the agent's programs could read them"
+            )
+        return self
 
     @field_serializer("mcp")
     def _mcp_as_shown(self, servers: list[McpSettings]) -> list[str]:

@@ -6,7 +6,7 @@ of them end with the block of `running`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from socket import socket
@@ -96,8 +96,10 @@ class Gateway:
                 yield
             self._tasks.cancel_scope.cancel()
 
-    def open(self, request: RolloutRequest, limits: EpisodeLimits) -> GatewaySession:
-        """Open the session of a rollout's agent; its key is valid until `close`.
+    def open(
+        self, request: RolloutRequest, limits: EpisodeLimits, hidden: Collection[str] = ()
+    ) -> GatewaySession:
+        """Open the session of a rollout's agent; its key is valid until `close`. The policy is not told `hidden`.
 
         Raises:
             NoBackendError: The rollout's pool is not served.
@@ -124,6 +126,7 @@ class Gateway:
             tasks=self._tasks,
             metrics=parts.metrics,
             retry_seconds=parts.settings.retry_seconds,
+            hidden=hidden,
         )
         session = GatewaySession(parts.make_capture(model.renderer), engines, limits, place)
         self._sessions.add(session)

@@ -7,6 +7,7 @@ attempt ends.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -20,14 +21,16 @@ from rollout_service.activity import waits_for
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.environments.contract import Environment, RecordedPolicies
 from rollout_service.episodes import Episode, EpisodeLimits, GatewayAccess, Policy, Score
-from rollout_service.errors import UnavailableError
+from rollout_service.errors import UnavailableError, describe
 from rollout_service.gateway.external import ExternallyDriven
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.groups.auxiliary import PERF, raw_parts
+from rollout_service.masking import mask_info
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner, limits_of
 from rollout_service.pipeline.turns.resumption import open_turn_log
+from rollout_service.policies.masked import without_secrets
 from rollout_service.policies.subagent_pools import subagent_pool
 from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Lease
@@ -131,6 +134,14 @@ class Attempt:
         """The stage that was entered last."""
         return self._runner.stage if self._runner else None
 
+    def describe(self, error: Exception) -> ErrorInfo:
+        """Describe an error that ended the attempt, without the secrets of its environment."""
+        number = (
+            self.lease.attempt if self.stage is not None else None
+        )  # none has begun before the first stage
+        info = describe(error, stage=self.stage, attempt=number)
+        return mask_info(info, self._runner.hidden if self._runner else ())
+
     @property
     def spans(self) -> list[Span]:
         """The spans of all attempts so far."""
@@ -228,8 +239,8 @@ class AttemptPolicy:
             if pool is not None and pool not in pools:
                 raise NotServedError(pool)
 
-    async def open(self, tools: list[ToolSpec]) -> Policy:
-        """Open the conversation, or the recorded one.
+    async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
+        """Open the conversation, or the recorded one. The policy is told nothing of `hidden`.
 
         Raises:
             NoBackendError: The pool is not served.
@@ -238,10 +249,12 @@ class AttemptPolicy:
         if self.recorded is not None:
             return await self.recorded.open(self._request)
         if self.limits is None:
-            return await self._context.policies.open(self._request, tools, self.turns)
+            return without_secrets(
+                await self._context.policies.open(self._request, tools, self.turns), hidden
+            )
         if self._context.gateway is None:
             raise UnavailableError("there is no gateway for a program to drive the policy through")
-        self._session = self._context.gateway.open(self._request, self.limits)
+        self._session = self._context.gateway.open(self._request, self.limits, hidden)
         return self._session
 
     @property

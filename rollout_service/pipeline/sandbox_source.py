@@ -19,6 +19,7 @@ import anyio
 
 from rollout_service.environments.agent_environment import WORKDIR
 from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.artifacts import Artifacts, DiskBudget
 from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SessionName
 from sandboxes.errors import FileMissingError, FileTooLargeError, LimitExceededError, SandboxClosedError
@@ -30,9 +31,18 @@ ENDED_NOTE = "the agent's sandbox ended before it could be scored: none of the a
 class SandboxSource:
     """Starts sandboxes with the settings of environments."""
 
-    def __init__(self, provider: SandboxProvider, artifacts_bytes: int = DEFAULT_BUDGET) -> None:
-        """Take `artifacts_bytes`, the budget of all artifacts together on the host's temporary disk."""
+    def __init__(
+        self,
+        provider: SandboxProvider,
+        artifacts_bytes: int = DEFAULT_BUDGET,
+        secrets: HostSecrets | None = None,
+    ) -> None:
+        """Take `artifacts_bytes`, the budget of all artifacts together on the host's temporary disk.
+
+        `secrets` are those that environments may have; by default none.
+        """
         self.provider = provider
+        self.secrets = secrets or HostSecrets()
         self._budget = DiskBudget(artifacts_bytes)
 
     @property
@@ -65,6 +75,7 @@ class SandboxSource:
 
         Raises:
             SandboxError: The sandbox does not start.
+            SecretMissingError: A secret of the sandbox cannot be read.
         """
         if spec.image is None:
             raise ValueError(f"environment {spec.name} has no image to start a sandbox from")
@@ -77,7 +88,7 @@ class SandboxSource:
                 cpus=spec.sandbox.cpus,
                 disk_bytes=spec.sandbox.disk_bytes,
                 lifetime_seconds=spec.sandbox.lifetime,
-                env=spec.sandbox.env,
+                env=spec.sandbox.env | self.secrets.for_sandbox(spec),
                 read_only_binds=[Bind(source, target) for target, source in spec.binds.items()],
                 workdir=spec.workdir,
                 sessions=sessions,

@@ -79,10 +79,7 @@ class Settlement:
             )
 
     async def _settle_failure(self, attempt: Attempt, error: Exception) -> None:
-        number = (
-            attempt.lease.attempt if attempt.stage is not None else None
-        )  # no attempt has begun before the first stage
-        info = describe(error, stage=attempt.stage, attempt=number)
+        info = attempt.describe(error)
         self._context.metrics.count_failure(info)
         log.warning(
             "attempt failed",

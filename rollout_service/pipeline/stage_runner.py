@@ -7,7 +7,7 @@ was entered leaves a span; `release` closes everything that is still open, howev
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
@@ -18,6 +18,7 @@ from api_schemas.rollouts import RolloutRequest, Span, Stage, StopReason
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
 from rollout_service.environments.contract import Environment, EvaluateIn
+from rollout_service.environments.secrets import hide, initialize, mask_score
 from rollout_service.episodes import (
     SANDBOX_ENDED_SCORE,
     Episode,
@@ -28,6 +29,7 @@ from rollout_service.episodes import (
     WorkClock,
 )
 from rollout_service.errors import RequestError, describe
+from rollout_service.masking import mask_error
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.episode_sandboxes import EpisodeSandboxes
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
@@ -53,8 +55,8 @@ class PromptTooLongError(RequestError):
 class PolicySource(Protocol):
     """Opens the one policy of an episode."""
 
-    async def open(self, tools: list[ToolSpec]) -> Policy:
-        """Open the conversation with the policy; called in the init stage."""
+    async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
+        """Open the conversation with the policy, which is told nothing of `hidden`; called in the init stage."""
         ...
 
     @property
@@ -105,10 +107,12 @@ class StageRunner:
             request.rollout_id or "",
             context.metrics.count_limit_violation,
         )
+        self.hidden: set[str] = set()
+        """The spellings of the environment's secrets so far, which are masked in whatever leaves the episode."""
         self._subagents = (
             None
             if environment.spec.parallel is None
-            else EpisodeSubagents(context, request, environment.spec)
+            else EpisodeSubagents(context, request, environment.spec, self.hidden)
         )
         self._left_at = queued_at
         self.episode: Episode | None = None
@@ -135,7 +139,8 @@ class StageRunner:
         spec, limits = self._environment.spec, self.limits
         purpose = Purpose.AGENT if spec.image is not None else None
         async with self._stage(self._context.stages.init, limits.init_seconds, purpose) as timer:
-            policy = await self._policy.open(self._environment.tool_definitions())
+            self.hidden |= self._context.sandboxes.secrets.check(spec)
+            policy = await self._policy.open(self._environment.tool_definitions(), self.hidden)
             episode = Episode(
                 request=self._request,
                 attempt=self._attempt,
@@ -146,6 +151,7 @@ class StageRunner:
                 sampler=self._context.sampler,
                 subagents=self._subagents,
                 clock=self._turns.clock,
+                hidden=self.hidden,
             )
             self.episode = episode
             if spec.evaluate_in is EvaluateIn.FRESH:
@@ -153,11 +159,18 @@ class StageRunner:
             if spec.image is not None:
                 listens = self._environment.uses_gateway
                 await self._sandboxes.start(episode, spec, timer, spec.sessions, listens=listens)
+            if spec.init_secrets:  # no session may be open when the processes of the init command are ended
+                await self._prepare(episode)
+                await self._sandboxes.open_sessions(episode, spec, timer)
+                return episode
             async with open_task_group() as tasks:
                 tasks.start_soon(self._sandboxes.open_sessions, episode, spec, timer)
-                with waits_for(StepKind.SETUP, spec.name):
-                    await self._environment.init(episode)
+                await self._prepare(episode)
         return episode
+
+    async def _prepare(self, episode: Episode) -> None:
+        with waits_for(StepKind.SETUP, self._environment.spec.name):
+            await initialize(self._environment, episode, self._context.sandboxes.secrets)
 
     async def _rollout(self, episode: Episode) -> None:
         seconds, clock = episode.limits.rollout_seconds, episode.clock
@@ -193,6 +206,7 @@ class StageRunner:
 
     async def evaluate(self, episode: Episode) -> Score:
         """Score an episode whose agent has ended; retry this stage alone unless it needs the agent's sandbox."""
+        self.episode, episode.hidden = episode, self.hidden
         evaluate_in, seconds = self._environment.spec.evaluate_in, episode.limits.evaluate_seconds
         purpose = Purpose.GRADER if evaluate_in is EvaluateIn.FRESH else None
         for tries_left in reversed(range(self._context.max_attempts)):
@@ -212,11 +226,14 @@ class StageRunner:
     async def _score(self, episode: Episode, timer: Timer) -> Score:
         """Run the agent's program if the environment asks for that, then score; each in a clean place."""
         environment, spec = self._environment, self._environment.spec
+        secrets = self._context.sandboxes.secrets
+        self.hidden |= secrets.check(spec)
         if spec.evaluate_in is EvaluateIn.FRESH:
             if spec.runs_submission:
                 await self._sandboxes.start_with_artifacts(episode, spec, timer)
                 await self._execute(episode)
                 await self._sandboxes.close(keep_ticket=True)
+            secrets.give(episode, spec, "[evaluate]")
             await self._score_checkpoints(episode, timer)
             await self._sandboxes.start_with_artifacts(episode, spec, timer)
         elif not await self._end_agent(episode):
@@ -225,8 +242,9 @@ class StageRunner:
             await self._execute(episode)
             if not await self._end_agent(episode):
                 return SANDBOX_ENDED_SCORE
+        secrets.give(episode, spec, "[evaluate]")
         with waits_for(StepKind.GRADER, spec.name) as step:
-            score = await environment.evaluate(episode)
+            score = mask_score(await environment.evaluate(episode), self.hidden)
             step.note(reward=score.reward)
         return score
 
@@ -268,11 +286,14 @@ class StageRunner:
             async with limiter.deadline(seconds, clock or WorkClock()):
                 yield timer
         except BaseException as error:
+            mask_error(error, self.hidden)
             cancelled = isinstance(error, anyio.get_cancelled_exc_class())
             timer.error = "cancelled" if cancelled else describe(error).code
             raise
         finally:
             self._left_at = time.perf_counter()
+            if self.episode is not None:
+                hide(self.episode)
             self.spans.append(timer.span())
 
     async def release(self) -> None:

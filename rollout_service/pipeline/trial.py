@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 from pydantic import JsonValue
@@ -15,10 +15,13 @@ from pydantic import JsonValue
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
+from rollout_service.environments.secrets import hide, initialize, mask_score
 from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
 from rollout_service.judging.contract import Judge, TextSampler
+from rollout_service.masking import mask_error
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.policies.masked import without_secrets
 from sandboxes import Sandbox
 from sandboxes.sessions.opening import open_sessions
 
@@ -48,9 +51,29 @@ async def play(
     environment = environment.for_instance(instance)
     spec = environment.spec
     request = RolloutRequest(rollout_id="trial", task=Task(environment=spec.name, instance=instance))
+    hidden = sandboxes.secrets.check(spec)
+    told = without_secrets(policy, hidden)
     episode = Episode(
-        request=request, attempt=1, limits=spec.limits, policy=policy, judge=judge, sampler=sampler
+        request=request,
+        attempt=1,
+        limits=spec.limits,
+        policy=told,
+        judge=judge,
+        sampler=sampler,
+        hidden=hidden,
     )
+    try:
+        trial = await _play(environment, episode, sandboxes)
+    except BaseException as error:
+        mask_error(error, hidden)
+        raise
+    finally:
+        hide(episode)
+    return replace(trial, score=mask_score(trial.score, hidden))
+
+
+async def _play(environment: Environment, episode: Episode, sandboxes: SandboxSource) -> Trial:
+    spec = environment.spec
     kept: Artifacts | None = None
 
     async def keep() -> None:
@@ -60,8 +83,12 @@ async def play(
     episode.checkpoint = keep if spec.evaluate_in is EvaluateIn.FRESH else None
     async with _closing_on_error(lambda: kept), _sandbox(spec, episode, sandboxes) as sandbox:
         if sandbox is not None:
+            await open_sessions(sandbox, frozenset() if spec.init_secrets else spec.sessions)
+        await initialize(environment, episode, sandboxes.secrets)
+        if (
+            sandbox is not None and spec.init_secrets
+        ):  # none may be open when the init command's processes are ended
             await open_sessions(sandbox, spec.sessions)
-        await environment.init(episode)
         stop_reason = await environment.run(episode)
         if spec.evaluate_in is EvaluateIn.SAME:
             return Trial(await _score_in_place(environment, episode, sandboxes), stop_reason, episode)
@@ -69,12 +96,15 @@ async def play(
         artifacts = await sandboxes.pack(episode.sandbox, spec, kept) if taken and episode.sandbox else None
         episode.notes += artifacts.notes if artifacts else []
     episode.sandbox = None
+    hide(episode)
     if spec.evaluate_in is EvaluateIn.NONE or artifacts is None:
+        sandboxes.secrets.give(episode, spec, "[evaluate]")
         return Trial(await environment.evaluate(episode), stop_reason, episode)
     try:
         if spec.runs_submission:
             async with _sandbox(spec.for_grader(), episode, sandboxes, artifacts):
                 await environment.execute(episode)
+        sandboxes.secrets.give(episode, spec, "[evaluate]")
         for number in range(len(artifacts.checkpoints)):
             async with _sandbox(spec.for_grader(), episode, sandboxes, artifacts, number):
                 if not await environment.evaluate_checkpoint(episode, number):

@@ -9,7 +9,7 @@ the response has the new reward next to the recorded one.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,9 +28,11 @@ from rollout_service.episodes import Episode, GatewayAccess, Policy, Score
 from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
 from rollout_service.groups.auxiliary import rescored_parts
 from rollout_service.judging.contract import Judge
+from rollout_service.masking import mask_info
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner
+from rollout_service.policies.masked import without_secrets
 from rollout_service.policies.replay import NotReplayableError, RecordedPolicy
 from rollout_service.tokens import ToolSpec
 
@@ -140,6 +142,8 @@ class Rescorer:
             return _rescored(name, rollout, replay, await replay.run(), None)
         except Exception as failure:  # noqa: BLE001 - reported with its rollout; it must not stop the others
             error = describe(failure, stage=replay.runner.stage if replay else None)
+            if replay is not None:
+                error = mask_info(error, replay.runner.hidden)
             return _rescored(name, rollout, replay, None, error)
         finally:
             if replay is not None:
@@ -201,8 +205,12 @@ class _RecordedSource:
 
     policy: RecordedPolicy
 
-    async def open(self, tools: list[ToolSpec]) -> Policy:  # noqa: ARG002 - the recorded turns stay as they were
-        return self.policy
+    async def open(
+        self,
+        tools: list[ToolSpec],  # noqa: ARG002 - the recorded turns stay as they were
+        hidden: Collection[str],
+    ) -> Policy:
+        return without_secrets(self.policy, hidden)
 
     @property
     def gateway(self) -> GatewayAccess | None:

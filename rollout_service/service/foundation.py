@@ -16,6 +16,7 @@ import structlog
 from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.node import Node
 from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.private_files import open_state_folder
@@ -24,6 +25,7 @@ from rollout_service.service.events import Announcer
 from rollout_service.service.stores import open_store
 from rollout_service.settings import Settings
 from rollout_service.store.contract import Store
+from rollout_service.telemetry.logging import hidden_in_log
 from rollout_service.telemetry.metrics import Metrics
 from sandboxes import SandboxProvider, make_provider
 
@@ -57,6 +59,8 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
     """
     state_dir = open_state_folder(settings.state_dir.expanduser())
     owner = str(ServiceIdentity.create())
+    secrets = HostSecrets(settings.secrets)
+    stack.enter_context(hidden_in_log(secrets.given))
     clock = ServiceClock()
     store = await stack.enter_async_context(open_store(settings, owner, clock))
     await stack.enter_async_context(clock.running())
@@ -75,7 +79,7 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
         store=store,
         environments=environments,
         node=node,
-        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes),
+        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes, secrets),
         announcer=announcer,
         clock=clock,
     )

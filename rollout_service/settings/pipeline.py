@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from rollout_service.settings.section import Section
@@ -43,6 +45,16 @@ class PipelineSettings(Section):
     saved in the background."""
     drain_seconds: float = Field(10.0, ge=0)
     """How long a shutdown waits for rollouts to end before it returns them to the store."""
+
+
+class SecretsSettings(Section):
+    """What environments may have of this host as `secrets`. Any environment may name it, a downloaded one too."""
+
+    variables: list[str] = []
+    """The variables of the service that environments may name, such as `["GRADER_KEY"]`. Names are listed one by one,
+    since a prefix would also allow variables that are set later."""
+    folder: Path | None = None
+    """The folder of the files that environments may name. Keep nothing else in it. Left out, they may name none."""
 
 
 class SandboxesSettings(Section):

@@ -23,7 +23,7 @@ from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.settings.harbor import HarborSettings
 from rollout_service.settings.http import HttpSettings
 from rollout_service.settings.live import LiveSettings
-from rollout_service.settings.pipeline import PipelineSettings, SandboxesSettings
+from rollout_service.settings.pipeline import PipelineSettings, SandboxesSettings, SecretsSettings
 from rollout_service.settings.sources import ENV_PREFIX
 from rollout_service.settings.store import ClusterSettings, RetentionSettings, StoreSettings
 from rollout_service.settings.values import Backends, Keys, Names, Paths
@@ -80,6 +80,7 @@ class Settings(BaseSettings):
     """Environments to load: folders with an `environment.toml`, images that contain one, or folders of tasks in
     Harbor's format."""
     harbor: HarborSettings = HarborSettings()
+    secrets: SecretsSettings = SecretsSettings()
     data_dirs: Paths = []
     """The folders whose files, with those below, may be the tasks of a run that a key with the role `submit` creates
     (`source.kind` = `file`). A key with the role `admin` may name any file that the service can read."""

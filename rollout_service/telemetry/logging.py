@@ -1,6 +1,7 @@
 """The log of the service's process: structured events on stderr.
 
-Guarantee: no event can steer the terminal that shows it, whatever a sandbox, a policy or an engine put into it.
+Guarantees: no event can steer the terminal that shows it, whatever a sandbox, a policy or an engine put into it. None
+has a secret that an environment was given.
 """
 
 from __future__ import annotations
@@ -8,12 +9,28 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 import structlog
 
+from rollout_service.masking import mask, mask_texts
 from rollout_service.settings import LogFormat
 from rollout_service.terminal_text import escape_controls
+
+_hidden: list[Collection[str]] = []
+"""The secrets of the services in this process, whose log is one."""
+
+
+@contextmanager
+def hidden_in_log(values: Collection[str]) -> Iterator[None]:
+    """Mask these values in the log within the block; more may be added meanwhile."""
+    _hidden.append(values)
+    try:
+        yield
+    finally:
+        _hidden[:] = [other for other in _hidden if other is not values]
 
 
 def configure_logging(log_format: LogFormat, level: str) -> None:
@@ -46,7 +63,9 @@ def _shared_processors(log_format: LogFormat) -> list[structlog.typing.Processor
         _name_uvicorn,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info if log_format is LogFormat.JSON else _escape_values,
+        *([structlog.processors.format_exc_info] if log_format is LogFormat.JSON else []),
+        _mask_values,
+        *([] if log_format is LogFormat.JSON else [_escape_values]),
     ]
 
 
@@ -54,6 +73,13 @@ def _renderer(log_format: LogFormat) -> structlog.typing.Processor:
     if log_format is LogFormat.JSON:
         return structlog.processors.JSONRenderer()
     return structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_write_traceback)
+
+
+def _mask_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Mask the secrets of environments: errors quote the programs that have them."""
+    for values in _hidden:
+        event = {name: mask_texts(value, values) for name, value in event.items()}
+    return event
 
 
 def _escape_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -67,7 +93,10 @@ def _escape_values(_: object, __: str, event: structlog.typing.EventDict) -> str
 def _write_traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
     text = io.StringIO()
     structlog.dev.plain_traceback(text, error)
-    output.write(escape_controls(text.getvalue()))
+    shown = text.getvalue()
+    for values in _hidden:
+        shown = mask(shown, values)
+    output.write(escape_controls(shown))
 
 
 def _name_uvicorn(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

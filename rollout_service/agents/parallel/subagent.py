@@ -39,6 +39,7 @@ from rollout_service.agents.tool_calling.agent import CallRunner, ToolCallingAge
 from rollout_service.agents.tool_calling.text import cut_middle
 from rollout_service.episodes import Episode, EpisodeLimits, SubagentSlot
 from rollout_service.errors import describe
+from rollout_service.masking import mask_info
 from sandboxes import Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError
 
@@ -110,7 +111,7 @@ class Branch:
                 await self._run_with_retries(clock)
             return result_text(self.result, self._invalid_because)
         except Exception as error:
-            self._invalid_because, self._error = InvalidBecause.ERROR, describe(error)
+            self._invalid_because, self._error = InvalidBecause.ERROR, self._described(error)
             self._stop_reason = StopReason.ERROR
             raise
         finally:
@@ -130,6 +131,9 @@ class Branch:
                     raise
             else:
                 return
+
+    def _described(self, error: Exception) -> ErrorInfo:
+        return mask_info(describe(error), self.parent_episode.hidden)
 
     def _may_retry(self, error: Exception) -> bool:
         """Return whether another try of this task alone may succeed."""

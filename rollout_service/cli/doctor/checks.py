@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.policies.shipped import POLICIES, policy_folder
 from rollout_service.settings import DefaultEngine, Settings
 from sandboxes import ApptainerConfig, SandboxConfigError
@@ -66,6 +68,7 @@ def check_machine(settings: Settings) -> list[Check]:
         check_engine(settings),
         check_state_dir(settings.state_dir.expanduser()),
         check_pressure(settings),
+        *check_secrets(settings),
         check_sglang(),
     ]
 
@@ -260,6 +263,19 @@ def check_pressure(settings: Settings) -> Check:
         return Check("room for sandboxes", "limited", "; ".join(scarce))
     psi = "" if metrics.cpu_stall is not None else ", by load average, since the kernel has no PSI"
     return Check("room for sandboxes", "ok", f"up to {settings.sandbox_ceiling}{psi}")
+
+
+def check_secrets(settings: Settings) -> Iterator[Check]:
+    """Check, for each environment that asks for secrets, that it can have them; no value is shown."""
+    secrets = HostSecrets(settings.secrets)
+    for environment in EnvironmentRegistry.load(settings.environments, harbor=settings.harbor).list():
+        asked = list(secrets.examine(environment.spec))
+        name, problems = f"secrets of {environment.spec.name}", [error for _, error in asked if error]
+        if problems:
+            yield Check(name, "limited", "; ".join(map(str, problems)), problems[0].hint)
+        elif asked:
+            found = ", ".join(f"{secret.key} from the {secret.source}" for secret, _ in asked)
+            yield Check(name, "ok", f"allowed and present: {found}")
 
 
 def check_sglang() -> Check:

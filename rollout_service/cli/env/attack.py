@@ -15,6 +15,7 @@ from rollout_service.cli.common import CommandError
 from rollout_service.cli.console import id_column, table
 from rollout_service.cli.env.check import load_environment
 from rollout_service.cli.env.run import parse_instance
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.errors import did_you_mean
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import load_settings
@@ -41,11 +42,16 @@ async def attack(
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
     data = parse_instance(instance) if instance is not None else None
     with tempfile.TemporaryDirectory(prefix="rollout-attack-") as state:
+        secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
             common.err().print(f"Running {common.count(len(chosen), 'attack')}")
             report = await attack_environment(
-                loaded, SandboxSource(provider), instance=data, attacks=chosen, max_concurrent=at_once
+                loaded,
+                SandboxSource(provider, secrets=secrets),
+                instance=data,
+                attacks=chosen,
+                max_concurrent=at_once,
             )
         finally:
             await provider.close()

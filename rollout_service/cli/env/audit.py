@@ -19,6 +19,7 @@ from rollout_service.cli import common
 from rollout_service.cli.console import table
 from rollout_service.cli.env.check import load_environment
 from rollout_service.cli.env.run import OwnServer, parse_instance
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import load_settings
 from sandboxes import make_provider
@@ -34,11 +35,15 @@ async def audit(
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
     data = [parse_instance(instance)] if instance is not None else loaded.dataset()[:instances]
     with tempfile.TemporaryDirectory(prefix="rollout-audit-") as state:
+        secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
             common.err().print(f"Auditing {common.count(len(data), 'instance')}")
             report = await audit_environment(
-                loaded, SandboxSource(provider), list(enumerate(data)), runs=runs
+                loaded,
+                SandboxSource(provider, secrets=secrets),
+                list(enumerate(data)),
+                runs=runs,
             )
         finally:
             await provider.close()

@@ -19,9 +19,11 @@ from rollout_service.cli.image.stores import unpacked_images
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
+from rollout_service.environments.harbor.variables import REFERENCE
 from rollout_service.environments.registry import EnvironmentRegistry, load_path
+from rollout_service.environments.secrets import HostSecrets, Secret
 from rollout_service.environments.splits import count_splits, get_split
-from rollout_service.errors import InvalidFieldError
+from rollout_service.errors import InvalidFieldError, SecretMissingError
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images.store import ImageStore
@@ -31,6 +33,26 @@ SHOWN_CHARS = 100
 """The part of a problem that is shown while other tasks run."""
 LARGE_INSTANCE_BYTES = 1024 * 1024
 """A batch has a copy of an instance for each sample and one for the group, so this gives batches of many megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSecret:
+    """A secret that an environment asks for, and whether it can have it; never its value."""
+
+    table: str
+    key: str
+    source: str
+    usable: bool
+    """Whether the source is allowed and present, and long enough to be masked."""
+
+    @classmethod
+    def of(cls, secret: Secret, problem: SecretMissingError | None) -> AskedSecret:
+        """Return what the report says of a secret."""
+        return cls(secret.table, secret.key, str(secret.source), problem is None)
+
+    def __str__(self) -> str:
+        state = "allowed and present" if self.usable else "not usable, as said below"
+        return f"{self.table} {self.key} from the {self.source}: {state}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +76,8 @@ class EnvironmentReport:
     """The tasks whose solutions ran, with their rewards."""
     task_images: bool = False
     """Whether each task names its own image."""
+    secrets: list[AskedSecret] = field(default_factory=list)
+    """The secrets that it asks for, without their values."""
 
     def as_dict(self) -> dict[str, JsonValue]:
         """Return the report for `--json`."""
@@ -69,6 +93,8 @@ class EnvironmentReport:
         else:
             rows.add_row("tools", ", ".join(self.tools) or "none")
         rows.add_row("data set", self._dataset())
+        if self.secrets:
+            rows.add_row("secrets", "\n".join(map(str, self.secrets)))
         console.print(rows)
         for warning in self.warnings:
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
@@ -143,12 +169,14 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
     settings = load_settings()
     environment = load_environment(name_or_path)
     dataset = environment.dataset()
+    secrets = list(HostSecrets(settings.secrets).examine(environment.spec))
     findings = [
         *environment.findings(),
         *_check_image(environment, settings),
         *_check_instances(environment, dataset),
         *_check_task_images(environment, dataset, settings),
         *_find_unsplit(dataset),
+        *(f"{problem} ({problem.hint})" for _, problem in secrets if problem is not None),
     ]
     spec = environment.spec
     return EnvironmentReport(
@@ -159,8 +187,9 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         len(dataset),
         count_splits(dataset),
         findings,
-        [*environment.warnings(), *_find_large(dataset)],
+        [*environment.warnings(), *_find_literal(environment), *_find_large(dataset)],
         task_images=spec.image is None and spec.evaluate_in is EvaluateIn.FRESH,
+        secrets=[AskedSecret.of(secret, problem) for secret, problem in secrets],
     )
 
 
@@ -232,6 +261,15 @@ def _check_task_images(
             except ImageError as error:
                 hint = "build it with `rollout-service env build`" if image in built else error.hint
                 yield f"{instance_name(instance)}: image: {error} ({hint})"
+
+
+def _find_literal(environment: Environment) -> Iterator[str]:
+    for name, value in environment.spec.sandbox.env.items():
+        if REFERENCE.search(value):
+            yield (
+                f"[sandbox] env.{name}: {value} stays as it is written: no variable of the host is filled in, "
+                "and the API shows env. Name the variable in `secrets`; docs/reference/environment-toml.md says how"
+            )
 
 
 def _find_large(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import anyio.to_thread
 
 from rollout_service.cli import common
 from rollout_service.cli.env.check import load_environment
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.openenv_server.server import EnvironmentServer
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import is_loopback, load_settings
@@ -35,9 +36,15 @@ async def serve(name_or_path: str, host: str, port: int, max_sessions: int) -> N
     environment = await anyio.to_thread.run_sync(load_environment, name_or_path)
     dataset = await anyio.to_thread.run_sync(environment.dataset)
     with tempfile.TemporaryDirectory(prefix="rollout-serve-") as state:
+        secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
-            server = EnvironmentServer(environment, dataset, SandboxSource(provider), max_sessions)
+            server = EnvironmentServer(
+                environment,
+                dataset,
+                SandboxSource(provider, secrets=secrets),
+                max_sessions,
+            )
             async with server.listening(host, port) as url:
                 common.out().print(url, soft_wrap=True)
                 await anyio.sleep_forever()

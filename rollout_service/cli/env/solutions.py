@@ -21,6 +21,7 @@ from pydantic import JsonValue
 from api_schemas.rollouts import StopReason
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.reference import Solving
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.episodes import Episode
 from rollout_service.errors import describe, format_failure
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -149,10 +150,15 @@ async def try_environment(
     """Try the first tasks of an environment in the sandboxes that the settings configure."""
     instances = (await anyio.to_thread.run_sync(environment.dataset))[:limit]
     with tempfile.TemporaryDirectory(prefix="rollout-check-") as state:
+        secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
             return await try_tasks(
-                environment, instances, SandboxSource(provider), at_once=at_once, done=done
+                environment,
+                instances,
+                SandboxSource(provider, secrets=secrets),
+                at_once=at_once,
+                done=done,
             )
         finally:
             await provider.close()

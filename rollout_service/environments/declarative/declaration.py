@@ -25,6 +25,7 @@ from rollout_service.environments.contract import (
     EnvironmentSpec,
     EvaluateIn,
     SandboxSettings,
+    Secrets,
     Size,
 )
 from rollout_service.episodes import EpisodeLimits
@@ -44,6 +45,8 @@ class InitTable(EnvironmentSettings):
     command: str = Field(min_length=1)
     files: list[str] = []
     """Files and folders of the environment that the command needs, in addition to those that it names itself."""
+    secrets: Secrets = {}
+    """Variables of this command alone, with values that are shown nowhere; what it leaves running is ended."""
 
 
 class AuditSolution(EnvironmentSettings):
@@ -81,6 +84,14 @@ class EvaluateTable(EnvironmentSettings):
     """Absolute paths that are copied from the agent's sandbox into a fresh one."""
     artifacts_size: Size = "256M"
     """The limit for all artifacts together; an agent that leaves more counts as having left nothing."""
+    secrets: Secrets = {}
+    """Variables of this command alone, with values that are shown nowhere."""
+
+    @model_validator(mode="after")
+    def _secrets_are_kept_from_the_agent(self) -> Self:
+        if self.secrets and self.sandbox is GraderSandbox.SAME:
+            raise ValueError('`secrets` need sandbox = "fresh": programs that the agent left could read them')
+        return self
 
 
 class DatasetTable(EnvironmentSettings):
@@ -170,6 +181,8 @@ class Declaration(EnvironmentSettings):
             evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
             artifacts=self.evaluate.artifacts if fresh else [],
             artifacts_size=self.evaluate.artifacts_size,
+            init_secrets=self.init.secrets if self.init is not None else {},
+            evaluate_secrets=self.evaluate.secrets,
             runs_submission=self.evaluate.run is not None,
         )
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
+import shlex
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from secrets import token_hex
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -38,12 +39,16 @@ from rollout_service.environments.declarative.from_image import empty_folder
 from rollout_service.environments.submission import encode_runs, read_inputs, run_submission
 from rollout_service.episodes import Episode, Score
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
+from rollout_service.masking import mask_texts
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
 from sandboxes.image_names import find_own_file
 from sandboxes.sessions.opening import return_to_workdir
 
 RUNS = "runs.json"
+SECRETS = "secrets.sh"
+_WITH_SECRETS = '. "$0" && rm -f -- "$0" && exec "$@"'
+"""Runs a command with the secrets of a file, which is gone when the command begins."""
 CHMOD_SECONDS = 10.0
 """The limit for `chmod`, which takes milliseconds unless the agent has replaced it with another program."""
 MAX_RESULT_BYTES = 64 * 1024
@@ -94,7 +99,8 @@ class DeclarativeEnvironment(AgentEnvironment):
         sandbox = episode.require_sandbox()
         await super().init(episode)
         if init := self._declaration.init:
-            place = await SecretFolder.make(sandbox, [instance_file(episode.instance), *self._init_files])
+            files = [instance_file(episode.instance), *self._init_files]
+            place = await SecretFolder.make(sandbox, files, episode)
             result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
             require_success("init", init.command, result)
             await _enter_again(sandbox, self.spec, init.command)
@@ -118,7 +124,7 @@ class DeclarativeEnvironment(AgentEnvironment):
             PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
             PackedFile(RUNS, encode_runs(episode.state.get(RUNS, []))),
         ]
-        place = await SecretFolder.make(sandbox, [*inputs, *below(self._files)])
+        place = await SecretFolder.make(sandbox, [*inputs, *below(self._files)], episode)
         command, seconds = self._declaration.evaluate.command, episode.limits.evaluate_seconds
         # Not the working folder: a module there could shadow one that the grader imports.
         result = await place.run(command, cwd=place.path, seconds=seconds)
@@ -165,18 +171,26 @@ class SecretFolder:
 
     sandbox: Sandbox
     path: str
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The variables of the one command that `run` runs."""
+    hidden: Collection[str] = field(default=(), repr=False)
+    """The texts that are masked in its output."""
 
     @classmethod
-    async def make(cls, sandbox: Sandbox, files: list[PackedFile]) -> SecretFolder:
-        """Copy the files to a new folder.
+    async def make(
+        cls, sandbox: Sandbox, files: list[PackedFile], episode: Episode | None = None
+    ) -> SecretFolder:
+        """Copy the files to a new folder, with the episode's secrets for the command that runs there.
 
         Raises:
             FileStalledError: A program in the sandbox hangs.
             SandboxFileError: Copying failed.
         """
         # Without isolation, only the sandbox's own folder may be written to.
+        secrets, hidden = (episode.secrets, episode.hidden) if episode is not None else ({}, ())
+        files = [*files, _secrets_file(secrets)] if secrets else files
         isolated = sandbox.workdir == sandbox.spec.workdir
-        path = f"{'/tmp' if isolated else sandbox.workdir}/.rollout-{secrets.token_hex(16)}"  # noqa: S108
+        path = f"{'/tmp' if isolated else sandbox.workdir}/.rollout-{token_hex(16)}"  # noqa: S108
         try:
             await sandbox.import_path(path, archive(files))
         except FileStalledError:
@@ -185,11 +199,16 @@ class SecretFolder:
             command = ["chmod", "u+rwx", "/", str(PurePosixPath(path).parent)]
             await sandbox.exec(command, cwd="/", timeout=CHMOD_SECONDS)
             await sandbox.import_path(path, archive(files))
-        return cls(sandbox, path)
+        return cls(sandbox, path, secrets, hidden)
 
     async def run(self, command: str, *, cwd: str, seconds: float) -> ExecResult:
-        """Run a command of the environment; its variables say where everything is."""
-        return await self.sandbox.exec(self.command(command), cwd=cwd, env=self.env(), timeout=seconds)
+        """Run a command of the environment; its variables say where everything is. Secrets in its output are masked."""
+        argv = self.command(command)
+        if self.secrets:
+            argv = ["bash", "-c", _WITH_SECRETS, f"{self.path}/{SECRETS}", *argv]
+        result = await self.sandbox.exec(argv, cwd=cwd, env=self.env(), timeout=seconds)
+        stdout, stderr = (mask_texts(output, self.hidden) for output in (result.stdout, result.stderr))
+        return replace(result, stdout=stdout, stderr=stderr)
 
     def command(self, command: str) -> list[str]:
         """Return a command of the environment as a program and its arguments."""
@@ -327,6 +346,12 @@ def _it_printed(result: ExecResult) -> str:
 def _printed(result: ExecResult) -> str:
     text = (result.stderr + result.stdout).decode(errors="replace").strip()
     return text[-EXIT_TEXT_CHARS:]
+
+
+def _secrets_file(secrets: Mapping[str, str]) -> PackedFile:
+    """Return the file that sets a command's secrets. The control shell, which the agent meets, never has them."""
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in secrets.items()]
+    return PackedFile(SECRETS, "".join(lines).encode())
 
 
 def instance_file(instance: dict[str, JsonValue]) -> PackedFile:

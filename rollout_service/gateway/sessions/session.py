@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ from rollout_service.gateway.sessions.limits import (
     closing_events,
     reached_limit,
 )
+from rollout_service.gateway.sessions.masked_call import masked_call
 from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.threads import in_thread
 from rollout_service.inference.contract import Generation
@@ -83,6 +84,8 @@ class SessionPlace:
     """What sees the calls, and keeps their turns."""
     is_private: bool = False
     """Whether a user talks here, of whom nothing may be in the log."""
+    hidden: Collection[str] = ()
+    """Texts that are masked in all that the policy is told; some may be added later."""
     charge: Callable[[int], None] = lambda _: None
     """Counts answers that a request asks for beside its first one, against what its user may ask for."""
 
@@ -133,6 +136,7 @@ class GatewaySession:
             ContextOverflowError: The prompt leaves no room for an answer.
             TokenError: The messages cannot be rendered.
         """
+        call = await self._without_secrets(call)
         if (repeated := await self._repeated(call)) is not None:
             self._place.metrics.count_call(call, CallOutcome.REPEATED)
             return repeated
@@ -165,7 +169,12 @@ class GatewaySession:
             ContextOverflowError: They are many more than the context holds.
             TokenError: The messages cannot be rendered.
         """
-        return len((await self._plan(call)).prompt_ids)
+        return len((await self._plan(await self._without_secrets(call))).prompt_ids)
+
+    async def _without_secrets(self, call: ModelCall) -> ModelCall:
+        if call.size <= INLINE_BYTES or not self._place.hidden:
+            return masked_call(call, self._place.hidden)
+        return await in_thread(partial(masked_call, call, self._place.hidden))
 
     async def _repeated(self, call: ModelCall) -> LiveAnswer | None:
         """Return the answer that a repeated request did not get to its end."""

@@ -7,7 +7,7 @@ sandbox of their own is admitted as a grader's is, from a reserved place, since 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
@@ -16,6 +16,7 @@ from rollout_service.activity import waits_for
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Policy, SubagentSlot
 from rollout_service.pipeline.context import AttemptContext
+from rollout_service.policies.masked import without_secrets
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox
 from sandboxes.scheduling.admission import Purpose
@@ -24,7 +25,15 @@ from sandboxes.scheduling.admission import Purpose
 class EpisodeSubagents:
     """The pools, slots and sandboxes for the sub-agents of one episode."""
 
-    def __init__(self, context: AttemptContext, request: RolloutRequest, spec: EnvironmentSpec) -> None:
+    def __init__(
+        self,
+        context: AttemptContext,
+        request: RolloutRequest,
+        spec: EnvironmentSpec,
+        hidden: Collection[str] = (),
+    ) -> None:
+        """Take `hidden`, the secrets that no sub-agent is told; values may be added later."""
+        self._hidden = hidden
         self._context = context
         self._request = request
         self._spec = spec
@@ -46,7 +55,7 @@ class EpisodeSubagents:
             }
         )
         self._opened[pool, agent] = request
-        return await self._context.policies.open(request, tools)
+        return without_secrets(await self._context.policies.open(request, tools), self._hidden)
 
     def slot(self) -> AbstractAsyncContextManager[SubagentSlot]:
         """Wait for a slot, which is held within the block."""

@@ -9,10 +9,12 @@ from typer.testing import CliRunner
 from rollout_service import __version__
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
 from rollout_service.cli import app
+from rollout_service.cli.doctor.checks import check_secrets
 from rollout_service.cli.env.check import tool_names
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode, Score
+from rollout_service.settings import Settings
 
 
 class Word(Arguments):
@@ -77,6 +79,34 @@ def test_instances_that_make_large_batches_are_a_warning(tmp_path):
     path = folder(tmp_path / "mine", [{"question": text} for text in texts])
     said = invoke("env", "check", path).stdout
     assert "warning: data set: 2 instances of over 1 MB, of which number 3 has 2.5 MB" in said
+
+
+@pytest.mark.slow
+def test_secrets_are_named_with_whether_they_can_be_had_and_without_values(tmp_path, monkeypatch):
+    path = folder(tmp_path / "mine", [{"question": "a"}])
+    asked = '{ A = { variable = "ALLOWED_KEY" }, B = { variable = "OTHER_KEY" }, C = { file = "c.key" } }'
+    with (tmp_path / "mine" / "environment.toml").open("a") as file:
+        file.write(f"[evaluate.secrets]\nA = {{ variable = 'ALLOWED_KEY' }}\n[sandbox]\nsecrets = {asked}\n")
+    monkeypatch.setenv("ALLOWED_KEY", "value-of-a-key")
+    monkeypatch.setenv("OTHER_KEY", "value-of-another-key")
+    monkeypatch.setenv("ROLLOUT_SECRETS__VARIABLES", '["ALLOWED_KEY"]')
+
+    said = invoke("env", "check", path).stdout
+    report = json.loads(invoke("env", "check", path, "--json").stdout)
+    [of_sandboxes] = check_secrets(Settings(environments=[path], secrets={"variables": ["ALLOWED_KEY"]}))
+
+    assert "[evaluate] A from the variable ALLOWED_KEY: allowed and present" in said
+    assert "[sandbox] B from the variable OTHER_KEY: not usable" in said
+    assert "environments may not have the variable OTHER_KEY (If you trust them" in said
+    assert [(one["table"], one["key"], one["usable"]) for one in report["secrets"]] == [
+        ("[sandbox]", "A", True),
+        ("[sandbox]", "B", False),
+        ("[sandbox]", "C", False),
+        ("[evaluate]", "A", True),
+    ]
+    assert (of_sandboxes.name, of_sandboxes.state) == ("secrets of mine", "limited")
+    assert "OTHER_KEY" in of_sandboxes.found
+    assert "value-of" not in said + json.dumps(report) + str(of_sandboxes)
 
 
 def test_the_version_is_printed():

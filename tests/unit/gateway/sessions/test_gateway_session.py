@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,14 @@ from prometheus_client import CollectorRegistry
 from api_schemas.rollouts import Sampling, StopReason, TokenExtras
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.errors import EnvironmentFailedError
-from rollout_service.gateway.contract import AnswerEnd, ClientMessage, Dialect, ModelCall, TextDelta
+from rollout_service.gateway.contract import (
+    AnswerEnd,
+    ClientMessage,
+    ClientToolCall,
+    Dialect,
+    ModelCall,
+    TextDelta,
+)
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import GatewayMetrics
@@ -58,7 +65,11 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    *, retry_seconds: float = LONG, context_length: int = 1_000, **limits: int
+    *,
+    retry_seconds: float = LONG,
+    context_length: int = 1_000,
+    hidden: Collection[str] = (),
+    **limits: int,
 ) -> AsyncIterator[Bench]:
     pool, capture, registry = ManualPool(), CharacterCapture(), CollectorRegistry()
     engines = PolicyEngines(
@@ -78,6 +89,7 @@ async def bench(
                 tasks=tasks,
                 metrics=GatewayMetrics(registry),
                 retry_seconds=retry_seconds,
+                hidden=hidden,
             )
             session = GatewaySession(capture, engines, EpisodeLimits(**limits), place)
             yield Bench(session, pool, capture, registry)
@@ -118,6 +130,24 @@ async def test_tokens_are_told_as_they_come_and_the_turn_is_recorded_before_its_
             assert b.capture.recorded == [("ab", True)]
         assert isinstance(answer.events[-1], AnswerEnd)
         assert b.session.usage.sampled_tokens == 2
+
+
+@pytest.mark.parametrize("size", [0, INLINE_BYTES + 1])
+async def test_the_policy_is_told_no_secret_that_a_program_sends(size: int) -> None:
+    async with bench(hidden={"secret-key"}) as b:
+        sent = ClientToolCall(None, "look", '{"with": "secret-key"}')
+        messages = (
+            ClientMessage("user", "secret-key?", calls=(sent,)),
+            ClientMessage("tool", "a secret-key"),
+        )
+        asked = replace(call("hi", size=size), messages=messages)
+        answer = await b.session.answer(asked)
+        engine = await b.pool.call(0)
+        assert "".join(map(chr, engine.request.input_ids)) == "***?a ***"
+        assert await b.session.count_tokens(asked) == len("***?a ***")
+        assert answer.call.messages[0].calls[0].arguments == '{"with": "***"}'
+        engine.finish()
+        await read(answer)
 
 
 async def test_a_client_that_comes_back_gets_the_whole_answer_that_it_lost() -> None:
