@@ -19,8 +19,8 @@ app = typer.Typer(
 Environment = Annotated[
     str,
     typer.Argument(
-        help="Folder with an environment.toml or of Harbor's tasks, image that contains one, Python file with one, or "
-        "name of an installed environment.",
+        help="Folder with an environment.toml or of Harbor's tasks, image that contains one, Python file with one, "
+        "module:object, or name of an installed environment.",
         autocompletion=completion.environments,
     ),
 ]
