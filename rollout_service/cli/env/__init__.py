@@ -267,6 +267,7 @@ def audit(
     runs: Annotated[
         int, typer.Option(min=1, help="Runs of each agent, to see whether its reward changes.")
     ] = 3,
+    at_once: Annotated[int, typer.Option(min=1, help="Instances that are audited at once.")] = 2,
     backend: Annotated[
         str | None, typer.Option(help="URL of an engine, whose policy's pass rate is measured too.")
     ] = None,
@@ -282,7 +283,7 @@ def audit(
     async def main() -> int:
         from rollout_service.cli.env.audit import audit as run_audit
 
-        return await run_audit(environment, instance, instances, runs, backend, as_json=as_json)
+        return await run_audit(environment, instance, instances, runs, at_once, backend, as_json=as_json)
 
     common.run(main)
 
