@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -10,7 +10,6 @@ import anyio
 import anyio.to_thread
 import psutil
 
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes.task_groups import open_task_group
 
 SAMPLE_SECONDS = 0.25
@@ -24,14 +23,14 @@ class MemoryPeak:
 
 
 @asynccontextmanager
-async def memory_peak(sandboxes: SandboxSource) -> AsyncIterator[MemoryPeak]:
-    """Sample the resident memory of the live sandboxes of a source, all together."""
+async def memory_peak(launcher: Callable[[], int | None]) -> AsyncIterator[MemoryPeak]:
+    """Sample the resident memory of the sandbox whose launcher has this process id; None means that there is none."""
     peak = MemoryPeak()
 
     async def sample() -> None:
         while True:
-            pids = [info.pid for info in sandboxes.live() if info.pid is not None]
-            peak.bytes = max(peak.bytes, await anyio.to_thread.run_sync(_resident, pids))
+            if (pid := launcher()) is not None:
+                peak.bytes = max(peak.bytes, await anyio.to_thread.run_sync(_resident, pid))
             await anyio.sleep(SAMPLE_SECONDS)
 
     async with open_task_group() as tasks:
@@ -40,12 +39,11 @@ async def memory_peak(sandboxes: SandboxSource) -> AsyncIterator[MemoryPeak]:
         tasks.cancel_scope.cancel()
 
 
-def _resident(pids: list[int]) -> int:
+def _resident(pid: int) -> int:
     total = 0
-    for pid in pids:
-        with suppress(psutil.Error):
-            launcher = psutil.Process(pid)
-            for process in [launcher, *launcher.children(recursive=True)]:
-                with suppress(psutil.Error):
-                    total += process.memory_info().rss
+    with suppress(psutil.Error):
+        launcher = psutil.Process(pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            with suppress(psutil.Error):
+                total += process.memory_info().rss
     return total

@@ -23,6 +23,7 @@ from rollout_service.errors import EnvironmentFailedError, describe, format_fail
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
+from sandboxes.task_groups import open_task_group
 
 IDLE_TURNS = ["I do nothing."] * 1_000
 """One for each step that a task may have."""
@@ -34,8 +35,11 @@ async def audit_environment(
     instances: Sequence[tuple[int, dict[str, JsonValue]]],
     *,
     runs: int = 3,
+    at_once: int = 1,
 ) -> AuditReport:
-    """Audit instances, each with its index; `runs` is how often each agent runs, to see whether its reward changes.
+    """Audit instances, each with its index, `at_once` of them at a time.
+
+    `runs` is how often each agent runs, to see whether its reward changes.
 
     Raises:
         EnvironmentFailedError: There is no instance.
@@ -46,7 +50,16 @@ async def audit_environment(
             hint="Pass one with --instance, or add a data set to the environment.",
         )
     before = await sandboxes.provider.egress_counts()
-    audits = [await _audit_instance(environment, sandboxes, index, data, runs) for index, data in instances]
+    audits = [InstanceAudit(index) for index, _ in instances]
+    limiter = anyio.CapacityLimiter(at_once)
+
+    async def audit_one(audit: InstanceAudit, data: dict[str, JsonValue]) -> None:
+        async with limiter:
+            await _audit_instance(environment, sandboxes, audit, data, runs)
+
+    async with open_task_group() as tasks:
+        for audit, (_, data) in zip(audits, instances, strict=True):
+            tasks.start_soon(audit_one, audit, data, name=f"audit of instance {audit.index}")
     after = await sandboxes.provider.egress_counts()
     network = environment.spec.sandbox.network
     return AuditReport(
@@ -60,20 +73,22 @@ async def audit_environment(
 
 
 async def _audit_instance(
-    environment: Environment, sandboxes: SandboxSource, index: int, data: dict[str, JsonValue], runs: int
-) -> InstanceAudit:
-    audit = InstanceAudit(index)
+    environment: Environment,
+    sandboxes: SandboxSource,
+    audit: InstanceAudit,
+    data: dict[str, JsonValue],
+    runs: int,
+) -> None:
     for run in range(runs):
         leaks = audit.leaks if run == 0 else None
         audit.idle.append(await _trial(_Probe(environment, solves=False, leaks=leaks), data, sandboxes))
         if environment.has_solution:
             audit.solved.append(await _trial(_Probe(environment, solves=True), data, sandboxes))
-    return audit
 
 
 async def _trial(probe: _Probe, data: dict[str, JsonValue], sandboxes: SandboxSource) -> TrialRecord:
     record = probe.record
-    async with memory_peak(sandboxes) as peak:
+    async with memory_peak(lambda: probe.launcher) as peak:
         try:
             trial = await play(probe, dict(data), ScriptedPolicy(IDLE_TURNS), sandboxes)
             record.reward = trial.score.reward
@@ -93,6 +108,13 @@ class _Probe(Environment):
         self._leaks = leaks
         self.spec: EnvironmentSpec = environment.spec
         self.record = TrialRecord()
+        self._episode: Episode | None = None
+
+    @property
+    def launcher(self) -> int | None:
+        """The process of the sandbox that the trial has now."""
+        sandbox = self._episode.sandbox if self._episode is not None else None
+        return sandbox.pid if sandbox is not None else None
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         self._environment.check(instance)
@@ -103,6 +125,7 @@ class _Probe(Environment):
         return self
 
     async def init(self, episode: Episode) -> None:
+        self._episode = episode
         if self._environment.uses_gateway:
             raise EnvironmentFailedError(
                 "the agent is a program of its own, which cannot be replaced by an audit",

@@ -6,12 +6,16 @@ have the same name, the second one is an error.
 
 from __future__ import annotations
 
+import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import isabstract
 from pathlib import Path
+from types import ModuleType
 from typing import Self
 
 from api_schemas.errors import FieldError
@@ -34,6 +38,7 @@ GROUP = "rollout_service.environments"
 """The group of entry points; each is an `Environment`, or a function without arguments that returns one."""
 FIELD = "environment"
 """The path of an environment's name in a task; callers prefix it with the task's own path."""
+_OBJECT = re.compile(r"[\w-]+(\.\w+)*:\w+(\.\w+)*")
 
 
 class EnvironmentRegistry:
@@ -57,7 +62,7 @@ class EnvironmentRegistry:
         """Load all plug-ins, including the built-in environments, and the environments at the paths.
 
         A path is a folder with an `environment.toml`, such a file, an image with `/environment`, or a folder of tasks
-        in Harbor's format, whose tasks the environment `harbor` has too; or a Python file.
+        in Harbor's format, whose tasks the environment `harbor` has too; a Python file; or `module:object`.
         Call this in a thread: it imports plug-ins and may read images.
         """
         registry = cls()
@@ -132,10 +137,18 @@ def load_path(path: Path, harbor: HarborSettings | None = None) -> Environment:
         return _make(lambda: _class_in(path.resolve()), str(path))
     if path.is_file():
         return _load_image(path.resolve())
+    if names_python_object(path.name):
+        return _make(lambda: _object_at(path), str(path))
     raise ConfigurationError(
         f"there is no environment at {path}",
-        hint=f"Name a folder with an {FILE_NAME} or of Harbor's tasks, an image that contains one, or a Python file.",
+        hint=f"Name a folder with an {FILE_NAME} or of Harbor's tasks, an image that contains one, a Python file, or "
+        "module:object.",
     )
+
+
+def names_python_object(text: str) -> bool:
+    """Return whether a text is of the form `module:object`, or `file.py:object`."""
+    return _OBJECT.fullmatch(text) is not None
 
 
 def _load_image(image: Path) -> Environment:
@@ -153,21 +166,40 @@ def _load_image(image: Path) -> Environment:
         raise ConfigurationError(message, hint=error.hint) from error
 
 
+def _object_at(path: Path) -> object:
+    """Return the object `module:object`, whose module is installed or in the folder of the path."""
+    module, _, name = path.name.partition(":")
+    if (file := path.with_name(module)).is_file():
+        return getattr(_import_file(file.resolve()), name)
+    if (folder := str(path.parent.resolve())) not in sys.path:
+        sys.path.append(folder)  # last, so that it hides no installed module
+    return EntryPoint(name, path.name, GROUP).load()
+
+
 def _class_in(file: Path) -> type[Environment]:
-    """Import a Python file under a name that hides no installed module, and return the environment that it defines."""
+    """Return the one environment that a Python file defines."""
+    module = _import_file(file)
+    own = [
+        one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__
+    ]
+    found = [one for one in own if issubclass(one, Environment) and not isabstract(one)]
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"it defines {len(found)} environments",
+            hint=f"Define one subclass of Environment in the file, or name one: {file.name}:NAME.",
+        )
+    return found[0]
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a Python file under a name that hides no installed module."""
     name = f"environment_{file.stem}"
     spec = spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigurationError("it cannot be imported", hint="Give the file a name that ends in .py.")
     sys.modules[name] = module = module_from_spec(spec)  # dataclasses and pydantic look their module up
     spec.loader.exec_module(module)
-    own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == name]
-    found = [one for one in own if issubclass(one, Environment) and not isabstract(one)]
-    if len(found) != 1:
-        raise ConfigurationError(
-            f"it defines {len(found)} environments", hint="Define one subclass of Environment in the file."
-        )
-    return found[0]
+    return module
 
 
 def _from_plugin(plugin: EntryPoint) -> Environment:
@@ -182,9 +214,27 @@ def _make(load: Callable[[], object], where: str) -> Environment:
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}", hint=error.hint) from error
     except Exception as error:
-        raise ConfigurationError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigurationError(
+            f"{where} cannot be loaded: {type(error).__name__}: {error}{_place_of(error)}",
+            hint=_advice(error),
+        ) from error
     if not isinstance(environment, Environment):
         raise ConfigurationError(
-            f"{where} is not an Environment but an object of type {type(environment).__name__}"
+            f"{where} is not an Environment but an object of type {type(environment).__name__}",
+            hint="Name a subclass of Environment, an object of one, or a function without arguments that returns one.",
         )
     return environment
+
+
+def _place_of(error: Exception) -> str:
+    """Return the last line of an author's code that an error passed, as the end of a text."""
+    others = (__file__, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"Correct the name, or install {error.name} for {sys.executable}."
+    return "Correct the code; `python -c 'import MODULE'` shows the whole error."

@@ -77,8 +77,8 @@ class Settings(BaseSettings):
     """The largest request body."""
     http: HttpSettings = HttpSettings()
     environments: Paths = []
-    """Environments to load: folders with an `environment.toml`, images that contain one, or folders of tasks in
-    Harbor's format."""
+    """Environments to load: folders with an `environment.toml`, images that contain one, folders of tasks in
+    Harbor's format, Python files with one, or `module:object`."""
     harbor: HarborSettings = HarborSettings()
     secrets: SecretsSettings = SecretsSettings()
     data_dirs: Paths = []

@@ -59,6 +59,11 @@ class Sandbox(ABC):
         """The process on the host below which everything inside runs; None if there is none to be seen."""
         return None
 
+    @property
+    def interpreter(self) -> str:
+        """The Python of the sandbox's Python session: a name or a path inside."""
+        return "python3"
+
     async def responds(self, seconds: float) -> bool:  # noqa: ARG002 - here, nothing is asked
         """Return whether the sandbox itself answers within this time, whatever the programs inside do."""
         return self.healthy

@@ -167,6 +167,10 @@ class ControlledSandbox(Sandbox):
     def pid(self) -> int | None:
         return self.info.pid
 
+    @property
+    def interpreter(self) -> str:
+        return self._launched.python
+
     async def responds(self, seconds: float) -> bool:
         with anyio.move_on_after(seconds), suppress(SandboxError):
             await self._launched.control.wait_until_done()

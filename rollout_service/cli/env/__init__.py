@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,8 +19,8 @@ app = typer.Typer(
 Environment = Annotated[
     str,
     typer.Argument(
-        help="Folder with an environment.toml or of Harbor's tasks, image that contains one, Python file with one, or "
-        "name of an installed environment.",
+        help="Folder with an environment.toml or of Harbor's tasks, image that contains one, Python file with one, "
+        "module:object, or name of an installed environment.",
         autocompletion=completion.environments,
     ),
 ]
@@ -267,6 +267,7 @@ def audit(
     runs: Annotated[
         int, typer.Option(min=1, help="Runs of each agent, to see whether its reward changes.")
     ] = 3,
+    at_once: Annotated[int, typer.Option(min=1, help="Instances that are audited at once.")] = 2,
     backend: Annotated[
         str | None, typer.Option(help="URL of an engine, whose policy's pass rate is measured too.")
     ] = None,
@@ -282,7 +283,7 @@ def audit(
     async def main() -> int:
         from rollout_service.cli.env.audit import audit as run_audit
 
-        return await run_audit(environment, instance, instances, runs, backend, as_json=as_json)
+        return await run_audit(environment, instance, instances, runs, at_once, backend, as_json=as_json)
 
     common.run(main)
 
@@ -316,6 +317,32 @@ def run(
 
         own = OwnServer(environment, backend=backend, script=script, model=model, sandbox=sandbox)
         return await run_one(own, index, instance, url, key, as_json=as_json)
+
+    common.run(main)
+
+
+@app.command("shell", epilog="Example: rollout-service env shell ./word-count --index 2 --stage evaluate")
+def shell(
+    environment: Environment,
+    index: Annotated[int, typer.Option(min=0, help="Index of the instance in the data set, from 0.")] = 0,
+    instance: Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")] = None,
+    stage: Annotated[
+        Literal["rollout", "evaluate"],
+        typer.Option(help="rollout: where the agent begins. evaluate: where the grader begins."),
+    ] = "rollout",
+    solve: Annotated[
+        bool, typer.Option("--solve", help="First run the environment's own solution in the agent's place.")
+    ] = False,
+) -> None:
+    """Open a shell in the sandbox of an instance, as the agent or the grader finds it.
+
+    The sandbox is removed when the shell ends. The exit code is the shell's.
+    """
+
+    async def main() -> int:
+        from rollout_service.cli.env.shell import open_shell
+
+        return await open_shell(environment, index, instance, stage, solve=solve)
 
     common.run(main)
 

@@ -28,7 +28,14 @@ MIB = 1024 * 1024
 
 
 async def audit(
-    environment: str, instance: str | None, instances: int, runs: int, backend: str | None, *, as_json: bool
+    environment: str,
+    instance: str | None,
+    instances: int,
+    runs: int,
+    at_once: int,
+    backend: str | None,
+    *,
+    as_json: bool,
 ) -> int:
     """Run the audit, show its report, and return the exit code."""
     settings = load_settings()
@@ -44,6 +51,7 @@ async def audit(
                 SandboxSource(provider, secrets=secrets),
                 list(enumerate(data)),
                 runs=runs,
+                at_once=at_once,
             )
         finally:
             await provider.close()

@@ -20,7 +20,7 @@ from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
 from rollout_service.environments.harbor.variables import REFERENCE
-from rollout_service.environments.registry import EnvironmentRegistry, load_path
+from rollout_service.environments.registry import EnvironmentRegistry, load_path, names_python_object
 from rollout_service.environments.secrets import HostSecrets, Secret
 from rollout_service.environments.splits import count_splits, get_split
 from rollout_service.errors import InvalidFieldError, SecretMissingError
@@ -146,8 +146,11 @@ def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
 def environment_path(name_or_path: str) -> Path | None:
     """Return the path of an environment, or None if it is the name of an installed one."""
     path = Path(name_or_path).expanduser()
-    is_place = "/" in name_or_path or path.is_file() or (path / FILE_NAME).is_file() or is_harbor_folder(path)
-    return path.absolute() if is_place else None
+    is_place = (
+        *("/" in name_or_path, path.is_file(), (path / FILE_NAME).is_file()),
+        *(is_harbor_folder(path), names_python_object(name_or_path)),
+    )
+    return path.absolute() if any(is_place) else None
 
 
 def load_environment(name_or_path: str) -> Environment:

@@ -49,6 +49,8 @@ RUNS = "runs.json"
 SECRETS = "secrets.sh"
 _WITH_SECRETS = '. "$0" && rm -f -- "$0" && exec "$@"'
 """Runs a command with the secrets of a file, which is gone when the command begins."""
+DOCKERFILE, DEFINITION = "Dockerfile", ".def"
+"""What an image is built from: Docker's, and Apptainer's by its suffix."""
 CHMOD_SECONDS = 10.0
 """The limit for `chmod`, which takes milliseconds unless the agent has replaced it with another program."""
 MAX_RESULT_BYTES = 64 * 1024
@@ -147,12 +149,13 @@ class DeclarativeEnvironment(AgentEnvironment):
     def private_texts(self) -> dict[str, str]:
         shown = {file.path.removeprefix("environment/") for file in self._init_files} | {FILE_NAME}
         known = {line.strip() for file in self._init_files for line in file.data.splitlines()}
+        contexts = _build_contexts(self._files)
         return {
             file.path: b"\n".join(
                 line for line in file.data.splitlines() if line.strip() not in known
             ).decode(errors="replace")
             for file in self._files
-            if file.path not in shown
+            if file.path not in shown and not contexts.intersection(PurePosixPath(file.path).parents)
         }
 
     def findings(self) -> list[str]:
@@ -362,6 +365,13 @@ def instance_file(instance: dict[str, JsonValue]) -> PackedFile:
 def below(files: tuple[PackedFile, ...]) -> list[PackedFile]:
     """Return the files as they are in a `SecretFolder`."""
     return [PackedFile(f"environment/{file.path}", file.data, file.executable) for file in files]
+
+
+def _build_contexts(files: tuple[PackedFile, ...]) -> set[PurePosixPath]:
+    """Return the folders below the environment's that an image is built from: the agent is meant to see their files."""
+    paths = [PurePosixPath(file.path) for file in files]
+    built = {path.parent for path in paths if path.name == DOCKERFILE or path.suffix == DEFINITION}
+    return built - {PurePosixPath()}
 
 
 def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list[PackedFile]:

@@ -34,6 +34,7 @@ ANY_IMAGE = "an image that each task names"
 PATCH = "swe.patch"
 START = "swe.start"
 SOLVED = "swe.solved"
+PRINTED_CHARS = 2_000
 
 
 class SweEnvironment(AgentEnvironment):
@@ -159,6 +160,7 @@ class SweTaskEnvironment(AgentEnvironment):
         if outcome.is_proven:
             self._proven.add(key)
         episode.notes += outcome.notes
+        episode.grader_output = outcome.log.strip()[-PRINTED_CHARS:]
         return outcome.score
 
 

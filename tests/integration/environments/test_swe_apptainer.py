@@ -78,6 +78,7 @@ async def test_an_agent_that_repairs_gets_the_reward(provider, packages, instanc
     played = await play(packages, instance, policy, SandboxSource(provider))
     assert (played.score.reward, played.stop_reason) == (1.0, StopReason.FINISHED)
     assert played.score.parts["canary_failed"] == played.score.parts["pass_to_pass"] == 1.0
+    assert "passed" in played.episode.grader_output
     seen = next(message.content for message in policy.messages if message.role == "tool")
     assert seen.split() == ["1"]  # one commit, and nothing of ours in /tmp
 

@@ -67,6 +67,11 @@ class Terminal:
         """Change the size of the window."""
         self._resize(self._master, (columns, lines))
 
+    def hang_up(self) -> None:
+        """Close the terminal, as a window that is closed does."""
+        os.close(self._master)
+        self._master = -1
+
     def until(self, condition: Callable[[], bool]) -> None:
         """Read until a condition holds."""
         deadline = time.monotonic() + SECONDS
@@ -86,7 +91,8 @@ class Terminal:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(30)
-        os.close(self._master)
+        if self._master >= 0:
+            os.close(self._master)
         os.close(self._slave)
 
     def _read(self, seconds: float) -> bool:

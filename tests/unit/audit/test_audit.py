@@ -164,3 +164,22 @@ def test_a_pass_rate_leaves_failures_out_and_the_table_shows_it(capsys):
     assert "33%" in said
     assert "failed" in said
     assert "e: 1 of 2 instances good" in said
+
+
+async def test_instances_are_audited_at_once(make, sandboxes, tmp_path):
+    met = tmp_path / "met"
+    met.mkdir()
+    environment = make(init=f'mktemp -p {met}; until [ "$(ls {met} | wc -l)" -ge 2 ]; do sleep 0.01; done')
+    instances = [(3, {"answer": "forty-two"}), (4, {"answer": "forty-three"})]
+    report = await audit_environment(environment, sandboxes, instances, runs=1, at_once=2)
+    assert [(one.index, one.solved[0].reward) for one in report.instances] == [(3, 1.0), (4, 0.0)]
+    assert all(one.solved[0].memory_bytes > 0 for one in report.instances)
+
+
+def test_files_that_an_image_is_built_from_are_not_the_graders(make, tmp_path):
+    make()
+    image = tmp_path / "env" / "image"
+    image.mkdir()
+    (image / "Dockerfile").write_text("FROM base\nCOPY data.txt /data.txt\n")
+    (image / "data.txt").write_text("what the agent is meant to read\n")
+    assert set(load_folder(tmp_path / "env").private_texts()) == {"grade.py"}

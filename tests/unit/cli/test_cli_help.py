@@ -36,7 +36,7 @@ COMMANDS = {
         ("env", name)
         for name in (
             *("list", "new", "add", "build", "prepare", "check"),
-            *("attack", "audit", "install", "run", "serve"),
+            *("attack", "audit", "install", "run", "serve", "shell"),
         )
     ),
 }
@@ -53,6 +53,7 @@ WITHOUT_JSON = {
         ),
         *(("env", "new"), ("env", "add"), ("env", "install"), ("slurm", "stop")),
     },
+    "hands the terminal over": {("env", "shell")},
     "writes a file, or JSON in any case": {
         *(("runs", name) for name in ("lease", "export", "rescore")),
         ("trace",),

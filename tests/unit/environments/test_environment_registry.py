@@ -1,10 +1,12 @@
 """The registry loads every environment that works, and reports missing and broken ones."""
 
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
 
 from api_schemas.rollouts import StopReason
+from rollout_service.cli.env.check import load_environment
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import GROUP, EnvironmentRegistry, load_path
 from rollout_service.environments.splits import count_splits, select_split
@@ -124,6 +126,42 @@ def test_a_python_file_is_an_environment(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(PYTHON)
     assert load_path(file).spec.name == "mine"
+
+
+@pytest.mark.parametrize("name", ["words_of_mine:Mine", "words_of_mine:made", "words_of_mine.py:Mine"])
+def test_an_object_of_a_module_is_an_environment(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "words_of_mine.py").write_text(f"{PYTHON}\nmade = Mine()\nclass Another(Mine): ...\n")
+    try:
+        assert load_path(tmp_path / name).spec.name == "mine"
+        monkeypatch.chdir(tmp_path)
+        assert load_environment(name).spec.name == "mine"
+    finally:
+        sys.modules.pop("words_of_mine", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "hint"),
+    [
+        ("no_such_module:Mine", "No module named 'no_such_module'", "install no_such_module"),
+        ("json:Mine", "has no attribute 'Mine'", "Correct the code"),
+        ("json:dumps", "TypeError", "Correct the code"),
+        ("json:__name__", "not an Environment but an object of type str", "Name a subclass"),
+    ],
+)
+def test_an_object_that_is_not_an_environment_says_why(tmp_path, monkeypatch, name, reason, hint):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ConfigurationError, match=reason) as refused:
+        load_path(tmp_path / name)
+    assert name in str(refused.value)
+    assert hint in refused.value.hint
+
+
+def test_an_error_in_a_python_file_names_the_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import json\n\njson.loads('{')\n")
+    with pytest.raises(ConfigurationError, match=r"JSONDecodeError: .* \(.*mine\.py, line 3\)"):
+        load_path(file)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""Opens a shell in the sandbox of one instance, as the agent or the verifier finds it.
+
+Guarantees: the steps before the shell are those of a rollout. The sandbox has been removed when the command ends,
+however that comes about: the shell's end, its death, a closed terminal, or a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason
+from rollout_service.cli import common
+from rollout_service.cli.common import CommandError
+from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.run import parse_instance
+from rollout_service.cli.env.shell.attach import HUNG_UP, attach, require_terminal, size_of_terminal
+from rollout_service.environments.contract import Environment, EvaluateIn
+from rollout_service.environments.reference import Solving
+from rollout_service.episodes import Episode, Score
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
+from rollout_service.settings import load_settings
+from rollout_service.testing.scripted_policy import ScriptedPolicy
+from sandboxes import Sandbox, make_provider
+from sandboxes.sessions.terminal import open_terminal
+from sandboxes.task_groups import open_task_group
+
+SHELL = ("bash", "--norc", "--noprofile", "-i")
+"""The agent's own shell, but for its terminal."""
+PROMPT = r"sandbox:\w\$ "
+
+
+ShellStage = Literal["rollout", "evaluate"]
+
+
+class _ShellEndedError(Exception):
+    """The shell ended, so nothing after it is to run."""
+
+
+class _WithShell(Solving):
+    """Another environment with a shell in place of its agent or of its grader."""
+
+    def __init__(self, environment: Environment, stage: ShellStage, *, solve: bool) -> None:
+        super().__init__(environment)
+        self._stage = stage
+        self._solve = solve
+        self.exit_code = HUNG_UP
+        """The shell's, once it has ended by itself."""
+
+    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:  # noqa: ARG002 - it is of one already
+        return self
+
+    async def run(self, episode: Episode) -> StopReason:
+        if self._solve:
+            await self._environment.solve(episode)
+        if self._stage == "rollout":
+            await self._open(episode)
+        return StopReason.FINISHED
+
+    async def evaluate(self, episode: Episode) -> Score:
+        await self._open(episode)
+        raise AssertionError("the shell's end is raised")
+
+    async def _open(self, episode: Episode) -> None:
+        place = "agent's sandbox" if self._stage == "rollout" else "sandbox that is graded in"
+        common.err().print(f"a shell in the {place}, which is removed when the shell ends", soft_wrap=True)
+        self.exit_code = await run_shell(episode.require_sandbox())
+        raise _ShellEndedError
+
+
+async def run_shell(sandbox: Sandbox) -> int:
+    """Connect this process's terminal to a shell in the sandbox; return the shell's exit code."""
+    lines, columns = size_of_terminal()
+    env = {"TERM": os.environ.get("TERM", "xterm"), "PS1": PROMPT}
+    async with open_terminal(sandbox, SHELL, lines=lines, columns=columns, env=env) as terminal:
+        return await attach(terminal)
+
+
+async def open_shell(
+    name_or_path: str, index: int, instance: str | None, stage: ShellStage, *, solve: bool
+) -> int:
+    """Set an instance up, open the shell, and return its exit code.
+
+    Raises:
+        CommandError: There is no terminal, no such instance, no solution, or no sandbox at this stage.
+    """
+    require_terminal()
+    environment = await anyio.to_thread.run_sync(load_environment, name_or_path)
+    data = parse_instance(instance) if instance is not None else _instance_at(environment, index)
+    if solve and not environment.has_solution:
+        raise CommandError(f"{environment.spec.name} brings no solution", hint="Leave --solve out.")
+    environment.check(data)
+    shell = _WithShell(environment.for_instance(data), stage, solve=solve)
+    _require_sandbox(shell, stage)
+    async with open_task_group() as tasks:
+        tasks.start_soon(_cancel_at_hang_up, tasks.cancel_scope, name="hang-up of the terminal")
+        await _play(shell, data)
+        tasks.cancel_scope.cancel()
+    return shell.exit_code
+
+
+def _instance_at(environment: Environment, index: int) -> dict[str, JsonValue]:
+    dataset = environment.dataset()
+    if index >= len(dataset):
+        raise CommandError(
+            f"{environment.spec.name} has no instance with index {index}; it has {len(dataset)}, from 0",
+            hint="Pass another --index, or an --instance as JSON.",
+        )
+    return dataset[index]
+
+
+def _require_sandbox(environment: Environment, stage: ShellStage) -> None:
+    spec = environment.spec
+    if spec.image is None:
+        raise CommandError(f"{spec.name} uses no sandbox", hint="Give it an `image` if its agent needs one.")
+    if stage == "evaluate" and spec.evaluate_in is EvaluateIn.NONE:
+        raise CommandError(
+            f"{spec.name} is scored without a sandbox", hint="Leave --stage out, for the agent's sandbox."
+        )
+
+
+async def _cancel_at_hang_up(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGHUP) as signals:
+        async for _ in signals:
+            scope.cancel()
+
+
+async def _play(shell: _WithShell, instance: dict[str, JsonValue]) -> None:
+    """Take an episode as far as the shell, in a sandbox that the settings configure."""
+    settings = load_settings()
+    with tempfile.TemporaryDirectory(prefix="rollout-shell-") as state:
+        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
+        try:
+            with suppress(_ShellEndedError):
+                await play(shell, instance, ScriptedPolicy([]), SandboxSource(provider))
+        finally:
+            await provider.close()

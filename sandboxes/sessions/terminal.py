@@ -1,0 +1,74 @@
+"""A terminal in a sandbox for a person, such as one for an interactive shell.
+
+The pseudo-terminal is made inside, by the sandbox's Python, so it works with every provider. The command ends with the
+block, as every program of a sandbox does. Everything that arrives is untrusted, escape sequences included.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+from sandboxes.contract import RunningProgram, Sandbox
+from sandboxes.errors import SandboxStartError
+from sandboxes.sessions.terminal_program import FRAME, READY
+
+PROGRAM = Path(__file__).with_name("terminal_program.py")
+
+
+class SandboxTerminal:
+    """The host's side of a terminal."""
+
+    def __init__(self, program: RunningProgram, shown: bytes) -> None:
+        """Take the program that has the terminal, and what was read of it already."""
+        self._program = program
+        self._shown = shown
+        self._lock = anyio.Lock()
+
+    async def type(self, keys: bytes) -> bool:
+        """Type keys; return False if the command takes no more."""
+        return await self._send(0, 0, keys)
+
+    async def resize(self, lines: int, columns: int) -> bool:
+        """Change the size of the window; return False if the command has ended."""
+        return await self._send(lines, columns, b"")
+
+    async def _send(self, lines: int, columns: int, keys: bytes) -> bool:
+        async with self._lock:  # frames must not mix
+            return await self._program.send(FRAME.pack(lines, columns, len(keys)) + keys)
+
+    async def receive(self) -> bytes:
+        """Return the next bytes that the terminal shows; b"" at the end. For one caller at a time."""
+        shown, self._shown = self._shown, b""
+        return shown or await self._program.receive()
+
+    async def wait(self) -> int:
+        """Wait for the end of the command, and return its exit code as a shell reports it.
+
+        Raises:
+            SandboxClosedError: The sandbox has ended, and the command with it.
+        """
+        return await self._program.wait()
+
+
+@asynccontextmanager
+async def open_terminal(
+    sandbox: Sandbox, argv: Sequence[str], *, lines: int, columns: int, env: Mapping[str, str]
+) -> AsyncIterator[SandboxTerminal]:
+    """Run a command on a terminal in the sandbox's working folder, and end it with the block.
+
+    Raises:
+        SandboxClosedError: The sandbox is closed or has ended.
+        SandboxStartError: The sandbox has no Python that can make a terminal, or no process was left.
+    """
+    python = [sandbox.interpreter, "-I", "-S", "-c", PROGRAM.read_text()]
+    async with sandbox.program([*python, str(lines), str(columns), *argv], env=env) as program:
+        first = await program.receive()
+        if first[: len(READY)] != READY:
+            await program.wait()
+            raise SandboxStartError(
+                f"no terminal could be made in the sandbox: {program.errors().strip()}",
+                hint="install python3 in the image, or let sandboxes bring one: sandbox.python = 'toolkit'",
+            )
+        yield SandboxTerminal(program, first[len(READY) :])
