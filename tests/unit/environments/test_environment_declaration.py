@@ -63,7 +63,7 @@ def test_mistakes_are_named_with_their_place(text, messages):
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        (MINIMAL + "[init]\nfile = []\n", "[init] takes command, files."),
+        (MINIMAL + "[init]\nfile = []\n", "[init] takes command, files, secrets."),
         ("", "The file takes dataset, description, "),
         (MINIMAL.replace("command", "comand"), "[evaluate] takes artifacts, "),
         (MINIMAL + "[limits]\nmax_turns = 0\n", ""),
