@@ -166,7 +166,7 @@ async def initialize(environment: Environment, episode: Episode, secrets: HostSe
 
 
 def hide(episode: Episode) -> None:
-    """Take the secrets of a stage that has ended back, and mask them in what the episode tells others."""
+    """Revoke the secrets of a stage that has ended, and mask them in the episode's texts."""
     episode.secrets = {}
     if not (hidden := episode.hidden):
         return

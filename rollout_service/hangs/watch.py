@@ -1,5 +1,5 @@
 """Looks at everything that rollouts wait for, once a second, and reports what is stuck, slow or held back.
-Runs that cannot go on, or deliver nothing, are told of in the same way by the service that works on runs, and so are
+Runs that cannot go on, or deliver nothing, are reported in the same way by the service that works on runs, and so are
 engines that sample with weights that they were not given.
 
 Guarantees:

@@ -240,7 +240,7 @@ class AttemptPolicy:
                 raise NotServedError(pool)
 
     async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
-        """Open the conversation, or the recorded one. The policy is told nothing of `hidden`.
+        """Open the conversation, or the recorded one. The texts of `hidden` are masked for the policy.
 
         Raises:
             NoBackendError: The pool is not served.

@@ -42,7 +42,7 @@ class EpisodeSandboxes:
     ) -> None:
         """Start nothing yet; `label` names the rollout to people who look at the host.
 
-        `count_limit` is told of each limit that a grader's sandbox reached; those of agents' calls are counted apart.
+        `count_limit` is called for each limit that a grader's sandbox reached; agents' calls are counted apart.
         """
         self._count_limit = count_limit
         self._owner = _AGENT

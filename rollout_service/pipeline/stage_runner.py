@@ -56,7 +56,7 @@ class PolicySource(Protocol):
     """Opens the one policy of an episode."""
 
     async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
-        """Open the conversation with the policy, which is told nothing of `hidden`; called in the init stage."""
+        """Open the conversation with the policy, with the texts of `hidden` masked; called in the init stage."""
         ...
 
     @property

@@ -20,7 +20,7 @@ class MaskedPolicy:
     """Masks values in the messages to a policy; implements `episodes.Policy`."""
 
     def __init__(self, policy: Policy, hidden: Collection[str]) -> None:
-        """Take `hidden`, to which values may be added later."""
+        """Mask the values of `hidden`, also those that are added later."""
         self._policy = policy
         self._hidden = hidden
 

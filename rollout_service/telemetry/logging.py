@@ -57,15 +57,18 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
 
 def _shared_processors(log_format: LogFormat) -> list[structlog.typing.Processor]:
     """Return the processors of our own events and of other libraries' alike."""
+    mask_and_write = (
+        [structlog.processors.format_exc_info, _mask_values]
+        if log_format is LogFormat.JSON
+        else [_mask_values, _escape_values]
+    )
     return [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         _name_uvicorn,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        *([structlog.processors.format_exc_info] if log_format is LogFormat.JSON else []),
-        _mask_values,
-        *([] if log_format is LogFormat.JSON else [_escape_values]),
+        *mask_and_write,
     ]
 
 

@@ -21,7 +21,7 @@ class SandboxTerminal:
     """The host's side of a terminal."""
 
     def __init__(self, program: RunningProgram, shown: bytes) -> None:
-        """Take the program that has the terminal, and what was read of it already."""
+        """Control the terminal of a program that has already printed `shown`."""
         self._program = program
         self._shown = shown
         self._lock = anyio.Lock()

@@ -1,4 +1,4 @@
-"""What `doctor --live` knows of a service: its report of hangs, and its overview if it answers.
+"""The data of `doctor --live`: a service's report of hangs, and its overview if it answers.
 
 Guarantee: `is_wrong` holds exactly if there is something that a person on call has to look at.
 """
@@ -24,7 +24,7 @@ FRESH = timedelta(minutes=1)
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """What is known of a service."""
+    """The state of a service, as far as it answers."""
 
     hangs: HangReport
     overview: Overview | None = None

@@ -50,7 +50,7 @@ SECRETS = "secrets.sh"
 _WITH_SECRETS = '. "$0" && rm -f -- "$0" && exec "$@"'
 """Runs a command with the secrets of a file, which is gone when the command begins."""
 DOCKERFILE, DEFINITION = "Dockerfile", ".def"
-"""What an image is built from: Docker's, and Apptainer's by its suffix."""
+"""Names of files that images are built from: Docker's, and the suffix of Apptainer's."""
 CHMOD_SECONDS = 10.0
 """The limit for `chmod`, which takes milliseconds unless the agent has replaced it with another program."""
 MAX_RESULT_BYTES = 64 * 1024

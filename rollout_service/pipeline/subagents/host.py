@@ -32,7 +32,7 @@ class EpisodeSubagents:
         spec: EnvironmentSpec,
         hidden: Collection[str] = (),
     ) -> None:
-        """Take `hidden`, the secrets that no sub-agent is told; values may be added later."""
+        """Keep the secrets of `hidden` from sub-agents, also those that are added later."""
         self._hidden = hidden
         self._context = context
         self._request = request

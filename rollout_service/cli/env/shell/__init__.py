@@ -135,7 +135,7 @@ async def _cancel_at_hang_up(scope: anyio.CancelScope) -> None:
 
 
 async def _play(shell: _WithShell, instance: dict[str, JsonValue]) -> None:
-    """Take an episode as far as the shell, in a sandbox that the settings configure."""
+    """Run an episode up to the shell, in a sandbox of the configured provider."""
     settings = load_settings()
     with tempfile.TemporaryDirectory(prefix="rollout-shell-") as state:
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
