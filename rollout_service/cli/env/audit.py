@@ -17,7 +17,7 @@ from rollout_service.audit import AuditReport, InstanceAudit, audit_environment
 from rollout_service.audit.report import TrialRecord
 from rollout_service.cli import common
 from rollout_service.cli.console import table
-from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.cli.env.run import OwnServer, parse_instance
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -40,7 +40,7 @@ async def audit(
     """Run the audit, show its report, and return the exit code."""
     settings = load_settings()
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
-    data = [parse_instance(instance)] if instance is not None else loaded.dataset()[:instances]
+    data = [parse_instance(instance)] if instance is not None else read_dataset(loaded)[:instances]
     with tempfile.TemporaryDirectory(prefix="rollout-audit-") as state:
         secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)

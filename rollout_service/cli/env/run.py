@@ -23,6 +23,8 @@ from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.tokens.tokenizer import load_tokenizer
 
+INSTANCE_HINT = """For example: --instance '{"question": "1+1"}'"""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
@@ -62,8 +64,9 @@ async def run_one(
 ) -> int:
     """Roll out one task, show it, and return the exit code."""
     name = await anyio.to_thread.run_sync(_name, own.environment)
+    given = parse_instance(instance) if instance is not None else None
     async with _server(own, url, key) as client:
-        data = parse_instance(instance) if instance is not None else await _pick(client, name, index)
+        data = await _pick(client, name, index) if given is None else given
         request = RolloutRequest(task=Task(environment=name, instance=data))
         rollout = await client.run(request)
         tokenizer = (await client.backends())[0].model_path
@@ -104,11 +107,9 @@ def parse_instance(text: str) -> dict[str, JsonValue]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise CommandError(f"--instance is not valid JSON: {error}") from error
+        raise CommandError(f"--instance is not valid JSON: {error}", hint=INSTANCE_HINT) from error
     if not isinstance(value, dict):
-        raise CommandError(
-            "--instance is not a JSON object", hint="""For example: --instance '{"question": "1+1"}'"""
-        )
+        raise CommandError("--instance is not a JSON object", hint=INSTANCE_HINT)
     return value
 
 

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from api_schemas.rollouts import StopReason
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.cli.env.run import parse_instance
 from rollout_service.cli.env.shell.attach import HUNG_UP, attach, require_terminal, size_of_terminal
 from rollout_service.environments.contract import Environment, EvaluateIn
@@ -109,7 +109,7 @@ async def open_shell(
 
 
 def _instance_at(environment: Environment, index: int) -> dict[str, JsonValue]:
-    dataset = environment.dataset()
+    dataset = read_dataset(environment)
     if index >= len(dataset):
         raise CommandError(
             f"{environment.spec.name} has no instance with index {index}; it has {len(dataset)}, from 0",
