@@ -35,6 +35,17 @@ class Trial:
     episode: Episode
 
 
+@dataclass(frozen=True, slots=True)
+class OtherModels:
+    """What an environment asks besides the policy; None where there is nothing."""
+
+    judge: Judge | None = None
+    sampler: TextSampler | None = None
+
+
+NO_MODELS = OtherModels()
+
+
 async def play(
     environment: Environment,
     instance: dict[str, JsonValue],

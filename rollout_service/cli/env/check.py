@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 from pydantic import JsonValue
@@ -28,6 +29,9 @@ from rollout_service.errors import InvalidFieldError, SecretMissingError, Servic
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images.store import ImageStore
+
+if TYPE_CHECKING:
+    from rollout_service.cli.env.engines.pools import PoolModels
 
 SHOWN_FINDINGS = 20
 COROUTINES = ("init", "run", "solve", "execute", "evaluate", "evaluate_checkpoint")
@@ -226,7 +230,13 @@ def read_dataset(environment: Environment) -> Sequence[dict[str, JsonValue]]:
 
 
 def with_solutions(
-    report: EnvironmentReport, name_or_path: str, *, limit: int | None, at_once: int, good: Path | None
+    report: EnvironmentReport,
+    name_or_path: str,
+    *,
+    limit: int | None,
+    at_once: int,
+    good: Path | None,
+    pools: PoolModels,
 ) -> EnvironmentReport:
     """Run the solutions of an environment's tasks, and an agent that does nothing; return the report with findings.
 
@@ -247,7 +257,9 @@ def with_solutions(
         outcome = "; ".join(line[:SHOWN_CHARS] for line in first) or "good"
         err().print(Text(f"{instance_name(tried.instance)}: {outcome}"), soft_wrap=True)
 
-    start = partial(try_environment, environment, load_settings(), limit=limit, at_once=at_once, done=show)
+    start = partial(
+        try_environment, environment, load_settings(), limit=limit, at_once=at_once, pools=pools, done=show
+    )
     tried = anyio.run(start)
     if good is not None:
         err().print(f"{count(write_good(tried, good), 'good task')} in {good}", soft_wrap=True)
