@@ -273,7 +273,7 @@ def install(
     name: Annotated[
         str,
         typer.Argument(
-            help="The environment: swe, verifiers, reasoning-gym, textarena, nemo-gym, gem or gymnasium."
+            help="swe, verifiers, reasoning-gym, textarena, nemo-gym, gem, gymnasium, or a folder of tasksets."
         ),
     ],
 ) -> None:
