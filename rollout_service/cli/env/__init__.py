@@ -377,7 +377,9 @@ def shell(
     instance: Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")] = None,
     stage: Annotated[
         Literal["rollout", "evaluate"],
-        typer.Option(help="rollout: where the agent begins. evaluate: where the grader begins."),
+        typer.Option(
+            help="rollout: where the agent begins. evaluate: where the grader begins, with its files."
+        ),
     ] = "rollout",
     solve: Annotated[
         bool, typer.Option("--solve", help="First run the environment's own solution in the agent's place.")
