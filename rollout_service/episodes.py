@@ -386,7 +386,7 @@ class Episode:
         if self.subagents is None:
             raise EnvironmentFailedError(
                 "this task is for an agent with sub-agents, and there are no engines for them here",
-                hint="Roll it out in a service with a frozen pool, or by `env run` with --pool-model POOL=MODEL.",
+                hint="Roll it out in a service with a frozen pool, or pass `policies` to `play`.",
             )
         return self.subagents
 

@@ -184,7 +184,13 @@ async def _run_attack(
     try:
         with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
             trial = await play(
-                attacked, dict(instance), _Attacker(watched, attack), watched, models.judge, models.sampler
+                attacked,
+                dict(instance),
+                _Attacker(watched, attack),
+                watched,
+                models.judge,
+                models.sampler,
+                models.policies,
             )
     except TimeoutError:
         return None, "the evaluation timed out"

@@ -97,7 +97,13 @@ async def _trial(
     async with memory_peak(lambda: probe.launcher) as peak:
         try:
             trial = await play(
-                probe, dict(data), ScriptedPolicy(IDLE_TURNS), sandboxes, models.judge, models.sampler
+                probe,
+                dict(data),
+                ScriptedPolicy(IDLE_TURNS),
+                sandboxes,
+                models.judge,
+                models.sampler,
+                models.policies,
             )
             record.reward = trial.score.reward
         except Exception as error:  # noqa: BLE001  every failure is a finding

@@ -135,6 +135,7 @@ class RemoteEpisode:
                     self._sandboxes,
                     self._models.judge,
                     self._models.sampler,
+                    self._models.policies,
                 )
                 self._outcome = _result(trial)
         except TimeoutError:

@@ -20,7 +20,9 @@ from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.masking import mask_error
 from rollout_service.pipeline.artifacts import Artifacts
+from rollout_service.pipeline.context import PolicyFactory
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.subagents.host import TrialSubagents
 from rollout_service.policies.masked import without_secrets
 from sandboxes import Sandbox
 from sandboxes.sessions.opening import open_sessions
@@ -41,6 +43,8 @@ class OtherModels:
 
     judge: Judge | None = None
     sampler: TextSampler | None = None
+    policies: PolicyFactory | None = None
+    """What sub-agents are sampled from."""
 
 
 NO_MODELS = OtherModels()
@@ -53,10 +57,11 @@ async def play(
     sandboxes: SandboxSource,
     judge: Judge | None = None,
     sampler: TextSampler | None = None,
+    policies: PolicyFactory | None = None,
 ) -> Trial:
     """Check an instance, set it up, run the agent with the policy, and score the outcome.
 
-    Errors of the environment, the policy or a sandbox are raised as they are.
+    `policies` are for sub-agents. Errors of the environment, the policy or a sandbox are raised as they are.
     """
     environment.check(instance)
     environment = environment.for_instance(instance)
@@ -73,6 +78,8 @@ async def play(
         sampler=sampler,
         hidden=hidden,
     )
+    subagents = TrialSubagents(policies, sandboxes, request, spec, hidden) if policies is not None else None
+    episode.subagents = subagents if spec.parallel is not None else None
     try:
         trial = await _play(environment, episode, sandboxes)
     except BaseException as error:
@@ -80,6 +87,8 @@ async def play(
         raise
     finally:
         hide(episode)
+        if subagents is not None:
+            subagents.close()
     return replace(trial, score=mask_score(trial.score, hidden))
 
 

@@ -132,7 +132,9 @@ async def _reward(
     try:
         with anyio.fail_after(seconds):
             policy = ScriptedPolicy(IDLE_TURNS)
-            trial = await play(environment, dict(instance), policy, sandboxes, models.judge, models.sampler)
+            trial = await play(
+                environment, dict(instance), policy, sandboxes, models.judge, models.sampler, models.policies
+            )
     except TimeoutError:
         return None, f": it took longer than {seconds:g} s"
     except Exception as error:  # noqa: BLE001  every failure is the finding

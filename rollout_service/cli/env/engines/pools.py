@@ -18,18 +18,17 @@ from prometheus_client import CollectorRegistry
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec, BackendState
-from api_schemas.trajectories import Message
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError, name_value_pairs
 from rollout_service.cli.env.engines.script import read_turns, scripted_engine
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.inference.engines.embedded.process import EmbeddedEngine
+from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.pools import Pools
-from rollout_service.judging.contract import SampledText
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.pipeline.trial import OtherModels
-from rollout_service.policies.serving import PolicyServing, backend_id_of_spec
+from rollout_service.policies.serving import PolicyServing, ServedModel, backend_id_of_spec
 from rollout_service.policies.shipped import model_folder
 from rollout_service.policies.text_sampler import PoolTextSampler
 from rollout_service.store.file_backends import FileBackends
@@ -104,11 +103,12 @@ class PoolModels:
         """Yield what plays for these pools in a trial; `state` is a folder for the time of the block."""
         with _quiet():
             async with self.engines() as specs, Pools() as pools:
-                serving = PolicyServing(pools, FileBackends(state / "backends.json", backend_id_of_spec))
+                serving = _NamedPools(pools, FileBackends(state / "backends.json", backend_id_of_spec))
                 for spec in specs:
                     await serving.register(spec, remember=False)
-                sampler = _NamedPools(serving)
-                yield OtherModels(PoolJudge(sampler, JudgeMetrics(CollectorRegistry())), sampler)
+                sampler = PoolTextSampler(serving)
+                judge = PoolJudge(sampler, JudgeMetrics(CollectorRegistry()))
+                yield OtherModels(judge, sampler, serving)
 
 
 @contextmanager
@@ -125,27 +125,19 @@ def _quiet() -> Iterator[None]:
         structlog.configure(**before)
 
 
-class _NamedPools(PoolTextSampler):
-    """Samples from the pools that options name, and says which option names another."""
+class _NamedPools(PolicyServing):
+    """The pools that options name; for another one, it says which option would."""
 
-    def __init__(self, serving: PolicyServing) -> None:
-        super().__init__(serving)
-        self._expects = serving.expects
+    def connect(self, pool: str) -> tuple[ServedModel, BackendPool]:
+        """Return the model that a pool serves, and its engines.
 
-    def model(self, pool: str) -> str:
-        self._check(pool)
-        return super().model(pool)
-
-    async def sample(
-        self, pool: str, messages: Sequence[Message], *, max_tokens: int, temperature: float
-    ) -> SampledText:
-        self._check(pool)
-        return await super().sample(pool, messages, max_tokens=max_tokens, temperature=temperature)
-
-    def _check(self, pool: str) -> None:
-        if not self._expects(pool):
+        Raises:
+            EnvironmentFailedError: No option names the pool.
+        """
+        if not self.expects(pool):
             raise EnvironmentFailedError(
                 f"the environment asks the model of the pool {pool!r}, and nothing answers for it here",
                 hint=f"Add --pool-model {pool}=MODEL, --pool-script {pool}=FILE with its turns, or the --url of a "
                 "server that has the pool.",
             )
+        return super().connect(pool)

@@ -10,6 +10,12 @@ from rollout_service.cli import app
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.cli.server_child import running_server
+from rollout_service.environments.builtin.split.environment import environment as split
+from rollout_service.errors import EnvironmentFailedError
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from sandboxes import LocalConfig, make_provider
 
 PARTNER = """\
 from api_schemas.rollouts import StopReason
@@ -139,3 +145,34 @@ def test_a_rollout_on_a_server_of_its_own_has_the_pools_that_are_named(guess):
     without_judge = invoke("run", guess / "guess.py", *script, *partner)
     assert without_judge.exit_code == 1
     assert "add --pool-model POOL=MODEL or --pool-script POOL=FILE" in without_judge.stderr
+
+
+@pytest.mark.slow
+def test_an_idle_agent_with_sub_agents_is_audited(guess):
+    assert "1 of 1 instance good" in invoke("audit", "split", "--instances", 1, "--runs", 1).output
+
+
+@pytest.mark.anyio
+@pytest.mark.slow
+async def test_sub_agents_are_sampled_from_the_pool_that_is_named(tmp_path):
+    (tmp_path / "worker.jsonl").write_text(
+        '{"tool_calls": [{"name": "read", "arguments": {"key": "a"}}]}\n{"content": "<result>7</result>"}\n'
+    )
+    create = call("create_subagent", name="a", system_prompt="Look it up.")
+    script = [turn("", create, call("assign_task", agent="a", prompt="a")), "7"]
+
+    async def outcome(scripts: list[str]) -> str:
+        provider = make_provider(LocalConfig(provider="local"), tmp_path)
+        policy, sandboxes = ScriptedPolicy(script), SandboxSource(provider)
+        try:
+            async with PoolModels.read(None, scripts).opened(tmp_path) as models:
+                try:
+                    await play(split, split.dataset()[0], policy, sandboxes, policies=models.policies)
+                except EnvironmentFailedError as error:
+                    return error.hint
+        finally:
+            await provider.close()
+        return policy.messages[-2].content
+
+    assert "7" in await outcome([f"frozen-1={tmp_path}/worker.jsonl"])
+    assert "Add --pool-model frozen-1=MODEL" in await outcome([])
