@@ -258,8 +258,6 @@ def _explain(model: type[BaseModel], item: Any) -> str:
         return f"there is no key {path}{did_you_mean(last, _known_keys(model, parents))}"
     if item["type"] == "missing":
         return f"the key {path} is missing"
-    if item["type"] == "string_pattern_mismatch":
-        return f"{path}: {item['input']!r} does not match {item['ctx']['pattern']}"
     return f"{path}: {str(item['msg']).removeprefix('Value error, ')}"
 
 

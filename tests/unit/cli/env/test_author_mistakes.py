@@ -84,7 +84,7 @@ MISTAKES = {
         declared('"sums"', '"my sums"'),
         CHECK,
         [
-            "{at}/environment.toml: name: 'my sums' does not match",
+            "{at}/environment.toml: name: String should match pattern",
             "environment-toml.md says what each key takes",
         ],
     ),
