@@ -46,7 +46,6 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.apptainer,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("harbor tasks"),  # for one set of images
     pytest.mark.slow(seconds=200),
 ]
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
