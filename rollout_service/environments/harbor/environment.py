@@ -40,6 +40,8 @@ OVER = frozenset({StopReason.SANDBOX_ENDED, StopReason.CONTEXT_FULL, StopReason.
 """The reasons for which an agent cannot go on with the next step."""
 SETUP_SECONDS = 120.0
 PRINTED_CHARS = 2_000
+PRINTED = "/logs/agent/oracle.txt"
+"""The output of a solution, in Harbor's place for it."""
 
 Work = Callable[[Episode, TaskStep, list[Message]], Awaitable[StopReason]]
 
@@ -149,10 +151,12 @@ class HarborTaskEnvironment(AgentEnvironment):
         await sandbox.import_path("/solution", archive(files))
         env = variables.resolve(self.task.toml.solution.env, self._settings.variables)
         seconds = step.agent.timeout_sec or episode.limits.agent_seconds
-        command = f"chmod +x /solution/{SOLUTION}; /solution/{SOLUTION}"
+        # Its output goes to a file, since a server that it leaves running must not write into a closed pipe.
+        command = f"chmod +x /solution/{SOLUTION}; /solution/{SOLUTION} >{PRINTED} 2>&1"
         done = await sandbox.exec(["bash", "-c", command], cwd=sandbox.workdir, env=env, timeout=seconds)
         if done.exit_code != 0:
-            episode.notes.append(f"{SOLUTION} ended with exit code {done.exit_code}: {_printed(done)}")
+            said = _printed(await sandbox.exec(["tail", "-c", str(PRINTED_CHARS), PRINTED], cwd="/"))
+            episode.notes.append(f"{SOLUTION} ended with exit code {done.exit_code}: {said}")
         await sandbox.exec(["rm", "-rf", "/solution"], cwd="/")
         return StopReason.AGENT_TIMEOUT if done.timed_out else StopReason.FINISHED
 

@@ -61,6 +61,7 @@ def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> Environmen
         mcp=_servers(f"{where}: environment.mcp_servers", toml.environment.mcp_servers),
         evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
         artifacts=_artifacts(task, settings) if fresh else [],
+        agent_processes="end" if fresh else settings.agent_processes,
         workdir=toml.environment.workdir or "",
         grader_image=task.verifier_image,
         grader_sandbox=_grader(task, settings) if fresh else None,

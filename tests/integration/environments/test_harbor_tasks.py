@@ -169,7 +169,8 @@ async def test_a_hostile_agent_gets_nothing(name: str, sandboxes: SandboxSource)
     async def attack(attack: str, command: str) -> None:
         async with limiter:
             try:
-                rewards[attack] = (await act(task(name), sandboxes, command, command)).score.reward
+                trial = await act(task(name, shared_verifier="fresh"), sandboxes, command, command)
+                rewards[attack] = trial.score.reward
             except EnvironmentFailedError as error:
                 rewards[attack] = None
                 failures.append(f"{attack}: {error}")
@@ -255,6 +256,36 @@ async def test_a_solution_that_leaves_daemons_still_counts(tasks: Path, sandboxe
     solution = tasks / "word-count/solution/solve.sh"
     solution.write_text(solution.read_text() + "setsid sleep 1000 >/dev/null 2>&1 &\n")
     assert (await solve(task("word-count", tasks), sandboxes)).score.reward == 1.0
+
+
+SERVES = """cd /app
+python3 -m http.server 8765 &
+until (: </dev/tcp/127.0.0.1/8765) 2>/dev/null; do sleep 0.1; done
+"""
+CALLS = """#!/bin/bash
+python3 -c 'import urllib.request; urllib.request.urlopen("http://127.0.0.1:8765/texts/a.txt", timeout=5)' && r=1
+echo ${r-0} >/logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.extended(
+    "rollout_service/environments/harbor/", "rollout_service/pipeline/", "sandboxes/providers/"
+)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"agent_processes": "end"}, {"shared_verifier": "fresh"}],
+    ids=["as in Harbor", "ended", "fresh"],
+)
+async def test_a_verifier_calls_the_server_that_the_agent_left(
+    settings: dict[str, str], tasks: Path, sandboxes: SandboxSource
+) -> None:
+    (tasks / "word-count/tests/test.sh").write_text(CALLS)
+    (tasks / "word-count/solution/solve.sh").write_text(f"#!/bin/bash\n{SERVES}")
+    environment = task("word-count", tasks, **settings)
+    ended = {"it left processes, which were ended before the grading: python3 -m http.server 8765"}
+    for trial in await act(environment, sandboxes, SERVES), await solve(environment, sandboxes):
+        notes = {note.partition(";")[0] for note in trial.episode.notes}
+        assert (trial.score.reward, notes) == ((0.0, ended) if settings else (1.0, set()))
 
 
 TEST = "echo 1 >/logs/verifier/reward.txt\n"
@@ -375,7 +406,7 @@ async def test_a_separate_verifier_sees_the_artifacts_alone(tasks: Path, sandbox
 
 
 async def test_a_shared_verifier_in_the_agents_own_sandbox(sandboxes: SandboxSource) -> None:
-    shared = task("counter-service", shared_verifier="same")
+    shared = task("counter-service", agent_processes="end")
     assert shared.spec.evaluate_in == "same"
     assert (await solve(shared, sandboxes)).score.reward == 1.0
     assert (
