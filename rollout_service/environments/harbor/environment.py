@@ -24,6 +24,7 @@ from rollout_service.environments.declarative.files import archive
 from rollout_service.environments.harbor import variables
 from rollout_service.environments.harbor.errors import HealthcheckFailedError
 from rollout_service.environments.harbor.rewards import Rewards, combine, is_below
+from rollout_service.environments.harbor.services import start_services
 from rollout_service.environments.harbor.spec import spec_of
 from rollout_service.environments.harbor.task_folder import SETUP, SOLUTION, HarborTask, TaskStep
 from rollout_service.environments.harbor.task_toml import HealthcheckTable
@@ -77,6 +78,8 @@ class HarborTaskEnvironment(AgentEnvironment):
         sandbox = episode.require_sandbox()
         self._require_usable(sandbox)
         await sandbox.exec(["mkdir", "-p", "/logs/agent", "/logs/verifier", "/logs/artifacts"], cwd="/")
+        if self.task.compose is not None:
+            await start_services(sandbox, self.task.compose, _require_healthy)
         await self._begin(sandbox, self.task.steps[0])
         if (check := self.task.toml.environment.healthcheck) is not None:
             await _require_healthy(sandbox, check)

@@ -288,6 +288,93 @@ async def test_a_verifier_calls_the_server_that_the_agent_left(
         assert (trial.score.reward, notes) == ((0.0, ended) if settings else (1.0, set()))
 
 
+WEB = """
+import os, urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Web(BaseHTTPRequestHandler):
+    def do_GET(self):
+        with urllib.request.urlopen(os.environ["STOCK"]) as answer:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.read())
+
+HTTPServer(("", 8000), Web).serve_forever()
+"""
+ASK = "python3 -c 'import urllib.request as u; print(u.urlopen(\"http://web:8000\").read().decode())'"
+SHOP: dict[str, Any] = {
+    "web": {
+        "command": ["python3", "-c", WEB],
+        "environment": {"STOCK": "http://db:8001/shop/stock.txt"},
+        "depends_on": {
+            "db": {"condition": "service_healthy"},
+            "migrate": {"condition": "service_completed_successfully"},
+        },
+        "healthcheck": {"test": ASK, "interval": "1s"},
+        "ports": ["80:8000"],
+    },
+    "migrate": {
+        "command": 'sh -c "sleep 0.3; mkdir -p shop && echo $$STOCK >shop/stock.txt"',
+        "environment": ["STOCK=17"],
+        "working_dir": "/data",
+        "depends_on": ["db"],
+    },
+    "db": {
+        "command": "python3 -m http.server 8001 --directory /data",
+        "volumes": ["data:/data"],
+        "healthcheck": {"test": ["CMD", "bash", "-c", ": </dev/tcp/db/8001"], "interval": "1s"},
+    },
+}
+"""The services of a task, of which one calls another."""
+
+
+@pytest.fixture
+def shop(tasks: Path) -> Path:
+    """Return a task whose agent and tests call the web server."""
+    folder, image = tasks / "word-count", task("word-count").spec.image
+    (folder / "environment/docker-compose.yaml").write_text(json.dumps({"services": SHOP}))
+    (folder / "environment/Dockerfile").unlink()
+    toml = folder / "task.toml"
+    toml.write_text(toml.read_text().replace("[environment]", f'[environment]\ndocker_image = "{image}"'))
+    (folder / "tests/test.sh").write_text(
+        f"#!/bin/bash\n[ $({ASK}) = 16 ] && r=1\necho ${{r-0}} >/logs/verifier/reward.txt\n"
+    )
+    return folder
+
+
+@pytest.mark.extended("rollout_service/environments/harbor/", "sandboxes/providers/")
+async def test_services_of_a_compose_file_are_reached_by_their_names(
+    shop: Path, tasks: Path, sandboxes: SandboxSource
+) -> None:
+    sell = f"echo $(($({ASK}) - 1)) >/data/shop/stock.txt"
+    trial = await act(task("word-count", tasks), sandboxes, sell)
+    assert (trial.score.reward, trial.episode.notes) == (1.0, []), trial.episode.policy.messages
+    ended = await act(task("word-count", tasks, agent_processes="end"), sandboxes, sell)
+    assert ended.score.reward == 0.0
+    assert "python3 -m http.server 8001" in ended.episode.notes[0]
+
+
+@pytest.mark.extended("rollout_service/environments/harbor/")
+@pytest.mark.parametrize(
+    ("was", "broken", "said"),
+    [
+        (
+            "http.server 8001",
+            "http.server x",
+            "'db': the health check failed 1 times.*invalid int value: 'x'",
+        ),
+        ("sleep 0.3;", "echo no table; exit 3;", "'migrate' failed; it printed: no table"),
+    ],
+)
+async def test_a_service_that_fails_is_a_failure_with_its_name_and_output(
+    was: str, broken: str, said: str, shop: Path, tasks: Path, sandboxes: SandboxSource
+) -> None:
+    compose = shop / "environment/docker-compose.yaml"
+    compose.write_text(compose.read_text().replace(was, broken))
+    with pytest.raises(HealthcheckFailedError, match=f"(?s)the service {said}"):
+        await act(task("word-count", tasks), sandboxes, "true")
+
+
 TEST = "echo 1 >/logs/verifier/reward.txt\n"
 FETCHES_ITS_TOOLS = """
 curl -LsSf https://astral.sh/uv/install.sh | sh
