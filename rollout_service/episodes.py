@@ -350,7 +350,7 @@ class Episode:
         if self.ended and reward < 1:
             self.notes.append(
                 f"it left processes, which were ended before the grading: {', '.join(dict.fromkeys(self.ended))}; "
-                "`agent_processes` lets them live"
+                "`agent_processes` may let them live in the agent's own sandbox"
             )
 
     def require_sandbox(self) -> Sandbox:

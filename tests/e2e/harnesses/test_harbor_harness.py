@@ -144,7 +144,7 @@ def settings(place: Path) -> Settings:
         images_dir=place / "images",
         sandbox=ApptainerConfig(unpacked_dir=place / "unpacked"),  # three times 2 GB, removed at the end
         environments=[place / "tasks"],
-        harbor=HarborSettings(harness=HARNESS, shared_verifier="fresh"),
+        harbor=HarborSettings(harness=HARNESS),
         sandboxes=SandboxesSettings(pressure=PressureConfig(enabled=False)),
         pipeline=PipelineSettings(
             init_workers=AT_ONCE, rollout_workers=AT_ONCE, evaluate_workers=AT_ONCE, max_attempts=1

@@ -169,7 +169,7 @@ async def test_a_hostile_agent_gets_nothing(name: str, sandboxes: SandboxSource)
     async def attack(attack: str, command: str) -> None:
         async with limiter:
             try:
-                trial = await act(task(name, shared_verifier="fresh"), sandboxes, command, command)
+                trial = await act(task(name), sandboxes, command, command)
                 rewards[attack] = trial.score.reward
             except EnvironmentFailedError as error:
                 rewards[attack] = None
@@ -258,6 +258,7 @@ async def test_a_solution_that_leaves_daemons_still_counts(tasks: Path, sandboxe
     assert (await solve(task("word-count", tasks), sandboxes)).score.reward == 1.0
 
 
+SAME = {"shared_verifier": "same"}
 SERVES = """cd /app
 python3 -m http.server 8765 &
 until (: </dev/tcp/127.0.0.1/8765) 2>/dev/null; do sleep 0.1; done
@@ -273,7 +274,7 @@ echo ${r-0} >/logs/verifier/reward.txt
 )
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"agent_processes": "end"}, {"shared_verifier": "fresh"}],
+    [SAME, SAME | {"agent_processes": "end"}, {}],
     ids=["as in Harbor", "ended", "fresh"],
 )
 async def test_a_verifier_calls_the_server_that_the_agent_left(
@@ -285,7 +286,7 @@ async def test_a_verifier_calls_the_server_that_the_agent_left(
     ended = {"it left processes, which were ended before the grading: python3 -m http.server 8765"}
     for trial in await act(environment, sandboxes, SERVES), await solve(environment, sandboxes):
         notes = {note.partition(";")[0] for note in trial.episode.notes}
-        assert (trial.score.reward, notes) == ((0.0, ended) if settings else (1.0, set()))
+        assert (trial.score.reward, notes) == ((1.0, set()) if settings == SAME else (0.0, ended))
 
 
 WEB = """
@@ -347,9 +348,9 @@ async def test_services_of_a_compose_file_are_reached_by_their_names(
     shop: Path, tasks: Path, sandboxes: SandboxSource
 ) -> None:
     sell = f"echo $(($({ASK}) - 1)) >/data/shop/stock.txt"
-    trial = await act(task("word-count", tasks), sandboxes, sell)
+    trial = await act(task("word-count", tasks, **SAME), sandboxes, sell)
     assert (trial.score.reward, trial.episode.notes) == (1.0, []), trial.episode.policy.messages
-    ended = await act(task("word-count", tasks, agent_processes="end"), sandboxes, sell)
+    ended = await act(task("word-count", tasks, **SAME, agent_processes="end"), sandboxes, sell)
     assert ended.score.reward == 0.0
     assert "python3 -m http.server 8001" in ended.episode.notes[0]
 
@@ -493,7 +494,7 @@ async def test_a_separate_verifier_sees_the_artifacts_alone(tasks: Path, sandbox
 
 
 async def test_a_shared_verifier_in_the_agents_own_sandbox(sandboxes: SandboxSource) -> None:
-    shared = task("counter-service", agent_processes="end")
+    shared = task("counter-service", **SAME, agent_processes="end")
     assert shared.spec.evaluate_in == "same"
     assert (await solve(shared, sandboxes)).score.reward == 1.0
     assert (

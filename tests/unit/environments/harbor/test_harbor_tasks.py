@@ -92,7 +92,7 @@ def test_settings_of_a_task_become_those_of_its_sandboxes(tmp_path):
         '[verifier]\ntimeout_sec = 30\n[environment]\ndocker_image = "base"\nnetwork_mode = "no-network"\n'
         'cpus = 0.5\nmemory_mb = 64\nstorage_mb = 32\nworkdir = "/app"\nenv = {A = "${HOST_A:-b}"}\n'
     )
-    found = spec(make(tmp_path / "t", toml), shared_verifier="fresh")
+    found = spec(make(tmp_path / "t", toml))
     assert (found.image, found.workdir, found.evaluate_in) == ("base", "/app", "fresh")
     sandbox = found.sandbox
     assert (sandbox.memory, sandbox.disk, sandbox.cpus, sandbox.env) == ("64M", "32M", 0.5, {"A": "b"})
@@ -108,12 +108,12 @@ def test_a_public_network_is_what_the_operator_says(tmp_path):
     assert spec(folder, public_network=["pypi.org"]).sandbox.network == ("pypi.org",)
 
 
-def test_a_shared_verifier_has_the_agents_sandbox_and_processes_unless_the_operator_says_otherwise(tmp_path):
+def test_a_shared_verifier_has_the_agents_sandbox_and_processes_if_the_operator_says_so(tmp_path):
     folder = make(tmp_path / "t")
-    assert (spec(folder).evaluate_in, spec(folder).agent_processes) == ("same", "keep")
-    assert spec(folder, agent_processes="end").agent_processes == "end"
-    fresh = spec(folder, shared_verifier="fresh")
+    fresh, same = spec(folder), spec(folder, shared_verifier="same")
     assert (fresh.evaluate_in, fresh.agent_processes) == ("fresh", "end")
+    assert (same.evaluate_in, same.agent_processes) == ("same", "keep")
+    assert spec(folder, shared_verifier="same", agent_processes="end").agent_processes == "end"
 
 
 def test_a_separate_verifier_gets_its_artifacts_alone(tmp_path):
@@ -169,7 +169,7 @@ def test_steps_have_limits_of_their_own(tmp_path):
 )
 def test_what_cannot_be_had_is_refused_with_its_path(tmp_path, toml, said):
     with pytest.raises(ConfigurationError) as caught:
-        spec(make(tmp_path / "t", toml), shared_verifier="fresh")
+        spec(make(tmp_path / "t", toml))
     assert said in str(caught.value)
 
 
