@@ -311,6 +311,8 @@ class Episode:
     """The program that was the agent, once it has ended."""
     notes: list[str] = field(default_factory=list)
     """Notes for people on the result, such as files of the agent that were left out."""
+    ended: list[str] = field(default_factory=list)
+    """The command lines of what the agent left running, and was ended before the grading."""
     grader_output: str = ""
     """The end of what the grader printed. Its author may see it; it never becomes part of a result, since it may quote
     hidden tests."""
@@ -342,6 +344,14 @@ class Episode:
     """What became of each turn of that part."""
     clock: WorkClock = field(default_factory=WorkClock)
     """Measures the agent's work; an agent's own time limits belong on it, so that a replay does not count."""
+
+    def note_ended(self, reward: float) -> None:
+        """Note what was ended before the grading if the agent may have missed a reward of 1 without it."""
+        if self.ended and reward < 1:
+            self.notes.append(
+                f"it left processes, which were ended before the grading: {', '.join(dict.fromkeys(self.ended))}; "
+                "`agent_processes` may let them live in the agent's own sandbox"
+            )
 
     def require_sandbox(self) -> Sandbox:
         """Return the sandbox.

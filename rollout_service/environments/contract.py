@@ -156,6 +156,9 @@ class EvaluateIn(StrEnum):
     """In a new sandbox that receives only the paths in `artifacts`."""
 
 
+AgentProcesses = Literal["end", "keep"]
+"""What becomes of the processes that the agent left running when it is graded in its own sandbox."""
+
 Replayable = Literal["answer", "tools", "never"]
 """How a finished rollout can be scored again; see `Environment.replayable`."""
 
@@ -201,6 +204,9 @@ class EnvironmentSpec(EnvironmentSettings):
     artifacts_size: Size = "256M"
     """The limit for all artifacts together, in the form of `memory`, capped at half of the sandbox's memory and disk.
     An agent that leaves more counts as having left nothing."""
+    agent_processes: Annotated[AgentProcesses, Field(exclude_if=lambda kept: kept == "end")] = "end"
+    """Whether what the agent left running is ended before it is graded, or kept for a grader that needs it, such as a
+    server that it calls. Kept processes can forge the reward; only where `evaluate_in` is `same`."""
     runs_submission: bool = False
     """Whether `Environment.execute` is called before `evaluate`, in a sandbox that holds nothing of the grader."""
     workdir: str = Field("", exclude=True)
@@ -215,6 +221,16 @@ class EnvironmentSpec(EnvironmentSettings):
     """The secrets in `Episode.secrets` during `evaluate` and `evaluate_checkpoint`; not in the agent's own sandbox."""
     binds: dict[str, str] = Field({}, exclude=True)
     """Files and folders of the host that the sandbox can read, by their path inside it."""
+
+    @model_validator(mode="after")
+    def _kept_processes_are_in_the_sandbox(self) -> Self:
+        if self.agent_processes == "keep" and (
+            self.evaluate_in is not EvaluateIn.SAME or self.runs_submission
+        ):
+            raise ValueError(
+                "kept processes need the agent's own sandbox, and no program of the agent that runs before the grader"
+            )
+        return self
 
     @model_validator(mode="after")
     def _secrets_are_kept_from_the_agent(self) -> Self:

@@ -64,6 +64,8 @@ class Artifacts:
     """What was to be taken, whether it was there or not."""
     notes: list[str] = field(default_factory=list)
     """Notes for people on artifacts that were left out."""
+    ended: list[str] = field(default_factory=list)
+    """The command lines of what ran when the agent's processes were ended."""
     _reserved: int = 0
     _used: int = 0
 

@@ -111,13 +111,14 @@ class EpisodeSandboxes:
             with waits_for(StepKind.ARTIFACTS, "pack", sandbox=episode.sandbox.id):
                 self._artifacts = await self._source.pack(episode.sandbox, spec, earlier)
             episode.notes += self._artifacts.notes
+            episode.ended += self._artifacts.ended
 
-    async def end_agent(self, episode: Episode) -> bool:
-        """End the agent's processes; return False if its sandbox has ended already."""
+    async def end_agent(self, episode: Episode, spec: EnvironmentSpec) -> bool:
+        """End the agent's processes unless they are kept; return False if its sandbox has ended already."""
         if episode.sandbox is None:
             return True
         with waits_for(StepKind.ARTIFACTS, "end the agent", sandbox=episode.sandbox.id):
-            return await self._source.end_agent(episode.sandbox, episode.notes)
+            return await self._source.end_agent(episode, spec)
 
     async def close(self, *, keep_ticket: bool = False) -> None:
         """Close the sandbox; the next one can take its place if the ticket is kept. Idempotent."""

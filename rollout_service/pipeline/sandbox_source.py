@@ -20,11 +20,14 @@ import anyio
 from rollout_service.environments.agent_environment import WORKDIR
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.secrets import HostSecrets
+from rollout_service.episodes import Episode
 from rollout_service.pipeline.artifacts import Artifacts, DiskBudget
 from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SessionName
 from sandboxes.errors import FileMissingError, FileTooLargeError, LimitExceededError, SandboxClosedError
 
 DEFAULT_BUDGET = 8 << 30
+RESPONSE_SECONDS = 30.0
+"""How long a sandbox whose processes go on may take to answer; as long as the host waits for their end."""
 ENDED_NOTE = "the agent's sandbox ended before it could be scored: none of the agent's work is left"
 
 
@@ -143,7 +146,7 @@ class SandboxSource:
             [sandbox.spec.workdir if one == WORKDIR else one for one in spec.artifacts]
         )
         try:
-            if not await self.end_agent(sandbox, artifacts.notes):
+            if not await _end(sandbox, artifacts.notes, artifacts.ended):
                 return
             for path in artifacts.paths:
                 with suppress(FileMissingError):
@@ -155,14 +158,19 @@ class SandboxSource:
         except SandboxClosedError:
             await artifacts.drop(ENDED_NOTE)
 
-    async def end_agent(self, sandbox: Sandbox, notes: list[str]) -> bool:
-        """End every process of the agent; return False and add a note if its sandbox has ended already."""
-        try:
-            await sandbox.end_processes()
-        except (SandboxClosedError, LimitExceededError) as error:
-            notes.append(f"{ENDED_NOTE} ({error})")
-            return False
-        return True
+    async def end_agent(self, episode: Episode, spec: EnvironmentSpec) -> bool:
+        """End every process of an agent that is graded in its own sandbox, unless the environment keeps them.
+
+        Return False and add a note if the sandbox has ended already.
+        """
+        if (sandbox := episode.sandbox) is None:
+            return True
+        if spec.agent_processes == "end":
+            return await _end(sandbox, episode.notes, episode.ended)
+        if alive := await sandbox.responds(RESPONSE_SECONDS):
+            return alive
+        episode.notes.append(ENDED_NOTE)
+        return False
 
     async def unpack(self, sandbox: Sandbox, artifacts: Artifacts, checkpoint: int | None = None) -> None:
         """Put packed artifacts, or those of a checkpoint, in place of another sandbox's; may be repeated."""
@@ -177,6 +185,17 @@ class SandboxSource:
     def live(self) -> list[SandboxInfo]:
         """Return the live sandboxes."""
         return self.provider.live()
+
+
+async def _end(sandbox: Sandbox, notes: list[str], ended: list[str]) -> bool:
+    """End every process of the agent; add what ran to `ended`, or a note if its sandbox has ended already."""
+    try:
+        ended += await sandbox.list_running()
+        await sandbox.end_processes()
+    except (SandboxClosedError, LimitExceededError) as error:
+        notes.append(f"{ENDED_NOTE} ({error})")
+        return False
+    return True
 
 
 def _outermost(paths: list[str]) -> list[str]:

@@ -236,16 +236,17 @@ class StageRunner:
             secrets.give(episode, spec, "[evaluate]")
             await self._score_checkpoints(episode, timer)
             await self._sandboxes.start_with_artifacts(episode, spec, timer)
-        elif not await self._end_agent(episode):
+        elif not await self._sandboxes.end_agent(episode, spec):
             return SANDBOX_ENDED_SCORE
         elif spec.runs_submission:
             await self._execute(episode)
-            if not await self._end_agent(episode):
+            if not await self._sandboxes.end_agent(episode, spec):
                 return SANDBOX_ENDED_SCORE
         secrets.give(episode, spec, "[evaluate]")
         with waits_for(StepKind.GRADER, spec.name) as step:
             score = mask_score(await environment.evaluate(episode), self.hidden)
             step.note(reward=score.reward)
+        episode.note_ended(score.reward)
         return score
 
     async def _execute(self, episode: Episode) -> None:
@@ -260,12 +261,6 @@ class StageRunner:
             await self._sandboxes.close(keep_ticket=True)
             if not goes_on:
                 break
-
-    async def _end_agent(self, episode: Episode) -> bool:
-        """End the agent's processes where it is scored in its own sandbox; return False if that has ended."""
-        if self._environment.spec.evaluate_in is EvaluateIn.NONE:
-            return True
-        return await self._sandboxes.end_agent(episode)
 
     @asynccontextmanager
     async def _stage(

@@ -82,6 +82,7 @@ async def play(
     episode.subagents = subagents if spec.parallel is not None else None
     try:
         trial = await _play(environment, episode, sandboxes)
+        episode.note_ended(trial.score.reward)
     except BaseException as error:
         mask_error(error, hidden)
         raise
@@ -114,7 +115,9 @@ async def _play(environment: Environment, episode: Episode, sandboxes: SandboxSo
             return Trial(await _score_in_place(environment, episode, sandboxes), stop_reason, episode)
         taken = spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox is not None
         artifacts = await sandboxes.pack(episode.sandbox, spec, kept) if taken and episode.sandbox else None
-        episode.notes += artifacts.notes if artifacts else []
+        if artifacts is not None:
+            episode.notes += artifacts.notes
+            episode.ended += artifacts.ended
     episode.sandbox = None
     hide(episode)
     if spec.evaluate_in is EvaluateIn.NONE or artifacts is None:
@@ -149,17 +152,13 @@ async def _closing_on_error(kept: Callable[[], Artifacts | None]) -> AsyncIterat
 
 async def _score_in_place(environment: Environment, episode: Episode, sandboxes: SandboxSource) -> Score:
     """Score in the agent's own sandbox, unless that has ended."""
-    if not await _end_agent(episode, sandboxes):
+    if not await sandboxes.end_agent(episode, environment.spec):
         return SANDBOX_ENDED_SCORE
     if environment.spec.runs_submission:
         await environment.execute(episode)
-        if not await _end_agent(episode, sandboxes):
+        if not await sandboxes.end_agent(episode, environment.spec):
             return SANDBOX_ENDED_SCORE
     return await environment.evaluate(episode)
-
-
-async def _end_agent(episode: Episode, sandboxes: SandboxSource) -> bool:
-    return episode.sandbox is None or await sandboxes.end_agent(episode.sandbox, episode.notes)
 
 
 @asynccontextmanager

@@ -19,6 +19,9 @@ class HarborSettings(Section):
     """The variables of this machine that tasks may read, such as `${NAME}` in an `env`. They reach hostile code."""
     shared_verifier: Literal["fresh", "same"] = "fresh"
     """Where a shared verifier runs: in a fresh sandbox with the working folder and `artifacts`, which an agent cannot
-    forge, or in the agent's own."""
+    forge, or in the agent's own, as Harbor has it."""
+    agent_processes: Literal["keep", "end"] = "keep"
+    """Whether what the agent left running, such as a server, goes on while a shared verifier runs in its own sandbox,
+    as Harbor has it, or is ended. What goes on can forge the reward."""
     artifacts: list[str] = ["/app", "/data", "/home", "/srv"]
     """What a shared verifier in a fresh sandbox gets besides the working folder and the task's own artifacts."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from rollout_service.tokens.tokenizer import (
 ToolSpec = Mapping[str, Any]
 """A tool in the OpenAI function format: `{"type": "function", "function": {"name", "description", ...}}`."""
 
+_TAGS_IN_TEXT = {"deepseek-v4"}
+"""Formats whose tags of calls are not tokens of their own."""
 _AFTER_A_STOP = {"laguna-xs.2": "\n", "laguna-m.1": "\n"}
 """Text after a sampled end of turn that the library's render writes and its bridge omits."""
 
@@ -104,10 +106,10 @@ class ChatRenderer:
         """Whether each bridge costs as much as a render of the whole conversation."""
         return self.name == "default"
 
-    @cached_property
+    @property
     def token_bytes(self) -> TokenBytes | None:
         """The bytes of every token, or None if they are not known. The first use takes a while: use a thread."""
-        return self._tokenizer.token_bytes()
+        return self._tokenizer.token_bytes
 
     @classmethod
     def load(
@@ -131,6 +133,8 @@ class ChatRenderer:
         # Imported here because it takes a second, which commands without a renderer need not pay.
         from renderers import create_renderer
 
+        from rollout_service.tokens.arguments.tagged_text import find_tags_in_linear_time
+
         path = str(tokenizer_path)
         name = resolve_format(path, renderer_name)
         config = format_config(name, options or {})
@@ -142,6 +146,8 @@ class ChatRenderer:
                 f"the tokenizer at {path!r} does not fit the chat format {name!r}: {error}",
                 hint="Name the format that the model was trained with, as in renderer = 'qwen3'.",
             ) from error
+        if name in _TAGS_IN_TEXT:
+            find_tags_in_linear_time(tokenizer)
         return cls(backend, tokenizer, name, ends_of_turn(path) if name == "default" else ())
 
     def encode(self, text: str) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,8 +42,9 @@ class ChatTokenizer(Protocol):
         """Return an escaper for all added tokens, or only for those that are marked as special."""
         ...
 
+    @property
     def token_bytes(self) -> TokenBytes | None:
-        """Return the bytes of every token, or None if they are not known."""
+        """The bytes of every token, or None if they are not known. The first use takes a while: use a thread."""
         ...
 
 
@@ -103,8 +104,9 @@ class FastTokenizer:
             normalizer.normalize_str if normalizer is not None else None,
         )
 
+    @cached_property
     def token_bytes(self) -> TokenBytes | None:
-        """Return the bytes of every token, or None if they are not known."""
+        """The bytes of every token, or None if they are not known."""
         return TokenBytes.of(self._backend)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
@@ -168,9 +170,10 @@ class TransformersTokenizer:
         added = self._inner.added_tokens_decoder.values()
         return SpecialTokenEscaper(token.content for token in added if token.special or not special_only)
 
+    @property
     def token_bytes(self) -> TokenBytes | None:
-        """Return the bytes of every token, or None if they are not known."""
-        return None if self._fast is None else self._fast.token_bytes()
+        """The bytes of every token, or None if they are not known."""
+        return None if self._fast is None else self._fast.token_bytes
 
     def template_text(self, messages: Sequence[Any], **options: Any) -> str:
         """Return a conversation as the model's template writes it.

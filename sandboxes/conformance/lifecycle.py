@@ -18,6 +18,16 @@ async def processes_end(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(result.output == "gone\n", result)
 
 
+async def background_goes_on(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """What a program that has ended leaves in the background goes on."""
+    for _number in range(5):
+        left = await sandbox.exec(["bash", "-c", "sleep 100 > /dev/null 2>&1 & echo $!"])
+        alive = ["bash", "-c", f"kill -0 {left.stdout.decode()}"]
+        expect((await sandbox.exec(alive)).exit_code == 0, left)
+    running = await sandbox.list_running()
+    expect(running in ([], ["sleep 100"]), running)
+
+
 async def closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """`close` ends calls in progress, may be called repeatedly and concurrently, and leaves the sandbox unusable."""
     bash = await sandbox.bash()
@@ -87,4 +97,4 @@ async def starts_cancelled(_: Sandbox, provider: SandboxProvider) -> None:
     expect({info.id for info in provider.live()} == before, provider.live())
 
 
-CHECKS: tuple[Check, ...] = (processes_end, closes, closes_under_calls, starts_cancelled)
+CHECKS: tuple[Check, ...] = (processes_end, background_goes_on, closes, closes_under_calls, starts_cancelled)

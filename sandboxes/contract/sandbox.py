@@ -101,7 +101,8 @@ class Sandbox(ABC):
         """Run one program outside the sessions. Several may run at once.
 
         A program that does not exist gives exit code 127, as in a shell. At the timeout its process group is
-        ended. `output_limit` applies to each of the two streams.
+        ended; what a program that ends by itself leaves in the background goes on. `output_limit` applies to each of
+        the two streams.
 
         Raises:
             SandboxClosedError: The sandbox is closed or has ended.
@@ -122,6 +123,13 @@ class Sandbox(ABC):
             SandboxStartError: The program did not start, for example because no process was left.
             ValueError: `argv` is empty, or a string contains a NUL character.
         """
+
+    async def list_running(self) -> list[str]:
+        """Return the command lines of what runs inside besides the sessions, each once and shortened, for people.
+
+        They are the processes' own words. Empty where the provider does not see them.
+        """
+        return []
 
     @abstractmethod
     async def end_processes(self) -> None:

@@ -119,6 +119,21 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def descendants_of(pid: int, limit: int) -> list[int]:
+    """Return processes below a process, the nearest first, including zombies; it stops once it has `limit`."""
+    found = children_of(pid)[:limit]
+    for one in found:
+        found += children_of(one)[: limit - len(found)]
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of a process as it gives it, with spaces; empty for a zombie and one that has ended."""
+    with suppress(OSError):
+        return _read(f"/proc/{pid}/cmdline").rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
 def _number_inside(pid: int) -> int | None:
     """Return the number of a process in its own namespace; None if that is the host's, or if it has ended."""
     with suppress(OSError):

@@ -18,7 +18,7 @@ import structlog
 from sandboxes.config import LocalConfig
 from sandboxes.contract import SandboxSpec
 from sandboxes.errors import SandboxConfigError
-from sandboxes.host.processes import kill_processes
+from sandboxes.host.processes import kill_processes, processes_of
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits
 from sandboxes.providers.base import HostProvider, LaunchPlan
 from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
@@ -89,6 +89,10 @@ class LocalSandbox(ControlledSandbox):
         if given == named or given.startswith(f"{named}/"):
             return posixpath.normpath(posixpath.join(self.workdir, posixpath.relpath(given, named)))
         return given
+
+    async def list_running(self) -> list[str]:
+        pids = await anyio.to_thread.run_sync(processes_of, {self.id})
+        return self._as_shown(pids, self.info.pid or 0)
 
     async def _has_processes_left(self) -> bool:
         """End processes that left the control shell's session; they are found by the mark they inherited.

@@ -294,6 +294,10 @@ class Child:
         """Kill the group and close the pipes, without waiting. Idempotent."""
         if self.group and not self.status.ended:
             self._control.send_now("signal", str(self.group), "KILL")
+        self.release()
+
+    def release(self) -> None:
+        """Close the pipes, and leave what is in the group alone. Idempotent."""
         self.status.close()
         self.pipes.unlink()
         self.pipes.close()

@@ -50,7 +50,10 @@ async def run_collected(
                 await _terminate(child)
             for reader in readers.values():
                 reader.stop()
-            child.discard()
+            if code is None:
+                child.discard()
+            else:  # the program has ended by itself, and what it has left in the background goes on
+                child.release()
     timed_out, truncated = scope.cancelled_caught, out.truncated or err.truncated
     return ExecResult(
         None if timed_out else code,

@@ -18,7 +18,6 @@ from rollout_service.cli.server_child import running_server
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.browser,
-    pytest.mark.xdist_group("docs_site"),
     pytest.mark.slow(seconds=75),
 ]
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.extended("scripts/", "sandboxes/"),
     pytest.mark.apptainer,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("a new user"),
     pytest.mark.slow(seconds=150),
 ]
 ROLLOUTS = 8

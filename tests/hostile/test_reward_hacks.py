@@ -119,7 +119,8 @@ async def test_code(sandboxes, kind):
     assert (await play(code.environment, task, ScriptedPolicy([submit, "."]), sandboxes)).score.reward == 1.0
 
 
-@pytest.mark.parametrize("kind", ["fresh", pytest.param("image", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("kind", ["fresh", "image"])
 async def test_a_declarative_one(tmp_path, sandboxes, kind):
     environment = declarative(tmp_path) if kind == "fresh" else in_image(tmp_path)
     report = await attacked(environment, sandboxes)

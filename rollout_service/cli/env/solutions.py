@@ -9,28 +9,23 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import psutil
 from pydantic import JsonValue
 
-from api_schemas.rollouts import StopReason
 from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.reference import Solving
 from rollout_service.environments.secrets import HostSecrets
-from rollout_service.episodes import Episode
 from rollout_service.errors import describe, format_failure
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.settings import Settings
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import Sandbox, make_provider
-from sandboxes.host.processes import processes_of
+from sandboxes import make_provider
 
 IDLE_TURNS = ["I do nothing."] * 1_000
 """One for each step that a task may have."""
@@ -86,7 +81,7 @@ async def _try_task(
 ) -> TriedTask:
     started = time.perf_counter()
     specific = environment.for_instance(instance)
-    solved, why = await _reward(_WatchedSolving(specific), instance, sandboxes, models)
+    solved, why = await _reward(Solving(specific), instance, sandboxes, models)
     idle, why_idle = await _reward(specific, instance, sandboxes, models)
     problems = []
     if solved != 1.0:
@@ -96,31 +91,6 @@ async def _try_task(
         shown = ", for the same reason" if same else why_idle
         problems.append(f"doing nothing gets {'no reward' if idle is None else f'{idle:g}'}{shown}")
     return TriedTask(instance, solved, idle, tuple(problems), time.perf_counter() - started)
-
-
-class _WatchedSolving(Solving):
-    """A solution, with a note of the processes that it leaves, which are ended before it is graded."""
-
-    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
-        return _WatchedSolving(self._environment.for_instance(instance))
-
-    async def run(self, episode: Episode) -> StopReason:
-        before = await anyio.to_thread.run_sync(_processes, episode.sandbox)
-        reason = await super().run(episode)
-        left = (await anyio.to_thread.run_sync(_processes, episode.sandbox)).items() - before.items()
-        if left:
-            names = ", ".join(sorted({name for _, name in left}))
-            episode.notes.append(f"it left processes, which were ended before the grading: {names}")
-        return reason
-
-
-def _processes(sandbox: Sandbox | None) -> dict[int, str]:
-    """Return the names of a sandbox's processes, as far as the host sees them, by their pids."""
-    found: dict[int, str] = {}
-    for pid in processes_of({sandbox.id}) if sandbox else []:
-        with suppress(psutil.Error):
-            found[pid] = psutil.Process(pid).name()
-    return found
 
 
 async def _reward(

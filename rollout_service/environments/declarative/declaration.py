@@ -21,6 +21,7 @@ from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
 from rollout_service.environments.contract import (
+    AgentProcesses,
     EnvironmentSettings,
     EnvironmentSpec,
     EvaluateIn,
@@ -85,6 +86,9 @@ class EvaluateTable(EnvironmentSettings):
     command: str = Field(min_length=1)
     run: RunTable | None = None
     sandbox: GraderSandbox = GraderSandbox.FRESH
+    agent_processes: AgentProcesses = "end"
+    """Whether what the agent left running is ended before the command runs, or kept for it. Kept processes can forge
+    the reward."""
     artifacts: list[str] = ["/workspace"]
     """Absolute paths that are copied from the agent's sandbox into a fresh one."""
     artifacts_size: Size = "256M"
@@ -96,6 +100,17 @@ class EvaluateTable(EnvironmentSettings):
     def _secrets_are_kept_from_the_agent(self) -> Self:
         if self.secrets and self.sandbox is GraderSandbox.SAME:
             raise ValueError('`secrets` need sandbox = "fresh": programs that the agent left could read them')
+        return self
+
+    @model_validator(mode="after")
+    def _kept_processes_are_in_the_sandbox(self) -> Self:
+        if self.agent_processes == "keep" and (
+            self.sandbox is not GraderSandbox.SAME or self.run is not None
+        ):
+            raise ValueError(
+                'agent_processes = "keep" needs sandbox = "same" and no [evaluate.run]: a fresh sandbox has no '
+                "process of the agent, and all are ended after its program was run"
+            )
         return self
 
 
@@ -186,6 +201,7 @@ class Declaration(EnvironmentSettings):
             evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
             artifacts=self.evaluate.artifacts if fresh else [],
             artifacts_size=self.evaluate.artifacts_size,
+            agent_processes=self.evaluate.agent_processes,
             init_secrets=self.init.secrets if self.init is not None else {},
             evaluate_secrets=self.evaluate.secrets,
             runs_submission=self.evaluate.run is not None,

@@ -121,7 +121,7 @@ def _load_task(folder: Path, task: str, collection: str, settings: HarborSetting
     from rollout_service.environments.harbor.environment import HarborTaskEnvironment
     from rollout_service.environments.harbor.task_folder import load_task
 
-    return HarborTaskEnvironment(load_task(folder, task), collection, settings)
+    return HarborTaskEnvironment(load_task(folder, task, settings.variables), collection, settings)
 
 
 def join(collections: Sequence[HarborEnvironment]) -> HarborEnvironment:

@@ -24,6 +24,7 @@ from rollout_service.environments.declarative.files import archive
 from rollout_service.environments.harbor import variables
 from rollout_service.environments.harbor.errors import HealthcheckFailedError
 from rollout_service.environments.harbor.rewards import Rewards, combine, is_below
+from rollout_service.environments.harbor.services import start_services
 from rollout_service.environments.harbor.spec import spec_of
 from rollout_service.environments.harbor.task_folder import SETUP, SOLUTION, HarborTask, TaskStep
 from rollout_service.environments.harbor.task_toml import HealthcheckTable
@@ -40,6 +41,8 @@ OVER = frozenset({StopReason.SANDBOX_ENDED, StopReason.CONTEXT_FULL, StopReason.
 """The reasons for which an agent cannot go on with the next step."""
 SETUP_SECONDS = 120.0
 PRINTED_CHARS = 2_000
+PRINTED = "/logs/agent/oracle.txt"
+"""The output of a solution, in Harbor's place for it."""
 
 Work = Callable[[Episode, TaskStep, list[Message]], Awaitable[StopReason]]
 
@@ -75,6 +78,8 @@ class HarborTaskEnvironment(AgentEnvironment):
         sandbox = episode.require_sandbox()
         self._require_usable(sandbox)
         await sandbox.exec(["mkdir", "-p", "/logs/agent", "/logs/verifier", "/logs/artifacts"], cwd="/")
+        if self.task.compose is not None:
+            await start_services(sandbox, self.task.compose, _require_healthy)
         await self._begin(sandbox, self.task.steps[0])
         if (check := self.task.toml.environment.healthcheck) is not None:
             await _require_healthy(sandbox, check)
@@ -149,10 +154,12 @@ class HarborTaskEnvironment(AgentEnvironment):
         await sandbox.import_path("/solution", archive(files))
         env = variables.resolve(self.task.toml.solution.env, self._settings.variables)
         seconds = step.agent.timeout_sec or episode.limits.agent_seconds
-        command = f"chmod +x /solution/{SOLUTION}; /solution/{SOLUTION}"
+        # Its output goes to a file, since a server that it leaves running must not write into a closed pipe.
+        command = f"chmod +x /solution/{SOLUTION}; /solution/{SOLUTION} >{PRINTED} 2>&1"
         done = await sandbox.exec(["bash", "-c", command], cwd=sandbox.workdir, env=env, timeout=seconds)
         if done.exit_code != 0:
-            episode.notes.append(f"{SOLUTION} ended with exit code {done.exit_code}: {_printed(done)}")
+            said = _printed(await sandbox.exec(["tail", "-c", str(PRINTED_CHARS), PRINTED], cwd="/"))
+            episode.notes.append(f"{SOLUTION} ended with exit code {done.exit_code}: {said}")
         await sandbox.exec(["rm", "-rf", "/solution"], cwd="/")
         return StopReason.AGENT_TIMEOUT if done.timed_out else StopReason.FINISHED
 

@@ -50,6 +50,8 @@ def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> Environmen
         else _network(toml.agent, settings)
     )
     sandbox = _sandbox(f"{where}: environment", toml.environment, agents, settings)
+    if task.compose is not None:
+        sandbox = sandbox.model_copy(update={"env": {**sandbox.env, **task.compose.environment}})
     return EnvironmentSpec(
         name=name,
         description=toml.task.description,
@@ -61,6 +63,7 @@ def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> Environmen
         mcp=_servers(f"{where}: environment.mcp_servers", toml.environment.mcp_servers),
         evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
         artifacts=_artifacts(task, settings) if fresh else [],
+        agent_processes="end" if fresh else settings.agent_processes,
         workdir=toml.environment.workdir or "",
         grader_image=task.verifier_image,
         grader_sandbox=_grader(task, settings) if fresh else None,
@@ -100,7 +103,7 @@ def _limits(task: HarborTask) -> EpisodeLimits:
         max_turns=MAX_TURNS,
         max_tokens=MAX_TOKENS,
         agent_seconds=max(seconds),
-        init_seconds=GRACE_SECONDS + starting,
+        init_seconds=GRACE_SECONDS + starting + (task.compose.seconds if task.compose is not None else 0.0),
         rollout_seconds=sum(seconds) + GRACE_SECONDS * len(seconds),
         evaluate_seconds=sum(verifying) + GRACE_SECONDS * len(verifying),
     )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_service.environments.declarative.declaration import TEXT_HINT
 from rollout_service.environments.declarative.files import PackedFile, read_folder
 from rollout_service.environments.harbor import FILE_NAME
+from rollout_service.environments.harbor.compose import FILES, MAIN, Compose, read_compose
 from rollout_service.environments.harbor.task_toml import (
     AgentTable,
     ArtifactTable,
@@ -25,15 +27,16 @@ from rollout_service.environments.harbor.task_toml import (
     VerifierTable,
     read_task_toml,
 )
+from rollout_service.environments.harbor.variables import Allowed
 from rollout_service.errors import ConfigurationError
-from sandboxes.errors import ImagePathError
+from sandboxes.errors import ImageError, ImagePathError
 from sandboxes.image_names import find_own_file, read_image_name
+from sandboxes.images.dockerfiles import dockerfile_at
 from sandboxes.images.sources import name_of_reference
 
 TEST = "test.sh"
 SOLUTION = "solve.sh"
 SETUP = "setup.sh"
-COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 VERIFIER = "verifier.environment"
 NAME_CHARS = 40
 """The part of an image's name that is the task's; a digest follows."""
@@ -87,6 +90,8 @@ class HarborTask:
     """A name that contains a digest of `environment`, or what `docker_image` says."""
     verifier_image: str | None
     """The image of a separate verifier that has one of its own."""
+    compose: Compose | None
+    """The services that run beside the agent, if any."""
     warnings: tuple[str, ...]
     """Keys that have no effect here."""
 
@@ -130,8 +135,8 @@ class HarborTask:
         return {name: path for name, path in found.items() if name is not None and path is not None}
 
 
-def load_task(folder: Path, name: str) -> HarborTask:
-    """Load the task in a folder.
+def load_task(folder: Path, name: str, allowed: Allowed = ()) -> HarborTask:
+    """Load the task in a folder; its Compose file may read the `allowed` variables of this machine.
 
     Raises:
         ConfigurationError: The task is not valid, or asks for what there is not here; the message says where.
@@ -139,7 +144,8 @@ def load_task(folder: Path, name: str) -> HarborTask:
     where = folder / FILE_NAME
     _require_inside(folder)
     toml = read_task_toml(_read_text(where), where=str(where))
-    refusals = [f"{where}: {refusal}" for refusal in _refusals(folder, toml)]
+    compose = _compose(folder, toml, allowed)
+    refusals = [f"{where}: {refusal}" for refusal in _refusals(folder, toml, compose)]
     if refusals:
         raise ConfigurationError("\n".join(refusals), hint="Leave the task out, or change it.")
     verifier = toml.verifier.environment if toml.verifier.is_separate else None
@@ -150,6 +156,7 @@ def load_task(folder: Path, name: str) -> HarborTask:
         steps=tuple(_steps(folder, toml)),
         image=_image(folder, "environment", toml.environment, folder / "environment", name),
         verifier_image=_verifier_image(folder, verifier, name),
+        compose=compose,
         warnings=tuple(_warnings(toml)),
     )
 
@@ -182,29 +189,46 @@ def _agent_of(step: StepTable, toml: TaskToml) -> AgentTable:
     return step.agent if step.agent.timeout_sec is not None else toml.agent
 
 
-def _refusals(folder: Path, toml: TaskToml) -> Iterator[str]:
+def _compose(folder: Path, toml: TaskToml, allowed: Allowed) -> Compose | None:
+    context = folder / "environment"
+    paths = [context / name for name in FILES if (context / name).exists()]
+    if not paths:
+        return None
+    if len(paths) > 1:
+        raise ConfigurationError(f"{context} has {len(paths)} Compose files", hint="Keep one of them.")
+
+    def images() -> set[str]:
+        found = {toml.environment.docker_image or ""}
+        with suppress(ImageError):  # the build says what is wrong
+            found |= {*dockerfile_at(context).plan().bases}
+        return found
+
+    return read_compose(paths[0], images=images, allowed=allowed)
+
+
+def _refusals(folder: Path, toml: TaskToml, compose: Compose | None) -> Iterator[str]:
     """Yield what the task asks for and this service has not, each with its path."""
-    for name in COMPOSE:
-        if (folder / "environment" / name).exists():
-            yield f"environment/{name}: there is one sandbox for a task, and no services beside it"
+    services = {MAIN, *compose.services} if compose is not None else set[str]()
+    if services and len(toml.steps) > 1:
+        yield "steps: a task of several steps cannot have services, since processes end with each step"
     tests = [folder / "tests", *(folder / "steps" / step.name / "tests" for step in toml.steps)]
     if not any((path / TEST).is_file() for path in tests):
         yield f"tests/{TEST} is missing, and nothing else grades the task"
-    yield from _key_refusals(toml)
+    yield from _key_refusals(toml, services)
 
 
-def _key_refusals(toml: TaskToml) -> Iterator[str]:
+def _key_refusals(toml: TaskToml, services: Set[str]) -> Iterator[str]:
     yield from _environment_refusals("environment", toml.environment)
     if toml.verifier.environment is not None:
         yield from _environment_refusals(VERIFIER, toml.verifier.environment)
     if toml.environment.mcp_servers and len(toml.steps) > 1:
         yield "environment.mcp_servers: a task of several steps cannot have servers"
     for path, entry in _artifacts(toml):
-        if isinstance(entry, ArtifactTable) and entry.service is not None:
-            yield f"{path}.service: there are no services beside the sandbox"
+        if isinstance(entry, ArtifactTable) and entry.service not in (None, *services):
+            yield f"{path}.service: there is no service {entry.service!r} in a Compose file of the task"
     for number, command in enumerate(toml.verifier.collect):
-        if command.service is not None:
-            yield f"verifier.collect.{number}.service: there are no services beside the sandbox"
+        if command.service not in (None, *services):
+            yield f"verifier.collect.{number}.service: there is no service {command.service!r} in a Compose file"
     for number, step in enumerate(toml.steps):
         if step.agent.network_mode is not None:
             yield f"steps.{number}.agent.network_mode: the network of a sandbox cannot change"

@@ -15,6 +15,7 @@ from api_schemas.views.summaries import RolloutSummary, SummaryPage
 from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, summary
+from tests.support.browser.watched_page import Notes
 
 pytestmark = [pytest.mark.anyio, pytest.mark.browser]
 
@@ -155,7 +156,10 @@ async def test_at_the_top_new_rows_and_changed_states_are_shown_at_once(
     await expect(page.locator(".summary-row").nth(1).locator(".badge")).to_have_text("completed")
 
 
-async def test_rows_are_walked_opened_and_compared_with_keys(page: Page, fake: FakeService) -> None:
+async def test_rows_are_walked_opened_and_compared_with_keys(
+    page: Page, fake: FakeService, notes: Notes
+) -> None:
+    notes.expected_statuses = {404}  # for the trajectories to compare, if they are asked for before the end
     Listed(fake, 5)
     await page.goto(fake.url + "#/rollouts")
     await expect(page.locator(".summary-row")).to_have_count(5)
@@ -166,7 +170,7 @@ async def test_rows_are_walked_opened_and_compared_with_keys(page: Page, fake: F
     await expect(page).to_have_url(fake.url + "#/compare?ids=r-00004%2Cr-00003")
 
 
-async def test_enter_opens_the_row(page: Page, fake: FakeService, notes) -> None:  # type: ignore[no-untyped-def]
+async def test_enter_opens_the_row(page: Page, fake: FakeService, notes: Notes) -> None:
     notes.expected_statuses = {404}
     Listed(fake, 5)
     await page.goto(fake.url + "#/rollouts")

@@ -126,7 +126,7 @@ def test_a_killed_node_loses_nothing_and_a_leader_is_followed(
 ) -> None:
     nodes.eventually(lambda: sum(map(nodes.leads, nodes.services)) == 1)
     victim = next(name for name in nodes.services if nodes.leads(name))
-    ids = nodes.submit(40)
+    ids = nodes.submit(24)
     nodes.eventually(lambda: len(nodes.ends()) >= 5)
     nodes.eventually(lambda: nodes.view(victim)["rollouts"] > 0)
     killed = nodes.services.pop(victim)

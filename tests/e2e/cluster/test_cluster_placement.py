@@ -20,7 +20,11 @@ from sandboxes.images.store import ImageStore
 from tests.support.processes.service import Running, scripted_engine, service
 from tests.support.redis_server import RedisServer, redis_server
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.timeout(400),
+    pytest.mark.extended("rollout_service/cluster/", "sandboxes/"),
+]
 
 PATIENCE_SECONDS = 90.0
 LABELS = ["gpu", "fast"]
@@ -131,7 +135,6 @@ def test_rollouts_wait_for_the_node_with_their_labels(cluster: Cluster) -> None:
     eventually(lambda: all(get(plain, path)["state"] == "completed" for path in waiting), nodes)
 
 
-@pytest.mark.extended("rollout_service/cluster/", "sandboxes/")
 @pytest.mark.apptainer
 def test_rollouts_wait_for_the_busy_node_with_their_image(cluster: Cluster, tmp_path: Path) -> None:
     one_at_once = f'images_dir = "{ImageStore().root}"\n[pipeline]\ninit_workers = 1\nrollout_workers = 1\n'

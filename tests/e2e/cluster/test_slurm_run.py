@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.redis,
     pytest.mark.apptainer,
     pytest.mark.sglang,
-    pytest.mark.xdist_group("slurm run"),
     pytest.mark.timeout(900),
     pytest.mark.slow(seconds=370),
 ]

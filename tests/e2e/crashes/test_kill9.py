@@ -25,7 +25,7 @@ from tests.support.redis_server import redis_server
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(seconds=100)]
 
-ROLLOUTS = 64
+ROLLOUTS = 32
 TURNS = 4
 START_SECONDS = 60.0
 END_SECONDS = 120.0

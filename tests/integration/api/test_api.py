@@ -29,8 +29,6 @@ from sandboxes.config import ApptainerConfig, LocalConfig
 from sandboxes.errors import ImageNotFoundError
 from tests.support.api.server import wait_until_ready
 
-pytestmark = pytest.mark.xdist_group("api")
-
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.api.attacks import CHECKS, Target, attack
 from tests.support.api.server import api_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.xdist_group("api_attacks")]
+pytestmark = pytest.mark.anyio
 
 KEYS = {role: f"{role}-key-of-enough-characters" for role in ("admin", "read", "submit")}
 

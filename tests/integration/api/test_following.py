@@ -19,8 +19,6 @@ from api_schemas.events import Event
 from api_schemas.views.overview import Overview
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
-pytestmark = pytest.mark.xdist_group("following")
-
 CONFIG = """
 [sandboxes.pressure]
 enabled = false

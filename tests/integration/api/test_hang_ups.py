@@ -18,7 +18,7 @@ from rollout_client.client import RolloutClient
 from tests.support.processes.relay import relay_to
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
-pytestmark = [pytest.mark.xdist_group("hang_ups"), pytest.mark.slow(seconds=90)]
+pytestmark = pytest.mark.slow(seconds=90)
 
 HANG_UPS = 20
 CONFIG = "[sandboxes.pressure]\nenabled = false\n"

@@ -18,7 +18,7 @@ import schemathesis
 from api_schemas.runs import BINARY_MEDIA_TYPE
 from tests.support.api.server import wait_until_ready
 
-pytestmark = [pytest.mark.xdist_group("openapi"), pytest.mark.slow(seconds=95)]
+pytestmark = pytest.mark.slow(seconds=95)
 
 KEY = "a-key-of-enough-characters-for-anyone"
 FEW_EXAMPLES, EXAMPLES = "3", os.environ.get("FUZZ_EXAMPLES", "12")

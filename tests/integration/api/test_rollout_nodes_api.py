@@ -22,7 +22,7 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.api.server import api_server
 from tests.support.store.trees import WORK, bare, order, rollout
 
-pytestmark = [pytest.mark.anyio, pytest.mark.xdist_group("rollout_nodes")]
+pytestmark = pytest.mark.anyio
 
 
 async def fill(path: Path) -> None:

@@ -18,7 +18,7 @@ from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.cli import app
 from rollout_service.tokens.trajectory import check_invariants
 
-pytestmark = [pytest.mark.xdist_group("cli"), pytest.mark.slow(seconds=180)]
+pytestmark = pytest.mark.slow(seconds=180)
 
 START_SECONDS = 120.0
 COMMAND = [sys.executable, "-m", "rollout_service.cli"]

@@ -25,8 +25,6 @@ from rollout_service.store.steps_contract import EncodedSteps
 from rollout_service.tracing.steps.encoding import compress, encode
 from tests.support.api.server import api_server
 
-pytestmark = pytest.mark.xdist_group("trace_command")
-
 TASK = Task(environment="calc", instance={"question": "1", "answer": "1"})
 
 

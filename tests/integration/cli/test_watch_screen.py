@@ -13,8 +13,6 @@ import pytest
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 from tests.support.terminal.terminal import Terminal, terminal
 
-pytestmark = pytest.mark.xdist_group("watch")
-
 ALTERNATE, ORDINARY, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 

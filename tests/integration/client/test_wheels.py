@@ -25,7 +25,7 @@ from tests.support.packages.wheels import (
     uv,
 )
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("wheels"), pytest.mark.slow(seconds=190)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow(seconds=190)]
 
 MOST_PACKAGES = 15
 MOST_MEBIBYTES = 15.0

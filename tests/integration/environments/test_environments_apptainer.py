@@ -51,6 +51,41 @@ def test_the_check_of_a_good_environment_has_no_findings(tmp_path):
     assert result.exit_code == 0
 
 
+def shop(folder):
+    """Write the environment of the page on `environment.toml` that has a database, as it stands there."""
+    page = (WORDCOUNT.parents[2] / "docs/how-to/write-an-environment.md").read_text()
+    section = page.partition("## Start a database or a server")[2].partition("\n## ")[0]
+    files = re.findall(r"^```\w+\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    for name, text in zip(("environment.toml", "start.sh", "database.py", "grade.py"), files, strict=True):
+        (folder / name).write_text(text)
+    return load_folder(folder)
+
+
+CANCEL = """
+import urllib.request
+sql = b"UPDATE orders SET state = 'cancelled' WHERE id = 2"
+urllib.request.urlopen("http://127.0.0.1:8123", data=sql)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        (CANCEL, 1.0),
+        (CANCEL.replace("= 2", "> 1"), 0.0),
+        (CANCEL + "import os; os.system('pkill -f database.py')", 0.0),
+    ],
+    ids=["right", "wrong", "ends the database"],
+)
+async def test_a_database_that_init_started_lives_for_the_agent_and_the_grader(
+    code, reward, sandboxes, tmp_path
+):
+    (tmp_path / "shop").mkdir()
+    policy = ScriptedPolicy([turn("", call("python", code=code)), "Done."])
+    trial = await play(shop(tmp_path / "shop"), {"order": 2}, policy, sandboxes)
+    assert trial.score.reward == reward, policy.messages
+
+
 async def test_calc(sandboxes):
     task = calc.environment.dataset()[0]
     script = [

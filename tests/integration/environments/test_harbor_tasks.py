@@ -46,7 +46,6 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.apptainer,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("harbor tasks"),  # for one set of images
     pytest.mark.slow(seconds=200),
 ]
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
@@ -170,7 +169,8 @@ async def test_a_hostile_agent_gets_nothing(name: str, sandboxes: SandboxSource)
     async def attack(attack: str, command: str) -> None:
         async with limiter:
             try:
-                rewards[attack] = (await act(task(name), sandboxes, command, command)).score.reward
+                trial = await act(task(name), sandboxes, command, command)
+                rewards[attack] = trial.score.reward
             except EnvironmentFailedError as error:
                 rewards[attack] = None
                 failures.append(f"{attack}: {error}")
@@ -256,6 +256,124 @@ async def test_a_solution_that_leaves_daemons_still_counts(tasks: Path, sandboxe
     solution = tasks / "word-count/solution/solve.sh"
     solution.write_text(solution.read_text() + "setsid sleep 1000 >/dev/null 2>&1 &\n")
     assert (await solve(task("word-count", tasks), sandboxes)).score.reward == 1.0
+
+
+SAME = {"shared_verifier": "same"}
+SERVES = """cd /app
+python3 -m http.server 8765 &
+until (: </dev/tcp/127.0.0.1/8765) 2>/dev/null; do sleep 0.1; done
+"""
+CALLS = """#!/bin/bash
+python3 -c 'import urllib.request; urllib.request.urlopen("http://127.0.0.1:8765/texts/a.txt", timeout=5)' && r=1
+echo ${r-0} >/logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.extended(
+    "rollout_service/environments/harbor/", "rollout_service/pipeline/", "sandboxes/providers/"
+)
+@pytest.mark.parametrize(
+    "settings",
+    [SAME, SAME | {"agent_processes": "end"}, {}],
+    ids=["as in Harbor", "ended", "fresh"],
+)
+async def test_a_verifier_calls_the_server_that_the_agent_left(
+    settings: dict[str, str], tasks: Path, sandboxes: SandboxSource
+) -> None:
+    (tasks / "word-count/tests/test.sh").write_text(CALLS)
+    (tasks / "word-count/solution/solve.sh").write_text(f"#!/bin/bash\n{SERVES}")
+    environment = task("word-count", tasks, **settings)
+    ended = {"it left processes, which were ended before the grading: python3 -m http.server 8765"}
+    for trial in await act(environment, sandboxes, SERVES), await solve(environment, sandboxes):
+        notes = {note.partition(";")[0] for note in trial.episode.notes}
+        assert (trial.score.reward, notes) == ((1.0, set()) if settings == SAME else (0.0, ended))
+
+
+WEB = """
+import os, urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Web(BaseHTTPRequestHandler):
+    def do_GET(self):
+        with urllib.request.urlopen(os.environ["STOCK"]) as answer:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.read())
+
+HTTPServer(("", 8000), Web).serve_forever()
+"""
+ASK = "python3 -c 'import urllib.request as u; print(u.urlopen(\"http://web:8000\").read().decode())'"
+SHOP: dict[str, Any] = {
+    "web": {
+        "command": ["python3", "-c", WEB],
+        "environment": {"STOCK": "http://db:8001/shop/stock.txt"},
+        "depends_on": {
+            "db": {"condition": "service_healthy"},
+            "migrate": {"condition": "service_completed_successfully"},
+        },
+        "healthcheck": {"test": ASK, "interval": "1s"},
+        "ports": ["80:8000"],
+    },
+    "migrate": {
+        "command": 'sh -c "sleep 0.3; mkdir -p shop && echo $$STOCK >shop/stock.txt"',
+        "environment": ["STOCK=17"],
+        "working_dir": "/data",
+        "depends_on": ["db"],
+    },
+    "db": {
+        "command": "python3 -m http.server 8001 --directory /data",
+        "volumes": ["data:/data"],
+        "healthcheck": {"test": ["CMD", "bash", "-c", ": </dev/tcp/db/8001"], "interval": "1s"},
+    },
+}
+"""The services of a task, of which one calls another."""
+
+
+@pytest.fixture
+def shop(tasks: Path) -> Path:
+    """Return a task whose agent and tests call the web server."""
+    folder, image = tasks / "word-count", task("word-count").spec.image
+    (folder / "environment/docker-compose.yaml").write_text(json.dumps({"services": SHOP}))
+    (folder / "environment/Dockerfile").unlink()
+    toml = folder / "task.toml"
+    toml.write_text(toml.read_text().replace("[environment]", f'[environment]\ndocker_image = "{image}"'))
+    (folder / "tests/test.sh").write_text(
+        f"#!/bin/bash\n[ $({ASK}) = 16 ] && r=1\necho ${{r-0}} >/logs/verifier/reward.txt\n"
+    )
+    return folder
+
+
+@pytest.mark.extended("rollout_service/environments/harbor/", "sandboxes/providers/")
+async def test_services_of_a_compose_file_are_reached_by_their_names(
+    shop: Path, tasks: Path, sandboxes: SandboxSource
+) -> None:
+    sell = f"echo $(($({ASK}) - 1)) >/data/shop/stock.txt"
+    trial = await act(task("word-count", tasks, **SAME), sandboxes, sell)
+    assert (trial.score.reward, trial.episode.notes) == (1.0, []), trial.episode.policy.messages
+    ended = await act(task("word-count", tasks, **SAME, agent_processes="end"), sandboxes, sell)
+    assert ended.score.reward == 0.0
+    assert "python3 -m http.server 8001" in ended.episode.notes[0]
+
+
+@pytest.mark.extended("rollout_service/environments/harbor/")
+@pytest.mark.parametrize(
+    ("was", "broken", "said"),
+    [
+        (
+            "http.server 8001",
+            "http.server x",
+            "'db': the health check failed 1 times.*invalid int value: 'x'",
+        ),
+        ("sleep 0.3;", "echo no table; exit 3;", "'migrate' failed; it printed: no table"),
+    ],
+)
+async def test_a_service_that_fails_is_a_failure_with_its_name_and_output(
+    was: str, broken: str, said: str, shop: Path, tasks: Path, sandboxes: SandboxSource
+) -> None:
+    compose = shop / "environment/docker-compose.yaml"
+    compose.write_text(compose.read_text().replace(was, broken))
+    with pytest.raises(HealthcheckFailedError, match=f"(?s)the service {said}"):
+        await act(task("word-count", tasks), sandboxes, "true")
 
 
 TEST = "echo 1 >/logs/verifier/reward.txt\n"
@@ -376,7 +494,7 @@ async def test_a_separate_verifier_sees_the_artifacts_alone(tasks: Path, sandbox
 
 
 async def test_a_shared_verifier_in_the_agents_own_sandbox(sandboxes: SandboxSource) -> None:
-    shared = task("counter-service", shared_verifier="same")
+    shared = task("counter-service", **SAME, agent_processes="end")
     assert shared.spec.evaluate_in == "same"
     assert (await solve(shared, sandboxes)).score.reward == 1.0
     assert (

@@ -15,8 +15,6 @@ from tests.support.adapters.service import engine, service
 EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "6 * 7"}}\n</tool_call><|im_end|>'
 
-pytestmark = pytest.mark.xdist_group("gateway_examples")
-
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.gateway.recordings import NAMES, load, places
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
-pytestmark = [pytest.mark.xdist_group("gateway_fuzz"), pytest.mark.slow(seconds=60)]
+pytestmark = pytest.mark.slow(seconds=60)
 
 MAX_BYTES = 8 * 1024 * 1024
 MAX_HEALTH_SECONDS = 1.0

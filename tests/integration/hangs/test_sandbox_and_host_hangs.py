@@ -23,7 +23,7 @@ from tests.support.hangs.service import HangService, engine_of, hang_service
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
 
 IGNORES_SIGNALS = "trap '' INT TERM HUP QUIT; sleep 1000"
-WORKS = "end=$((SECONDS + 27)); while ((SECONDS < end)); do :; done"
+WORKS = "end=$((SECONDS + 27)); while ((SECONDS < end)); do for i in {1..5000}; do :; done; sleep 0.1; done"
 LOCK = """
 import sqlite3, sys, time
 connection = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)

@@ -36,6 +36,7 @@ from tests.support.searching import redis_values, sqlite_values, traces, unpacke
 from tests.unit.live.test_replay import RENDERER
 
 pytestmark = pytest.mark.slow(seconds=60)
+LONG = pytest.mark.extended("rollout_service/live/", "rollout_service/store/redis/")
 
 USER, TENANTS = "alice", ("a", "b")
 KEYS = {
@@ -335,7 +336,7 @@ class Histories(RuleBasedStateMachine):
             assert tokens not in kept, text
 
 
-@pytest.mark.parametrize("kind", ["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("redis", marks=[pytest.mark.redis, LONG])])
 def test_what_may_not_be_kept_is_nowhere(request: pytest.FixtureRequest, kind: str) -> None:
     redis = request.getfixturevalue("shared_redis") if kind == "redis" else None
     run_state_machine_as_test(

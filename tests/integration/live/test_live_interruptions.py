@@ -175,6 +175,7 @@ async def test_an_answer_that_its_client_did_not_get_is_superseded(tmp_path: Pat
         assert ids[0] == expected[: len(ids[0])]
 
 
+@pytest.mark.extended("rollout_service/live/", "rollout_service/gateway/")
 async def test_a_killed_service_goes_on_with_what_clients_have_seen(tmp_path: Path) -> None:
     await anyio.to_thread.run_sync(_kill_and_go_on, tmp_path)
     async with SqliteLiveStore(tmp_path / "state" / "live.sqlite3") as store:

@@ -22,7 +22,7 @@ from rollout_client.sync import SyncRolloutClient
 from tests.support.api.server import api_server
 from tests.support.processes.children import killed
 
-pytestmark = [pytest.mark.anyio, pytest.mark.xdist_group("run_subagents")]
+pytestmark = pytest.mark.anyio
 
 ENVIRONMENT = """
 name = "survey"

@@ -33,7 +33,6 @@ from tests.support.users.as_user import ordinary_user
 
 pytestmark = [
     pytest.mark.apptainer,
-    pytest.mark.xdist_group("dockerfile"),  # for one set of layers
     pytest.mark.slow(seconds=100),
 ]
 

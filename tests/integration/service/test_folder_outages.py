@@ -189,6 +189,7 @@ def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
         assert counts(server) == {"completed": ROLLOUTS}, "it starts again, too"
 
 
+@LONG
 def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder: Path, engine: str) -> None:
     with service(folder, engine, LOG + FEW_AT_ONCE) as server:
         submit(server, range(ROLLOUTS))

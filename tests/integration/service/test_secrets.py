@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import anyio
 import httpx
 import pytest
 import structlog
+import uvicorn
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
@@ -216,6 +218,43 @@ async def until(path: Path) -> None:
             await anyio.sleep(0.05)
 
 
+COMMANDS = {
+    "export.jsonl": ["runs", "export", RUN, "--output"],
+    "atif.jsonl": ["runs", "export", RUN, "--atif", "--output"],
+    "trace.json": ["trace", RUN, "--output"],
+    "page.html": ["show", f"{RUN}.0.0", "--html"],
+    "failed.html": ["show", f"{RUN}.1.0", "--html"],
+    "shown": ["show", f"{RUN}.0.0"],
+    "shown.json": ["show", f"{RUN}.0.0", "--json"],
+    "tokens": ["show", f"{RUN}.0.0", "--color", "mask", "--no-pager"],
+    "groups.json": ["runs", "groups", RUN, "--json"],
+    "environments.json": ["env", "list", "--json"],
+}
+"""What a user takes out of a service with the commands: those with a final option write the file, the others print."""
+
+
+async def run_commands(service: GatewayService, folder: Path) -> dict[str, bytes]:
+    """Return what the commands write and print, of a service that listens on a port for them."""
+    await anyio.Path(folder).mkdir()
+    listening = uvicorn.Server(uvicorn.Config(service.app, port=0, log_level="error", lifespan="off"))
+    outputs: dict[str, bytes] = {}
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listening.serve)
+        with anyio.fail_after(10):
+            while not listening.started:
+                await anyio.sleep(0.01)
+        url = f"http://127.0.0.1:{listening.servers[0].sockets[0].getsockname()[1]}"
+        for name, arguments in COMMANDS.items():
+            file = [str(folder / name)] if arguments[-1] in {"--output", "--html"} else []
+            command = [sys.executable, "-m", "rollout_service.cli", *arguments, *file]
+            environ = {**os.environ, "ROLLOUT_URL": url, "ROLLOUT_STATE_DIR": str(folder)}
+            done = await anyio.run_process(command, env=environ, check=False)
+            assert done.returncode == 0, (arguments, done.stderr)
+            outputs[f"command: {name}, printed"] = done.stdout + done.stderr
+        listening.should_exit = True
+    return outputs | read_tree(folder, "command")
+
+
 async def run_to_its_end(service: GatewayService, folder: Path) -> tuple[list[Rollout], dict[str, bytes]]:
     """Run three tasks, of which two fail; return them, and all that is to be seen of them meanwhile and at the end."""
     tasks = [{"environment": "secretive", "instance": {"fail": fail}} for fail in ("", *FAILURES)]
@@ -230,6 +269,7 @@ async def run_to_its_end(service: GatewayService, folder: Path) -> tuple[list[Ro
             (folder / go).touch()
         ended = [await service.client.wait(name, timeout_seconds=90) for name in rollouts]
         outputs |= await gather(service, "end", rollouts)
+        outputs |= await run_commands(service, folder / "taken")
         outputs["lease"] = (await http.post(f"/v1/runs/{RUN}/lease", json={})).raise_for_status().content
         rescored = await http.post(f"/v1/runs/{RUN}/rescore", json={})
         outputs["rescored"] = rescored.raise_for_status().content
@@ -259,6 +299,8 @@ async def test_ten_secrets_are_in_no_output(
 
     for name in ("log", "rescored", "lease", *(f"end: /v1/rollouts/{one.rollout_id}/page" for one in ended)):
         assert b"***" in outputs[name], f"nothing was masked in {name}, so it shows nothing"
+    for name in ("export.jsonl", "atif.jsonl", "page.html", "failed.html", "shown.json, printed"):
+        assert b"***" in outputs[f"command: {name}"], f"nothing was masked in {name}, so it shows nothing"
     assert b"secretive" in outputs["spans"]
     assert [rollout.state for rollout in ended] == ["completed", "failed", "failed"]
     for rollout, stage in zip(ended[1:], FAILURES, strict=True):

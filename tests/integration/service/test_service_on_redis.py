@@ -17,6 +17,7 @@ from tests.support.processes.service import Running, eventually, scripted_engine
 from tests.support.redis_server import RedisServer, redis_server
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
+LONG = pytest.mark.extended("rollout_service/cluster/", "rollout_service/store/redis/")
 
 ENDED = {"completed", "failed", "cancelled"}
 
@@ -58,6 +59,7 @@ def terminal_events(server: RedisServer) -> Counter[str]:
     return Counter(fields[b"s"].decode() for fields in ends)
 
 
+@LONG
 def test_two_services_share_the_work_and_each_answers_for_all_of_it(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_restarted_service_goes_on_with_what_it_had(tmp_path: Path, own_redis:
     assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
 
 
+@LONG
 def test_a_service_holds_while_redis_is_away_and_goes_on_afterwards(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:

@@ -122,6 +122,7 @@ def broken(server: RedisServer, way: str) -> Iterator[None]:
     server.do(*mends)
 
 
+@LONG
 def test_the_log_has_one_line_for_the_beginning_of_each_outage_and_one_for_its_end(
     folder: Path, engine: str, own_redis: RedisServer
 ) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.plugins.longest_first import longest_first
 from tests.support.plugins.parts import PARTS, Part
+from tests.support.plugins.workers import keep_together, longest_first
 
 NOT_RUN = Path(".cache") / "tests-not-run.txt"
 """Lists the tests of the last run for which there was no time, one in a line."""
@@ -64,8 +64,10 @@ def _named(text: str) -> set[str]:
     return set(re.findall(r"mark\.(\w+)", text))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    keep_together(items)
+    yield
     if (wanted := config.getoption("--tier")) is not None:
         chosen = {item for item in items if (_is_quick(item) if wanted == 0 else tier(item) == wanted)}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

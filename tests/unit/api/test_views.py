@@ -37,7 +37,8 @@ EVERYTHING = EnvironmentSpec(
     binds={"/inside": "/outside"},
     parallel=ParallelSettings(max_width=4, max_critical_steps=6),
 )
-SPECS = [calc.SPEC, code.SPEC, math.SPEC, EVERYTHING]
+KEEPING = EnvironmentSpec(name="keeping", image="base", evaluate_in=EvaluateIn.SAME, agent_processes="keep")
+SPECS = [calc.SPEC, code.SPEC, math.SPEC, EVERYTHING, KEEPING]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

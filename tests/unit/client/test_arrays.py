@@ -198,6 +198,7 @@ def written(file: BatchFile) -> bytes:
     return b"".join(pieces)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.lists(st.none() | trajectories(), min_size=1, max_size=3), max_size=3))
 def test_a_batch_as_arrays(shape: list[list[Trajectory | None]]) -> None:

@@ -65,7 +65,7 @@ def test_mistakes_are_named_with_their_place(text, messages):
     [
         (MINIMAL + "[init]\nfile = []\n", "[init] takes command, files, secrets."),
         ("", "The file takes dataset, description, "),
-        (MINIMAL.replace("command", "comand"), "[evaluate] takes artifacts, "),
+        (MINIMAL.replace("command", "comand"), "[evaluate] takes agent_processes, artifacts, "),
         (MINIMAL + "[limits]\nmax_turns = 0\n", "docs/reference/environment-toml.md says"),
     ],
 )
@@ -303,3 +303,15 @@ def test_keys_that_contradict_each_other_are_told_without_a_path():
 
     with pytest.raises(ConfigurationError, match=r"^here: give either$"):
         read_table(Either, {}, where="here")
+
+
+@pytest.mark.parametrize(
+    "keys", ["", 'sandbox = "same"\n[evaluate.run]\ncommand = "true"\n'], ids=["fresh", "run"]
+)
+def test_processes_can_be_kept_only_where_they_are(keys):
+    kept = MINIMAL + 'agent_processes = "keep"\n'
+    assert read_declaration(kept + 'sandbox = "same"\n', where="here").evaluate.agent_processes == "keep"
+    with pytest.raises(
+        ConfigurationError, match=r'evaluate: .*agent_processes = "keep" needs sandbox = "same"'
+    ):
+        read_declaration(kept + keys, where="here")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,10 @@ async def sandboxes(tmp_path):
     await provider.close()
 
 
-def environment(folder, evaluate, init=None, sandbox="same", tools=("bash", "finish"), **files):
+def environment(folder, evaluate, init=None, sandbox="same", tools=("bash", "finish"), keys="", **files):
     folder.mkdir(exist_ok=True)
     table = f'name = "e"\nimage = "base"\nprompt = "Do it."\ntools = {json.dumps(tools)}\n[evaluate]\n'
-    table += f'command = "bash /environment/evaluate"\nsandbox = "{sandbox}"\n'
+    table += f'command = "bash /environment/evaluate"\nsandbox = "{sandbox}"\n{keys}'
     if init is not None:
         table += '[init]\ncommand = "bash /environment/init"\n'
     for name, text in {"evaluate": evaluate, "init": init, "environment.toml": table, **files}.items():
@@ -91,6 +92,54 @@ async def test_the_agent_sees_nothing_of_the_grader_or_the_instance(tmp_path, sa
     assert "s3cr3t" not in said
     assert ".rollout-" not in said
     assert trial.score.reward == 1.0
+
+
+SERVES = "(while sleep 0.05; do cp asked answered; done) > /dev/null 2>&1 &"
+"""A server of one file."""
+ASKS = """
+    echo "$RANDOM" > "$ROLLOUT_WORKDIR/asked"
+    for try in $(seq 40); do
+        cmp "$ROLLOUT_WORKDIR/asked" "$ROLLOUT_WORKDIR/answered" && answered=1 && break
+        sleep 0.05
+    done
+    echo "{\\"reward\\": ${answered-0}}" > "$ROLLOUT_RESULT"
+"""
+
+
+async def test_a_server_that_the_agent_left_answers_a_grader_that_keeps_it(tmp_path, sandboxes):
+    env = environment(tmp_path / "e", ASKS, keys='agent_processes = "keep"\n')
+    trial = await run(env, sandboxes, SERVES)
+    assert (trial.score.reward, trial.episode.notes) == (1.0, [])
+
+
+@pytest.mark.parametrize("sandbox", ["same", "fresh"])
+async def test_a_server_that_was_ended_before_the_grading_is_named_if_it_may_have_cost_reward(
+    tmp_path, sandboxes, sandbox
+):
+    env = environment(tmp_path / "e", ASKS, sandbox=sandbox)
+    trial = await run(env, sandboxes, SERVES, "sleep 345 > /dev/null 2>&1 &")
+    [note] = trial.episode.notes
+    assert (trial.score.reward, "sleep 345" in note, "`agent_processes`" in note) == (0.0, True, True)
+    assert "--noprofile" not in note, note
+    assert "before the grading: bash, " in note or ", bash" in note
+
+
+async def test_an_agent_that_ends_the_sandbox_whose_processes_are_kept_gets_nothing(tmp_path, sandboxes):
+    env = environment(tmp_path / "e", ASKS, keys='agent_processes = "keep"\n')
+
+    class Closing(ScriptedPolicy):
+        """Ends the sandbox after the last turn, as an agent with the rights for it would."""
+
+        async def respond(self, new_messages, *, max_tokens):
+            answer = await super().respond(new_messages, max_tokens=max_tokens)
+            if "over" in answer.message.content:
+                [info] = sandboxes.live()
+                os.kill(info.pid, signal.SIGKILL)
+            return answer
+
+    trial = await play(env, {}, Closing([bash("true"), "It is over."]), sandboxes)
+    assert trial.score.parts == {"sandbox_ended": 1.0}
+    assert "none of the agent's work is left" in trial.episode.notes[0]
 
 
 async def test_a_process_that_waits_for_the_grader_is_ended_before_it(tmp_path, sandboxes):

@@ -110,6 +110,7 @@ def test_a_hostile_line_of_a_megabyte_takes_little_time(piece: str) -> None:
     assert time.thread_time() - started < 3.0
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from([OPENAI, GITHUB, JWT, "a b", "\n", " ", "x" * 40, "-"]), max_size=20),
     st.integers(1, 90),

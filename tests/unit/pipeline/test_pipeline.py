@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.lowlevel
@@ -144,6 +144,11 @@ class FakeSandbox(Sandbox):
         with anyio.CancelScope(shield=True):
             await anyio.lowlevel.checkpoint()
         self._provider.alive.discard(self)
+
+    healthy = True
+
+    async def list_running(self) -> list[str]:
+        return ["serve"]
 
     async def end_processes(self) -> None:
         await anyio.lowlevel.checkpoint()
@@ -449,6 +454,28 @@ async def test_a_program_of_the_agent_runs_where_the_grader_never_is() -> None:
         await b.idle()
         assert len(set(seen)) == b.provider.started == 3
         assert b.provider.most == 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "reward", "endings", "notes"),
+    [
+        ("keep", 0.0, 0, []),
+        ("end", 1.0, 1, []),
+        ("end", 0.5, 1, ["it left processes, which were ended before the grading: serve; "]),
+    ],
+)
+async def test_what_was_ended_is_noted_where_it_may_have_cost_reward(
+    kept: Literal["keep", "end"], reward: float, endings: int, notes: list[str]
+) -> None:
+    async def score(_: Episode) -> Score:
+        return Score(reward)
+
+    environment = Played(image="any", evaluate_in=EvaluateIn.SAME, agent_processes=kept, evaluate=score)
+    async with bench(environment) as b:
+        rollout = await b.run()
+        await b.idle()
+        assert (rollout.reward, b.provider.endings) == (reward, endings)
+        assert [note.partition("`")[0] for note in rollout.notes] == notes
 
 
 @pytest.mark.parametrize("ended_at", [1, 2])

@@ -75,6 +75,7 @@ def test_every_relative_link_and_its_anchor_exist(page: str) -> None:
             assert anchor in anchors(name), f"{page} links to {target}; {name} has no such heading"
 
 
+@pytest.mark.slow
 def test_every_page_named_outside_of_links_exists() -> None:
     missing = []
     for name in tracked(
@@ -103,6 +104,7 @@ def test_the_table_of_contents_names_every_page() -> None:
     assert not {page for page in PAGES if page.startswith("docs/")} - named - {"docs/README.md"}
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("sources")
 def test_the_page_on_errors_lists_every_code() -> None:
     page = (ROOT / "docs/reference/errors.md").read_text()
@@ -132,6 +134,7 @@ def _class_codes(node: ast.ClassDef) -> Iterator[str]:
                 yield value.value
 
 
+@pytest.mark.slow
 def test_the_page_on_the_api_lists_every_route() -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
     listed = set(re.findall(r"`([A-Z]+) (/[^?`]*)", page))

@@ -37,6 +37,7 @@ def british(text: str) -> list[str]:
     return [word for word in words if is_british(word)] + re.findall(r"\bfor ever\b", text)
 
 
+@pytest.mark.slow
 def test_no_file_has_british_spelling() -> None:
     patterns = ["*.py", "*.md", "*.toml", "*.sh", "scripts/*"]
     listed = subprocess.run(

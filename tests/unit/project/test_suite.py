@@ -1,4 +1,4 @@
-"""A test worker gets the longest tests first, as their marks say."""
+"""Test workers get the longest tests first, and the tests that share a fixture together."""
 
 import os
 import re
@@ -9,10 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 CONFTEST = """
 import pytest
-from tests.support.plugins.longest_first import longest_first
+from tests.support.plugins.workers import keep_together, longest_first
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
+    keep_together(items)
+    yield
     longest_first(items)
 """
 TESTS = """
@@ -36,16 +38,42 @@ pytestmark = [pytest.mark.xdist_group("engine"), pytest.mark.slow(seconds=90)]
 
 def test_of_the_same_group(): pass
 """
+SHARING = """
+import pytest
+
+@pytest.fixture(scope="module")
+def server(): return object()
+
+@pytest.fixture
+def client(server): return server
+
+@pytest.mark.parametrize("number", range(4))
+def test_shared(client, number): pass
+
+def test_without_it(): pass
+"""
+
+
+def run(folder: Path, workers: int, **modules: str) -> str:
+    for name, text in ({"conftest": CONFTEST} | modules).items():
+        (folder / f"{name}.py").write_text(text)
+    options = ["-v", "-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder"]
+    options += ["-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-o", f"pythonpath={ROOT}", *options]
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def test_a_worker_gets_the_longest_tests_and_groups_first(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_a.py").write_text(TESTS)
-    (tmp_path / "test_b.py").write_text(GROUPED)
-    options = ["-v", "-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-o", f"pythonpath={ROOT}", *options]
-    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    ran = re.findall(r"PASSED \S+::(\w+)", done.stdout)
+    printed = run(tmp_path, 1, test_a=TESTS, test_b=GROUPED)
+    ran = re.findall(r"PASSED \S+::(\w+)", printed)
     assert ran == ["test_grouped", "test_of_the_same_group", "test_long", "test_quick", "test_slow"]
+
+
+def test_tests_that_share_a_fixture_of_their_module_go_to_one_worker(tmp_path: Path) -> None:
+    printed = run(tmp_path, 2, test_a=SHARING)
+    assert len(set(re.findall(r"\[(gw\d)\].*PASSED \S+::test_shared", printed))) == 1
+    assert printed.count("@test_a") == 8  # begun and passed
+    assert "test_without_it@" not in printed

@@ -54,6 +54,7 @@ def test_any_tree_comes_back_as_far_as_it_was_asked_for(made: list[AgentNode], d
     assert RolloutNodes.model_validate_json(tree.model_dump_json()) == tree
 
 
+@pytest.mark.slow
 @given(nodes(), DETAILS)
 def test_the_rollouts_own_bytes_do_not_depend_on_its_sub_agents(
     made: list[AgentNode], detail: NodeDetail

@@ -108,6 +108,14 @@ def test_a_public_network_is_what_the_operator_says(tmp_path):
     assert spec(folder, public_network=["pypi.org"]).sandbox.network == ("pypi.org",)
 
 
+def test_a_shared_verifier_has_the_agents_sandbox_and_processes_if_the_operator_says_so(tmp_path):
+    folder = make(tmp_path / "t")
+    fresh, same = spec(folder), spec(folder, shared_verifier="same")
+    assert (fresh.evaluate_in, fresh.agent_processes) == ("fresh", "end")
+    assert (same.evaluate_in, same.agent_processes) == ("same", "keep")
+    assert spec(folder, shared_verifier="same", agent_processes="end").agent_processes == "end"
+
+
 def test_a_separate_verifier_gets_its_artifacts_alone(tmp_path):
     toml = (
         'artifacts = ["/app/out", {source = "/data/x"}]\n[verifier]\nenvironment_mode = "separate"\n' + TOML
@@ -161,19 +169,16 @@ def test_steps_have_limits_of_their_own(tmp_path):
 )
 def test_what_cannot_be_had_is_refused_with_its_path(tmp_path, toml, said):
     with pytest.raises(ConfigurationError) as caught:
-        load_path(make(tmp_path / "t", toml))
+        spec(make(tmp_path / "t", toml))
     assert said in str(caught.value)
 
 
-def test_a_task_without_tests_or_with_services_is_refused(tmp_path):
+def test_a_task_without_tests_is_refused(tmp_path):
     folder = make(tmp_path / "t")
     (folder / "tests/test.sh").unlink()
-    (folder / "environment").mkdir()
-    (folder / "environment/docker-compose.yaml").touch()
     with pytest.raises(ConfigurationError) as caught:
         load_path(folder)
     assert "tests/test.sh is missing" in str(caught.value)
-    assert "environment/docker-compose.yaml" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["tests/key", "solution", "environment"])

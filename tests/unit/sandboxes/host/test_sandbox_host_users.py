@@ -37,6 +37,7 @@ def test_two_services_never_hold_one_id(tmp_path: Path) -> None:
     after.close()
 
 
+@pytest.mark.slow
 def test_services_with_overlapping_ranges_never_hold_one_id(tmp_path: Path) -> None:
     start = NUMBERS.start
     ranges = range(start, start + BLOCK), range(start + 1, start + 2 * BLOCK)

@@ -87,6 +87,7 @@ def test_the_target_is_always_between_one_and_the_ceiling(
             assert all(reason.text.startswith(reason.resource) for reason in decision.hold_reasons)
 
 
+@pytest.mark.slow
 @given(st.lists(METRICS, max_size=30), st.integers(2, 300))
 def test_after_any_pressure_the_ceiling_is_reached_again(past: list[HostMetrics], ceiling: int) -> None:
     controller = PressureController(CONFIG, ceiling, cpus=2)
