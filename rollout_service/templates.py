@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from jinja2 import StrictUndefined, TemplateError
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
@@ -139,7 +139,11 @@ class PromptTemplate:
             }
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ConfigurationError(f"{where} is not a valid template: {error}") from error
+            line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            raise ConfigurationError(
+                f"{where}{line} is not a valid template: {error}",
+                hint="Write {{ instance.NAME }} for a field of the task, and close every {{ and {%.",
+            ) from error
         if unknown:
             names = ", ".join(sorted(unknown))
             known = " and ".join(f"`{name}`" for name in ["instance", *texts])

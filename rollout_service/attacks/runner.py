@@ -23,7 +23,7 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec, 
 from rollout_service.episodes import Episode, PolicyTurn, Score
 from rollout_service.errors import EnvironmentFailedError, describe, format_failure
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.trial import play
+from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import Sandbox, SessionName
 from sandboxes.errors import SandboxError
@@ -112,8 +112,11 @@ async def attack_environment(
     instance: dict[str, JsonValue] | None = None,
     attacks: Sequence[Attack] = SCRIPTS,
     max_concurrent: int = MAX_CONCURRENT,
+    models: OtherModels = NO_MODELS,
 ) -> AttackReport:
     """Run the attacks against one instance: by default, the first of the environment's data set.
+
+    `models` are what the environment asks.
 
     Raises:
         EnvironmentFailedError: There is no instance, or not even an idle agent gets a reward.
@@ -125,7 +128,7 @@ async def attack_environment(
             hint="Pass an instance with --instance, or add a data set to the environment.",
         )
     environment = environment.for_instance(chosen)
-    idle, detail = await _run_attack(environment, chosen, sandboxes, None)
+    idle, detail = await _run_attack(environment, chosen, sandboxes, models, None)
     if idle is None:
         raise EnvironmentFailedError(
             f"not even an idle agent gets a reward: {detail}",
@@ -136,7 +139,7 @@ async def attack_environment(
 
     async def run(attack: Attack) -> None:
         async with limiter:
-            outcomes[attack.name] = await _outcome(environment, chosen, sandboxes, attack, idle)
+            outcomes[attack.name] = await _outcome(environment, chosen, sandboxes, models, attack, idle)
 
     async with anyio.create_task_group() as tasks:
         for attack in sorted(attacks, key=lambda attack: not attack.waits):
@@ -149,11 +152,12 @@ async def _outcome(
     environment: Environment,
     instance: dict[str, JsonValue],
     sandboxes: SandboxSource,
+    models: OtherModels,
     attack: Attack,
     idle: float,
 ) -> AttackOutcome:
     started = time.perf_counter()
-    reward, detail = await _run_attack(environment, instance, sandboxes, attack)
+    reward, detail = await _run_attack(environment, instance, sandboxes, models, attack)
     verdict = (
         AttackVerdict.NULLED
         if reward is None
@@ -168,14 +172,26 @@ async def _outcome(
 
 
 async def _run_attack(
-    environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource, attack: Attack | None
+    environment: Environment,
+    instance: dict[str, JsonValue],
+    sandboxes: SandboxSource,
+    models: OtherModels,
+    attack: Attack | None,
 ) -> tuple[float | None, str]:
     """Return the reward under an attack, or None and the reason why there is none."""
     watched = _AgentSandboxRecorder(sandboxes)
     attacked = _WithoutProgram(environment) if environment.uses_gateway else environment
     try:
         with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
-            trial = await play(attacked, dict(instance), _Attacker(watched, attack), watched)
+            trial = await play(
+                attacked,
+                dict(instance),
+                _Attacker(watched, attack),
+                watched,
+                models.judge,
+                models.sampler,
+                models.policies,
+            )
     except TimeoutError:
         return None, "the evaluation timed out"
     except Exception as error:  # noqa: BLE001  every failure of an evaluation is the finding

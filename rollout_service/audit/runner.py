@@ -21,7 +21,7 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.episodes import Episode, Score
 from rollout_service.errors import EnvironmentFailedError, describe, format_failure
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.trial import play
+from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes.task_groups import open_task_group
 
@@ -36,10 +36,11 @@ async def audit_environment(
     *,
     runs: int = 3,
     at_once: int = 1,
+    models: OtherModels = NO_MODELS,
 ) -> AuditReport:
     """Audit instances, each with its index, `at_once` of them at a time.
 
-    `runs` is how often each agent runs, to see whether its reward changes.
+    `runs` is how often each agent runs, to see whether its reward changes; `models` are what the environment asks.
 
     Raises:
         EnvironmentFailedError: There is no instance.
@@ -55,7 +56,7 @@ async def audit_environment(
 
     async def audit_one(audit: InstanceAudit, data: dict[str, JsonValue]) -> None:
         async with limiter:
-            await _audit_instance(environment, sandboxes, audit, data, runs)
+            await _audit_instance(environment, sandboxes, audit, data, runs, models)
 
     async with open_task_group() as tasks:
         for audit, (_, data) in zip(audits, instances, strict=True):
@@ -78,19 +79,32 @@ async def _audit_instance(
     audit: InstanceAudit,
     data: dict[str, JsonValue],
     runs: int,
+    models: OtherModels,
 ) -> None:
     for run in range(runs):
         leaks = audit.leaks if run == 0 else None
-        audit.idle.append(await _trial(_Probe(environment, solves=False, leaks=leaks), data, sandboxes))
+        audit.idle.append(
+            await _trial(_Probe(environment, solves=False, leaks=leaks), data, sandboxes, models)
+        )
         if environment.has_solution:
-            audit.solved.append(await _trial(_Probe(environment, solves=True), data, sandboxes))
+            audit.solved.append(await _trial(_Probe(environment, solves=True), data, sandboxes, models))
 
 
-async def _trial(probe: _Probe, data: dict[str, JsonValue], sandboxes: SandboxSource) -> TrialRecord:
+async def _trial(
+    probe: _Probe, data: dict[str, JsonValue], sandboxes: SandboxSource, models: OtherModels
+) -> TrialRecord:
     record = probe.record
     async with memory_peak(lambda: probe.launcher) as peak:
         try:
-            trial = await play(probe, dict(data), ScriptedPolicy(IDLE_TURNS), sandboxes)
+            trial = await play(
+                probe,
+                dict(data),
+                ScriptedPolicy(IDLE_TURNS),
+                sandboxes,
+                models.judge,
+                models.sampler,
+                models.policies,
+            )
             record.reward = trial.score.reward
         except Exception as error:  # noqa: BLE001  every failure is a finding
             record.error = format_failure(describe(error))

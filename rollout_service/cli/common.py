@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -102,7 +102,7 @@ def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
     return anyio.run(main, backend_options={"use_uvloop": True})
 
 
-def name_value_pairs(texts: list[str], flag: str = "--arg") -> dict[str, str]:
+def name_value_pairs(texts: Sequence[str], flag: str = "--arg") -> dict[str, str]:
     """Return the values of a flag that may be repeated, each NAME=VALUE.
 
     Raises:

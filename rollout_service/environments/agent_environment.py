@@ -217,7 +217,8 @@ def check_artifact(name: str, path: str) -> None:
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not path.startswith("/") or ".." in parts:
         raise ConfigurationError(
-            f"environment {name!r}: the artifact {path!r} is not an absolute path without '..'"
+            f"environment {name!r}: the artifact {path!r} is not an absolute path without '..'",
+            hint='Name a folder as the agent sees it, such as "/workspace"; "." is the working folder.',
         )
     place = "/" + "/".join(parts)
     if place in WHOLE_SYSTEM or any(f"{place}/".startswith(f"{folder}/") for folder in PROGRAMS):

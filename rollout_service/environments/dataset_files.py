@@ -18,6 +18,8 @@ from rollout_service.errors import ConfigurationError
 MAX_INSTANCE_BYTES = 8 * 1024 * 1024
 """The default limit of a request, too. Each rollout of a task, and each sample that is delivered, has a copy of it."""
 
+ROW_HINT = 'Each line is one instance, a JSON object in UTF-8, such as {"question": "1 + 1"}.'
+
 
 def parse_instance(line: bytes) -> dict[str, JsonValue]:
     """Return the instance in a line of a data file.
@@ -42,7 +44,10 @@ def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonV
     try:
         lines = path.read_bytes().split(b"\n")  # a text's splitlines() would also cut at U+2028
     except OSError as error:
-        raise ConfigurationError(f"the data set {path} cannot be read: {error}") from error
+        raise ConfigurationError(
+            f"the data set {path} cannot be read: {error}",
+            hint="Correct `path` or `splits` of [dataset]; a path begins at the folder of environment.toml.",
+        ) from error
     return [
         _instance(line, f"{path}:{number}", split) for number, line in enumerate(lines, 1) if line.strip()
     ]
@@ -66,9 +71,12 @@ def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue
     try:
         instance = parse_instance(line)
     except ValueError as error:
-        raise ConfigurationError(f"{where}: {error}") from error
+        raise ConfigurationError(f"{where}: {error}", hint=ROW_HINT) from error
     if split is None:
         return instance
     if instance.get(SPLIT, split) != split:
-        raise ConfigurationError(f"{where} says that its split is {instance[SPLIT]!r}; its file is {split!r}")
+        raise ConfigurationError(
+            f"{where} says that its split is {instance[SPLIT]!r}; its file is {split!r}",
+            hint="Leave the key `split` out of the line, or move the line to the file of its split.",
+        )
     return instance | {SPLIT: split}

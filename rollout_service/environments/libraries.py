@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +115,73 @@ class Library:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class AddedPackages:
+    """Packages that one environment needs besides a library's, in a folder of their own."""
+
+    library: Library
+    requirements: tuple[str, ...]
+    """As pip takes them; paths are relative to `base`."""
+    base: Path
+    """The folder of the environment."""
+
+    @property
+    def folder(self) -> Path:
+        """Where they are, once they are installed."""
+        key = "\0".join([str(self.base), *self.requirements])
+        return self.library.folder.with_name(
+            f"{self.library.folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        )
+
+    def require(self) -> Path:
+        """Return their folder.
+
+        Raises:
+            ConfigurationError: They are not installed.
+        """
+        if not self.folder.is_dir():
+            raise ConfigurationError(
+                f"{self.base}: its `requirements` are not installed on this machine",
+                hint=f"Install them: rollout-service env install {self.base}",
+            )
+        return self.folder
+
+    def install(self) -> Path:
+        """Install them unless they are there, and return their folder; the library keeps its own versions.
+
+        Raises:
+            ConfigurationError: They cannot be installed; the message has the end of what the installer said.
+        """
+        python = self.library.python()
+        if self.folder.is_dir():
+            return self.folder
+        with tempfile.TemporaryDirectory(
+            dir=self.folder.parent, prefix=".draft-", ignore_cleanup_errors=True
+        ) as draft:
+            made, constraints = Path(draft) / "packages", Path(draft) / "constraints.txt"
+            constraints.write_text("".join(f"{one}\n" for one in _versions(self.library.requirements)))
+            options = ["--target", str(made), "--constraint", str(constraints), *self.requirements]
+            for command in self._commands(python, Path(draft) / "pip", options):
+                _run(command, self.base)
+            with suppress(OSError):  # another process may have been first
+                made.rename(self.folder)
+        return self.require()
+
+    def _commands(self, python: Path, pip: Path, options: list[str]) -> list[list[str]]:
+        """Return the commands that install them, with uv if it is there, or a pip of the library's Python."""
+        if uv := shutil.which("uv"):
+            return [[uv, "pip", "install", "--quiet", "--python", str(python), *options]]
+        base = find_interpreter(self.library.name, self.library.python_version)
+        install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        return [[base, "-m", "venv", str(pip)], [str(pip / "bin" / "python"), *install, *options]]
+
+
+def _versions(lock: Path) -> list[str]:
+    """Return the requirements of a lock without their hashes."""
+    lines = lock.read_text().splitlines()
+    return [line.removesuffix("\\").strip() for line in lines if line[:1].isalnum()]
+
+
 def find_interpreter(name: str, oldest: tuple[int, int]) -> str:
     """Return a Python that a library runs on: the service's own, or the oldest on this machine that will do.
 
@@ -158,9 +226,11 @@ def _output(command: list[str]) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], folder: Path | None = None) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=INSTALL_SECONDS, cwd=folder
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"{command[0]} failed: {error}") from error
     if done.returncode != 0:

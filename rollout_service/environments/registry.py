@@ -18,8 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Self
 
+from pydantic import ValidationError
+
 from api_schemas.errors import FieldError
-from rollout_service.environments.contract import Environment
+from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.declarative.declaration import FILE_NAME, INSIDE
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
@@ -33,6 +35,7 @@ from rollout_service.environments.harbor.collection import (
 from rollout_service.environments.kinds import load_declared
 from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
 from rollout_service.settings.harbor import HarborSettings
+from rollout_service.validation import describe_problems
 
 GROUP = "rollout_service.environments"
 """The group of entry points; each is an `Environment`, or a function without arguments that returns one."""
@@ -170,10 +173,20 @@ def _object_at(path: Path) -> object:
     """Return the object `module:object`, whose module is installed or in the folder of the path."""
     module, _, name = path.name.partition(":")
     if (file := path.with_name(module)).is_file():
-        return getattr(_import_file(file.resolve()), name)
+        return _find(name, _import_file(file.resolve()))
+    if module.endswith(".py"):
+        raise ConfigurationError("there is no such file", hint="Correct its name, or the folder before it.")
     if (folder := str(path.parent.resolve())) not in sys.path:
         sys.path.append(folder)  # last, so that it hides no installed module
     return EntryPoint(name, path.name, GROUP).load()
+
+
+def _find(name: str, module: ModuleType) -> object:
+    if not hasattr(module, name):
+        raise ConfigurationError(
+            f"it defines no {name}{did_you_mean(name, vars(module))}", hint="Name an environment of the file."
+        )
+    return getattr(module, name)
 
 
 def _class_in(file: Path) -> type[Environment]:
@@ -183,6 +196,13 @@ def _class_in(file: Path) -> type[Environment]:
         one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__
     ]
     found = [one for one in own if issubclass(one, Environment) and not isabstract(one)]
+    for one in own:
+        if not found and issubclass(one, Environment):
+            missing = " and ".join(sorted(one.__abstractmethods__))
+            raise ConfigurationError(
+                f"its class {one.__name__} has no {missing}",
+                hint="Define it with `async def`; docs/how-to/write-an-environment-in-python.md has an example.",
+            )
     if len(found) != 1:
         raise ConfigurationError(
             f"it defines {len(found)} environments",
@@ -215,15 +235,27 @@ def _make(load: Callable[[], object], where: str) -> Environment:
         raise ConfigurationError(f"{where}: {error}", hint=error.hint) from error
     except Exception as error:
         raise ConfigurationError(
-            f"{where} cannot be loaded: {type(error).__name__}: {error}{_place_of(error)}",
-            hint=_advice(error),
+            f"{where} cannot be loaded: {explain(error)}", hint=_advice(error)
         ) from error
     if not isinstance(environment, Environment):
         raise ConfigurationError(
             f"{where} is not an Environment but an object of type {type(environment).__name__}",
             hint="Name a subclass of Environment, an object of one, or a function without arguments that returns one.",
         )
+    if not isinstance(getattr(environment, "spec", None), EnvironmentSpec):
+        raise ConfigurationError(
+            f"{where}: {type(environment).__name__} has no `spec`",
+            hint='Give the class one, such as `spec = EnvironmentSpec(name="mine")`.',
+        )
     return environment
+
+
+def explain(error: Exception) -> str:
+    """Return an error of an author's code in a line, with the last line of that code which it passed."""
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, ValidationError):
+        said = f"{error.title}: {'; '.join(describe_problems(error, EnvironmentSpec))}"
+    return said + _place_of(error)
 
 
 def _place_of(error: Exception) -> str:
@@ -237,4 +269,8 @@ def _place_of(error: Exception) -> str:
 def _advice(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"Correct the name, or install {error.name} for {sys.executable}."
-    return "Correct the code; `python -c 'import MODULE'` shows the whole error."
+    if isinstance(error, SyntaxError) or _place_of(error):
+        return "Correct the code at that line."
+    if isinstance(error, TypeError):
+        return "Give its parameters defaults: an environment is made without arguments."
+    return "Correct the name after the colon."

@@ -28,7 +28,7 @@ from rollout_service.openenv_server.messages import (
     observation,
 )
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.trial import Trial, play
+from rollout_service.pipeline.trial import NO_MODELS, OtherModels, Trial, play
 from rollout_service.tokens import ToolSpec
 
 OVER: Final = failure("EXECUTION_ERROR", "no episode is under way; send a reset first")
@@ -102,12 +102,14 @@ class RemoteEpisode:
         instance: dict[str, JsonValue],
         sandboxes: SandboxSource,
         episode_id: str | None,
+        models: OtherModels = NO_MODELS,
     ) -> None:
         """Take an instance that the environment accepts."""
         self._environment = environment
         self._instance = instance
         self._sandboxes = sandboxes
         self._episode_id = episode_id
+        self._models = models
         self._policy = RemotePolicy(environment.for_instance(instance).tool_definitions())
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
@@ -126,7 +128,15 @@ class RemoteEpisode:
         seconds = limits.init_seconds + limits.rollout_seconds + limits.evaluate_seconds
         try:
             with self._scope, anyio.fail_after(seconds):
-                trial = await play(self._environment, self._instance, self._policy, self._sandboxes)
+                trial = await play(
+                    self._environment,
+                    self._instance,
+                    self._policy,
+                    self._sandboxes,
+                    self._models.judge,
+                    self._models.sampler,
+                    self._models.policies,
+                )
                 self._outcome = _result(trial)
         except TimeoutError:
             self._outcome = failure("EXECUTION_ERROR", f"the episode took longer than {seconds:g} s")

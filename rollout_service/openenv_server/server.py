@@ -25,6 +25,7 @@ from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.openenv_server.episode import OVER, RemoteEpisode
 from rollout_service.openenv_server.messages import ResetData, TurnAction, failure, invalid, schemas
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import NO_MODELS, OtherModels
 from sandboxes.task_groups import open_task_group
 
 MESSAGE_BYTES: Final = 16 * 1024 * 1024
@@ -43,6 +44,7 @@ class EnvironmentServer:
         dataset: Sequence[dict[str, JsonValue]],
         sandboxes: SandboxSource,
         max_sessions: int,
+        models: OtherModels = NO_MODELS,
     ) -> None:
         """Take the environment, and the instances of its data set.
 
@@ -58,6 +60,7 @@ class EnvironmentServer:
         self._dataset = dataset
         self._sandboxes = sandboxes
         self._max_sessions = max_sessions
+        self._models = models
         self._sessions: set[anyio.CancelScope] = set()
 
     @asynccontextmanager
@@ -111,7 +114,7 @@ class EnvironmentServer:
         async with open_task_group() as tasks:
             self._sessions.add(tasks.cancel_scope)
             try:
-                session = _Session(self._environment, self._dataset, self._sandboxes, tasks)
+                session = _Session(self._environment, self._dataset, self._sandboxes, tasks, self._models)
                 sending, texts = anyio.create_memory_object_stream[str](1)
                 with sending, texts, suppress(ConnectionError):  # a client may leave at any time
                     tasks.start_soon(_read, socket, sending, tasks.cancel_scope)
@@ -130,11 +133,13 @@ class _Session:
         dataset: Sequence[dict[str, JsonValue]],
         sandboxes: SandboxSource,
         tasks: TaskGroup,
+        models: OtherModels,
     ) -> None:
         self._environment = environment
         self._dataset = dataset
         self._sandboxes = sandboxes
         self._tasks = tasks
+        self._models = models
         self._episode: RemoteEpisode | None = None
 
     async def answer(self, text: str) -> dict[str, Any]:
@@ -167,7 +172,9 @@ class _Session:
         self._environment.check(instance)
         if self._episode is not None:
             await self._episode.end()
-        self._episode = RemoteEpisode(self._environment, instance, self._sandboxes, data.episode_id)
+        self._episode = RemoteEpisode(
+            self._environment, instance, self._sandboxes, data.episode_id, self._models
+        )
         self._tasks.start_soon(self._episode.run)
         return await self._episode.told()
 

@@ -20,7 +20,9 @@ from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.masking import mask_error
 from rollout_service.pipeline.artifacts import Artifacts
+from rollout_service.pipeline.context import PolicyFactory
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.subagents.host import TrialSubagents
 from rollout_service.policies.masked import without_secrets
 from sandboxes import Sandbox
 from sandboxes.sessions.opening import open_sessions
@@ -35,6 +37,19 @@ class Trial:
     episode: Episode
 
 
+@dataclass(frozen=True, slots=True)
+class OtherModels:
+    """What an environment asks besides the policy; None where there is nothing."""
+
+    judge: Judge | None = None
+    sampler: TextSampler | None = None
+    policies: PolicyFactory | None = None
+    """What sub-agents are sampled from."""
+
+
+NO_MODELS = OtherModels()
+
+
 async def play(
     environment: Environment,
     instance: dict[str, JsonValue],
@@ -42,10 +57,11 @@ async def play(
     sandboxes: SandboxSource,
     judge: Judge | None = None,
     sampler: TextSampler | None = None,
+    policies: PolicyFactory | None = None,
 ) -> Trial:
     """Check an instance, set it up, run the agent with the policy, and score the outcome.
 
-    Errors of the environment, the policy or a sandbox are raised as they are.
+    `policies` are for sub-agents. Errors of the environment, the policy or a sandbox are raised as they are.
     """
     environment.check(instance)
     environment = environment.for_instance(instance)
@@ -62,6 +78,8 @@ async def play(
         sampler=sampler,
         hidden=hidden,
     )
+    subagents = TrialSubagents(policies, sandboxes, request, spec, hidden) if policies is not None else None
+    episode.subagents = subagents if spec.parallel is not None else None
     try:
         trial = await _play(environment, episode, sandboxes)
         episode.note_ended(trial.score.reward)
@@ -70,6 +88,8 @@ async def play(
         raise
     finally:
         hide(episode)
+        if subagents is not None:
+            subagents.close()
     return replace(trial, score=mask_score(trial.score, hidden))
 
 

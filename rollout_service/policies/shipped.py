@@ -16,6 +16,11 @@ from rollout_service.errors import ConfigurationError
 POLICIES: Final = ("calc-base", "calc-tuned", "live-base", "parl-base")
 
 
+def model_folder(model: str) -> Path:
+    """Return the folder of a shipped policy, or the folder that is named."""
+    return policy_folder(model) if model in POLICIES else Path(model).expanduser()
+
+
 def policy_folder(name: str) -> Path:
     """Return the folder of a shipped policy, as an engine loads it.
 

@@ -28,7 +28,7 @@ from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.policies.serving import PolicyServing, backend_id_of_spec
-from rollout_service.policies.shipped import POLICIES, policy_folder
+from rollout_service.policies.shipped import model_folder
 from rollout_service.policies.text_sampler import PoolTextSampler
 from rollout_service.service.foundation import Foundation
 from rollout_service.service.live import Live, open_live
@@ -111,7 +111,7 @@ async def _run_embedded_engines(settings: Settings, serving: PolicyServing) -> A
     threads = settings.embedded.threads
     async with AsyncExitStack() as stack:
         for pool, model in settings.embedded_models.items():
-            make = partial(_embedded_engine, _checkpoint(model), threads)
+            make = partial(_embedded_engine, model_folder(model), threads)
             url = await stack.enter_async_context(kept_running(make))
             await serving.register(BackendSpec(url=HttpUrl(url), pool=pool), remember=False)
         yield
@@ -119,11 +119,6 @@ async def _run_embedded_engines(settings: Settings, serving: PolicyServing) -> A
 
 def _embedded_engine(model: Path, threads: int, port: int) -> EmbeddedEngine:
     return EmbeddedEngine(model, port=port, threads=threads)
-
-
-def _checkpoint(model: str) -> Path:
-    """Return the folder of a shipped policy, or the given folder."""
-    return policy_folder(model) if model in POLICIES else Path(model).expanduser()
 
 
 async def _open_gateway(

@@ -19,7 +19,7 @@ from typing import Literal
 
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.environments.secrets import HostSecrets
-from rollout_service.policies.shipped import POLICIES, policy_folder
+from rollout_service.policies.shipped import model_folder
 from rollout_service.settings import DefaultEngine, Settings
 from sandboxes import ApptainerConfig, SandboxConfigError
 from sandboxes.host.facts import HostFacts, read_host_facts
@@ -234,7 +234,7 @@ def check_engine(settings: Settings) -> Check:
 
 
 def _is_model(name: str) -> bool:
-    folder = policy_folder(name) if name in POLICIES else Path(name).expanduser()
+    folder = model_folder(name)
     return (folder / "config.json").is_file()
 
 

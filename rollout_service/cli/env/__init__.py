@@ -24,6 +24,23 @@ Environment = Annotated[
         autocompletion=completion.environments,
     ),
 ]
+PoolModel = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="POOL=MODEL: an embedded engine for another pool that the environment asks, such as judge=calc-tuned; "
+        "may be repeated."
+    ),
+]
+PoolScript = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="POOL=FILE: a scripted model for such a pool, with a turn per line as of --script; may be repeated."
+    ),
+]
+PoolsUrl = Annotated[
+    str | None,
+    typer.Option("--url", help="Server whose engines answer for the pools that the environment asks."),
+]
 ServerUrl = Annotated[str | None, typer.Option("--url", help="Use this server instead of this machine.")]
 
 
@@ -191,6 +208,10 @@ def check(
     good: Annotated[
         Path | None, typer.Option(help="With --run: file for the instances of good tasks, as JSONL.")
     ] = None,
+    pool_model: PoolModel = None,
+    pool_script: PoolScript = None,
+    url: PoolsUrl = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Validate an environment: its settings, its images, and every instance of its data set.
@@ -203,7 +224,10 @@ def check(
 
         report = check_environment(environment)
         if solve:
-            report = with_solutions(report, environment, limit=limit, at_once=at_once, good=good)
+            from rollout_service.cli.env.engines.pools import PoolModels
+
+            pools = PoolModels.read(pool_model, pool_script, url, key)
+            report = with_solutions(report, environment, limit=limit, at_once=at_once, good=good, pools=pools)
         if as_json:
             common.print_json(report.as_dict())
         else:
@@ -221,6 +245,10 @@ def attack(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Run only this attack; may be repeated.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Attacks that run at once.")] = 4,
+    pool_model: PoolModel = None,
+    pool_script: PoolScript = None,
+    url: PoolsUrl = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Run scripted reward hacks against an environment's grading.
@@ -232,15 +260,22 @@ def attack(
 
     async def main() -> int:
         from rollout_service.cli.env.attack import attack as run_attacks
+        from rollout_service.cli.env.engines.pools import PoolModels
 
-        return await run_attacks(environment, instance, only or [], at_once, as_json=as_json)
+        pools = PoolModels.read(pool_model, pool_script, url, key)
+        return await run_attacks(environment, instance, only or [], at_once, pools, as_json=as_json)
 
     common.run(main)
 
 
 @app.command("install", epilog="Example: rollout-service env install swe")
 def install(
-    name: Annotated[str, typer.Argument(help="The environment: swe, reasoning-gym, textarena or nemo-gym.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="swe, verifiers, reasoning-gym, textarena, nemo-gym, gem, gymnasium, or a folder of tasksets."
+        ),
+    ],
 ) -> None:
     """Install the packages that an environment runs in a Python environment of their own.
 
@@ -271,6 +306,10 @@ def audit(
     backend: Annotated[
         str | None, typer.Option(help="URL of an engine, whose policy's pass rate is measured too.")
     ] = None,
+    pool_model: PoolModel = None,
+    pool_script: PoolScript = None,
+    url: PoolsUrl = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Run tasks with an idle agent and with the environment's own solution, and report on their quality.
@@ -282,8 +321,12 @@ def audit(
 
     async def main() -> int:
         from rollout_service.cli.env.audit import audit as run_audit
+        from rollout_service.cli.env.engines.pools import PoolModels
 
-        return await run_audit(environment, instance, instances, runs, at_once, backend, as_json=as_json)
+        pools = PoolModels.read(pool_model, pool_script, url, key)
+        return await run_audit(
+            environment, instance, instances, runs, at_once, backend, pools, as_json=as_json
+        )
 
     common.run(main)
 
@@ -302,6 +345,8 @@ def run(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The embedded engine's model.")] = None,
     sandbox: Annotated[str | None, typer.Option(help="apptainer, or local (isolates nothing).")] = None,
+    pool_model: PoolModel = None,
+    pool_script: PoolScript = None,
     url: ServerUrl = None,
     key: Key = None,
     as_json: AsJson = False,
@@ -313,9 +358,13 @@ def run(
     """
 
     async def main() -> int:
+        from rollout_service.cli.env.engines.pools import PoolModels
         from rollout_service.cli.env.run import OwnServer, run_one
 
-        own = OwnServer(environment, backend=backend, script=script, model=model, sandbox=sandbox)
+        pools = PoolModels.read(pool_model, pool_script)
+        own = OwnServer(
+            environment, backend=backend, script=script, model=model, sandbox=sandbox, pools=pools
+        )
         return await run_one(own, index, instance, url, key, as_json=as_json)
 
     common.run(main)
@@ -328,7 +377,9 @@ def shell(
     instance: Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")] = None,
     stage: Annotated[
         Literal["rollout", "evaluate"],
-        typer.Option(help="rollout: where the agent begins. evaluate: where the grader begins."),
+        typer.Option(
+            help="rollout: where the agent begins. evaluate: where the grader begins, with its files."
+        ),
     ] = "rollout",
     solve: Annotated[
         bool, typer.Option("--solve", help="First run the environment's own solution in the agent's place.")
@@ -356,6 +407,10 @@ def serve(
     without_key: Annotated[
         bool, typer.Option("--without-key", help="Also listen beyond loopback, where anybody may connect.")
     ] = False,
+    pool_model: PoolModel = None,
+    pool_script: PoolScript = None,
+    url: PoolsUrl = None,
+    key: Key = None,
 ) -> None:
     """Serve an environment to clients of OpenEnv, until the command is ended.
 
@@ -364,10 +419,12 @@ def serve(
     """
 
     async def main() -> None:
+        from rollout_service.cli.env.engines.pools import PoolModels
         from rollout_service.cli.env.serve import check_host
         from rollout_service.cli.env.serve import serve as serve_environment
 
         check_host(host, without_key=without_key)
-        await serve_environment(environment, host, port, sessions)
+        pools = PoolModels.read(pool_model, pool_script, url, key)
+        await serve_environment(environment, host, port, sessions, pools)
 
     common.run(main)

@@ -13,7 +13,8 @@ from rollout_service.attacks import SCRIPTS, AttackReport, AttackVerdict, attack
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.console import id_column, table
-from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.check import load_environment, read_dataset
+from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.cli.env.run import parse_instance
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.errors import did_you_mean
@@ -30,29 +31,40 @@ STYLES = {
 
 
 async def attack(
-    environment: str, instance: str | None, names: list[str], at_once: int, *, as_json: bool
+    environment: str,
+    instance: str | None,
+    names: list[str],
+    at_once: int,
+    pools: PoolModels,
+    *,
+    as_json: bool,
 ) -> int:
     """Run the attacks, show their outcomes, and return the exit code."""
     known = {script.name: script for script in SCRIPTS}
     for name in names:
         if name not in known:
-            raise CommandError(f"there is no attack {name!r}{did_you_mean(name, known)}")
+            raise CommandError(
+                f"there is no attack {name!r}{did_you_mean(name, known)}",
+                hint="Leave --only out to run all; its output names each, and says what it does.",
+            )
     chosen = [known[name] for name in names] or list(SCRIPTS)
     settings = load_settings()
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
-    data = parse_instance(instance) if instance is not None else None
+    data = parse_instance(instance) if instance is not None else next(iter(read_dataset(loaded)), None)
     with tempfile.TemporaryDirectory(prefix="rollout-attack-") as state:
         secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
             common.err().print(f"Running {common.count(len(chosen), 'attack')}")
-            report = await attack_environment(
-                loaded,
-                SandboxSource(provider, secrets=secrets),
-                instance=data,
-                attacks=chosen,
-                max_concurrent=at_once,
-            )
+            async with pools.opened(Path(state)) as models:
+                report = await attack_environment(
+                    loaded,
+                    SandboxSource(provider, secrets=secrets),
+                    instance=data,
+                    attacks=chosen,
+                    max_concurrent=at_once,
+                    models=models,
+                )
         finally:
             await provider.close()
     if as_json:

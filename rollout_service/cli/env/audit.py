@@ -17,7 +17,8 @@ from rollout_service.audit import AuditReport, InstanceAudit, audit_environment
 from rollout_service.audit.report import TrialRecord
 from rollout_service.cli import common
 from rollout_service.cli.console import table
-from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.check import load_environment, read_dataset
+from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.cli.env.run import OwnServer, parse_instance
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -34,29 +35,32 @@ async def audit(
     runs: int,
     at_once: int,
     backend: str | None,
+    pools: PoolModels,
     *,
     as_json: bool,
 ) -> int:
     """Run the audit, show its report, and return the exit code."""
     settings = load_settings()
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
-    data = [parse_instance(instance)] if instance is not None else loaded.dataset()[:instances]
+    data = [parse_instance(instance)] if instance is not None else read_dataset(loaded)[:instances]
     with tempfile.TemporaryDirectory(prefix="rollout-audit-") as state:
         secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
             common.err().print(f"Auditing {common.count(len(data), 'instance')}")
-            report = await audit_environment(
-                loaded,
-                SandboxSource(provider, secrets=secrets),
-                list(enumerate(data)),
-                runs=runs,
-                at_once=at_once,
-            )
+            async with pools.opened(Path(state)) as models:
+                report = await audit_environment(
+                    loaded,
+                    SandboxSource(provider, secrets=secrets),
+                    list(enumerate(data)),
+                    runs=runs,
+                    at_once=at_once,
+                    models=models,
+                )
         finally:
             await provider.close()
     if backend is not None:
-        await _ask_policy(report, environment, data, runs, backend)
+        await _ask_policy(report, environment, data, runs, backend, pools)
     if as_json:
         common.print_json(report.as_dict())
     else:
@@ -65,10 +69,15 @@ async def audit(
 
 
 async def _ask_policy(
-    report: AuditReport, environment: str, data: Sequence[dict[str, JsonValue]], runs: int, backend: str
+    report: AuditReport,
+    environment: str,
+    data: Sequence[dict[str, JsonValue]],
+    runs: int,
+    backend: str,
+    pools: PoolModels,
 ) -> None:
     """Roll out each instance with a policy."""
-    own = OwnServer(environment, backend=backend, script=None, model=None, sandbox=None)
+    own = OwnServer(environment, backend=backend, script=None, model=None, sandbox=None, pools=pools)
     async with own.running() as client:
         for one, instance in zip(report.instances, data, strict=True):
             for _ in range(runs):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 from pydantic import JsonValue
@@ -20,15 +22,20 @@ from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
 from rollout_service.environments.harbor.variables import REFERENCE
-from rollout_service.environments.registry import EnvironmentRegistry, load_path, names_python_object
+from rollout_service.environments.registry import EnvironmentRegistry, explain, load_path, names_python_object
 from rollout_service.environments.secrets import HostSecrets, Secret
 from rollout_service.environments.splits import count_splits, get_split
-from rollout_service.errors import InvalidFieldError, SecretMissingError
+from rollout_service.errors import InvalidFieldError, SecretMissingError, ServiceError
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images.store import ImageStore
 
+if TYPE_CHECKING:
+    from rollout_service.cli.env.engines.pools import PoolModels
+
 SHOWN_FINDINGS = 20
+COROUTINES = ("init", "run", "solve", "execute", "evaluate", "evaluate_checkpoint")
+"""The methods of an environment that are awaited."""
 SHOWN_CHARS = 100
 """The part of a problem that is shown while other tasks run."""
 LARGE_INSTANCE_BYTES = 1024 * 1024
@@ -171,9 +178,10 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
     """Check everything that can be checked without starting a sandbox."""
     settings = load_settings()
     environment = load_environment(name_or_path)
-    dataset = environment.dataset()
+    dataset = read_dataset(environment)
     secrets = list(HostSecrets(settings.secrets).examine(environment.spec))
     findings = [
+        *_find_functions(environment),
         *environment.findings(),
         *_check_image(environment, settings),
         *_check_instances(environment, dataset),
@@ -196,8 +204,39 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
     )
 
 
+def read_dataset(environment: Environment) -> Sequence[dict[str, JsonValue]]:
+    """Return an environment's data set.
+
+    Raises:
+        CommandError: The author's code fails, or gives something that is not an instance.
+        ConfigurationError: A data file is not valid.
+    """
+    try:
+        dataset = environment.dataset()
+    except ServiceError:
+        raise
+    except Exception as error:
+        raise CommandError(
+            f"{environment.spec.name}: dataset() failed: {explain(error)}",
+            hint="Correct the code at that line.",
+        ) from error
+    for number, instance in enumerate(dataset, start=1):
+        if not isinstance(instance, dict):
+            raise CommandError(
+                f"{environment.spec.name}: dataset(): instance {number} is {instance!r:.100}",
+                hint='Return a list of dicts, such as [{"question": "1 + 1"}].',
+            )
+    return dataset
+
+
 def with_solutions(
-    report: EnvironmentReport, name_or_path: str, *, limit: int | None, at_once: int, good: Path | None
+    report: EnvironmentReport,
+    name_or_path: str,
+    *,
+    limit: int | None,
+    at_once: int,
+    good: Path | None,
+    pools: PoolModels,
 ) -> EnvironmentReport:
     """Run the solutions of an environment's tasks, and an agent that does nothing; return the report with findings.
 
@@ -207,7 +246,7 @@ def with_solutions(
     from rollout_service.cli.env.solutions import TriedTask, try_environment, write_good
 
     environment = load_environment(name_or_path)
-    if not environment.has_solution or not environment.dataset():
+    if not environment.has_solution or not read_dataset(environment):
         raise CommandError(
             f"{report.name} brings no solutions of its tasks",
             hint="Leave --run out, and try a solution of yours with `env run --script`.",
@@ -218,7 +257,9 @@ def with_solutions(
         outcome = "; ".join(line[:SHOWN_CHARS] for line in first) or "good"
         err().print(Text(f"{instance_name(tried.instance)}: {outcome}"), soft_wrap=True)
 
-    start = partial(try_environment, environment, load_settings(), limit=limit, at_once=at_once, done=show)
+    start = partial(
+        try_environment, environment, load_settings(), limit=limit, at_once=at_once, pools=pools, done=show
+    )
     tried = anyio.run(start)
     if good is not None:
         err().print(f"{count(write_good(tried, good), 'good task')} in {good}", soft_wrap=True)
@@ -291,9 +332,21 @@ def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
         yield f"data set: {count(without, 'instance')} without a split, which no run can use"
 
 
+def _find_functions(environment: Environment) -> Iterator[str]:
+    """Find functions where coroutines are wanted."""
+    for name in COROUTINES:
+        method = inspect.unwrap(getattr(type(environment), name))
+        if inspect.isfunction(method) and not inspect.iscoroutinefunction(method):
+            code = method.__code__
+            yield f"{code.co_filename}, line {code.co_firstlineno}: {name} is not a coroutine; write `async def {name}`"
+
+
 def _check_instances(environment: Environment, dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
     for number, instance in enumerate(dataset, start=1):
+        where = f"data set, instance {number}"
         try:
             environment.check(instance)
         except InvalidFieldError as error:
-            yield f"data set, instance {number}: {error}"
+            yield f"{where}: {error}"
+        except Exception as error:  # noqa: BLE001  whatever an author's code raises is the finding
+            yield f"{where}: check() failed with {explain(error)}; raise InvalidFieldError for what cannot be used"

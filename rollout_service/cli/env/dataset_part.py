@@ -5,7 +5,7 @@ Guarantee: rows are read one at a time; a row that is not a task is reported by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from pydantic import JsonValue, ValidationError
 from api_schemas.runs import DatasetTasks, FileTasks, Run
 from api_schemas.tasks import Task
 from rollout_service.cli import common
-from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.splits import select_split
 from rollout_service.errors import ConfigurationError
@@ -50,7 +50,7 @@ def part_of_environment(name_or_path: str, split: str | None) -> DatasetPart:
         InvalidFieldError: There is no such split.
     """
     environment = load_environment(name_or_path)
-    dataset: Sequence[dict[str, JsonValue]] = environment.dataset()
+    dataset = read_dataset(environment)
     if split is not None:
         dataset = select_split(dataset, split, field="split")
     return DatasetPart(((name_or_path, one) for one in dataset or [{}]), {name_or_path: environment})

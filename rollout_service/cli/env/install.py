@@ -10,7 +10,10 @@ from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM
 from rollout_service.environments.bridges.nemo_gym.library import NEMO_GYM
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
+from rollout_service.environments.bridges.verifiers.declaration import read_declaration
+from rollout_service.environments.bridges.verifiers.environment import added_packages
 from rollout_service.environments.bridges.verifiers.library import VERIFIERS
+from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.libraries import Library
 from rollout_service.environments.swe.grading import SWEBENCH
 from rollout_service.errors import did_you_mean
@@ -24,14 +27,24 @@ LIBRARIES: tuple[Library, ...] = (
 def install_library(name: str) -> Path:
     """Install the packages of an environment, and return their folder.
 
+    A folder of verifiers' tasksets gets the library, and the `requirements` of its declaration.
+
     Raises:
         CommandError: There is no such environment.
         ConfigurationError: The packages cannot be installed.
     """
+    if (Path(name).expanduser() / FILE_NAME).is_file():
+        return _install_tasksets(Path(name).expanduser().absolute())
     known = {library.name: library for library in LIBRARIES}
     if name not in known:
         raise CommandError(
             f"{name!r} needs no packages of its own{did_you_mean(name, known)}",
-            hint=f"Those that do: {', '.join(known)}.",
+            hint=f"Those that do: {', '.join(known)}, and folders of verifiers' tasksets.",
         )
     return known[name].install()
+
+
+def _install_tasksets(folder: Path) -> Path:
+    declaration = read_declaration(folder)
+    library = VERIFIERS.install()
+    return added_packages(declaration, folder).install() if declaration.requirements else library

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -18,10 +19,18 @@ from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.check import environment_path, load_environment
-from rollout_service.cli.env.script import read_turns, scripted_engine
+from rollout_service.cli.env.engines.pools import PoolModels
+from rollout_service.cli.env.engines.script import read_turns, scripted_engine
 from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show.trajectory import render_rollout
+from rollout_service.inference.errors import NoBackendError
 from rollout_service.tokens.tokenizer import load_tokenizer
+
+POOLS_HINT = (
+    "The server of this command has only the pools that are named: add --pool-model POOL=MODEL or "
+    "--pool-script POOL=FILE, or run it on a server that has the pool, with --url."
+)
+INSTANCE_HINT = """For example: --instance '{"question": "1+1"}'"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ class OwnServer:
     script: Path | None
     model: str | None
     sandbox: str | None
+    pools: PoolModels
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RolloutClient]:
@@ -44,7 +54,11 @@ class OwnServer:
             backend = self.backend
             if turns is not None:
                 backend = (await stack.enter_async_context(scripted_engine(turns))).url
-            yield await stack.enter_async_context(running_server(Path(folder), self._flags(backend)))
+            engines = await stack.enter_async_context(self.pools.engines())
+            client = await stack.enter_async_context(running_server(Path(folder), self._flags(backend)))
+            for engine in engines:
+                await client.add_backend(engine)
+            yield client
 
     def _flags(self, backend: str | None) -> list[str]:
         """Return the flags of `rollout-service serve`."""
@@ -60,14 +74,27 @@ class OwnServer:
 async def run_one(
     own: OwnServer, index: int, instance: str | None, url: str | None, key: str | None, *, as_json: bool
 ) -> int:
-    """Roll out one task, show it, and return the exit code."""
-    name = await anyio.to_thread.run_sync(_name, own.environment)
+    """Roll out one task, show it, and return the exit code.
+
+    Raises:
+        CommandError: The instance or a file is not valid, or no model answers for a pool.
+    """
+    if url is not None and (own.pools.models or own.pools.scripts):
+        raise CommandError(
+            "with --url the engines of that server answer for all pools",
+            hint="Leave --pool-model and --pool-script out, or --url.",
+        )
+    find = partial(_own_name, own) if url is None else partial(_name, own.environment)
+    name = await anyio.to_thread.run_sync(find)
+    given = parse_instance(instance) if instance is not None else None
     async with _server(own, url, key) as client:
-        data = parse_instance(instance) if instance is not None else await _pick(client, name, index)
+        data = await _pick(client, name, index) if given is None else given
         request = RolloutRequest(task=Task(environment=name, instance=data))
         rollout = await client.run(request)
         tokenizer = (await client.backends())[0].model_path
     _show(rollout, tokenizer, scripted=own.script is not None and url is None, as_json=as_json)
+    if url is None and rollout.error is not None and rollout.error.code == NoBackendError.code:
+        common.err().print(f"hint: {POOLS_HINT}", soft_wrap=True)
     return 0 if rollout.state is RolloutState.COMPLETED else 1
 
 
@@ -79,6 +106,23 @@ async def _server(own: OwnServer, url: str | None, key: str | None) -> AsyncIter
         return
     async with own.running() as client:
         yield client
+
+
+def _own_name(own: OwnServer) -> str:
+    """Return the environment's name on a server of its own.
+
+    Raises:
+        CommandError: It has sub-agents, and nothing answers for them.
+    """
+    spec = load_environment(own.environment).spec
+    if spec.parallel is not None and spec.parallel.subagent.pool not in {
+        *own.pools.models,
+        *own.pools.scripts,
+    }:
+        raise CommandError(
+            f"the sub-agents of {spec.name} need the pool {spec.parallel.subagent.pool!r}", hint=POOLS_HINT
+        )
+    return spec.name
 
 
 def _name(name_or_path: str) -> str:
@@ -104,11 +148,9 @@ def parse_instance(text: str) -> dict[str, JsonValue]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise CommandError(f"--instance is not valid JSON: {error}") from error
+        raise CommandError(f"--instance is not valid JSON: {error}", hint=INSTANCE_HINT) from error
     if not isinstance(value, dict):
-        raise CommandError(
-            "--instance is not a JSON object", hint="""For example: --instance '{"question": "1+1"}'"""
-        )
+        raise CommandError("--instance is not a JSON object", hint=INSTANCE_HINT)
     return value
 
 

@@ -9,7 +9,8 @@ import anyio
 import anyio.to_thread
 
 from rollout_service.cli import common
-from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.check import load_environment, read_dataset
+from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.openenv_server.server import EnvironmentServer
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -30,24 +31,21 @@ def check_host(host: str, *, without_key: bool) -> None:
         )
 
 
-async def serve(name_or_path: str, host: str, port: int, max_sessions: int) -> None:
+async def serve(name_or_path: str, host: str, port: int, max_sessions: int, pools: PoolModels) -> None:
     """Serve until the command is ended; print the address once it is served."""
     settings = load_settings()
     environment = await anyio.to_thread.run_sync(load_environment, name_or_path)
-    dataset = await anyio.to_thread.run_sync(environment.dataset)
+    dataset = await anyio.to_thread.run_sync(read_dataset, environment)
     with tempfile.TemporaryDirectory(prefix="rollout-serve-") as state:
         secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
-            server = EnvironmentServer(
-                environment,
-                dataset,
-                SandboxSource(provider, secrets=secrets),
-                max_sessions,
-            )
-            async with server.listening(host, port) as url:
-                common.out().print(url, soft_wrap=True)
-                await anyio.sleep_forever()
+            async with pools.opened(Path(state)) as models:
+                source = SandboxSource(provider, secrets=secrets)
+                server = EnvironmentServer(environment, dataset, source, max_sessions, models)
+                async with server.listening(host, port) as url:
+                    common.out().print(url, soft_wrap=True)
+                    await anyio.sleep_forever()
         finally:
             with anyio.CancelScope(shield=True):
                 await provider.close()

@@ -16,12 +16,13 @@ import anyio
 import anyio.to_thread
 from pydantic import JsonValue
 
+from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.reference import Solving
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.errors import describe, format_failure
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.trial import play
+from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.settings import Settings
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import make_provider
@@ -57,6 +58,7 @@ async def try_tasks(
     sandboxes: SandboxSource,
     *,
     at_once: int,
+    models: OtherModels = NO_MODELS,
     done: Callable[[TriedTask], None] = lambda _tried: None,
 ) -> list[TriedTask]:
     """Try the tasks of these instances, a few at a time; `done` is called as each ends."""
@@ -65,7 +67,7 @@ async def try_tasks(
 
     async def one(number: int, instance: dict[str, JsonValue]) -> None:
         async with limiter:
-            found[number] = await _try_task(environment, instance, sandboxes)
+            found[number] = await _try_task(environment, instance, sandboxes, models)
             done(found[number])
 
     async with anyio.create_task_group() as tasks:
@@ -75,12 +77,12 @@ async def try_tasks(
 
 
 async def _try_task(
-    environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource
+    environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource, models: OtherModels
 ) -> TriedTask:
     started = time.perf_counter()
     specific = environment.for_instance(instance)
-    solved, why = await _reward(Solving(specific), instance, sandboxes)
-    idle, why_idle = await _reward(specific, instance, sandboxes)
+    solved, why = await _reward(Solving(specific), instance, sandboxes, models)
+    idle, why_idle = await _reward(specific, instance, sandboxes, models)
     problems = []
     if solved != 1.0:
         problems.append(f"its solution gets {'no reward' if solved is None else f'{solved:g}'}{why}")
@@ -92,14 +94,17 @@ async def _try_task(
 
 
 async def _reward(
-    environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource
+    environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource, models: OtherModels
 ) -> tuple[float | None, str]:
     """Return the reward, or None and the reason, as the end of a sentence."""
     limits = environment.spec.limits
     seconds = limits.init_seconds + limits.rollout_seconds + limits.evaluate_seconds + GRACE_SECONDS
     try:
         with anyio.fail_after(seconds):
-            trial = await play(environment, dict(instance), ScriptedPolicy(IDLE_TURNS), sandboxes)
+            policy = ScriptedPolicy(IDLE_TURNS)
+            trial = await play(
+                environment, dict(instance), policy, sandboxes, models.judge, models.sampler, models.policies
+            )
     except TimeoutError:
         return None, f": it took longer than {seconds:g} s"
     except Exception as error:  # noqa: BLE001  every failure is the finding
@@ -115,6 +120,7 @@ async def try_environment(
     *,
     limit: int | None,
     at_once: int,
+    pools: PoolModels,
     done: Callable[[TriedTask], None],
 ) -> list[TriedTask]:
     """Try the first tasks of an environment in the sandboxes that the settings configure."""
@@ -123,13 +129,15 @@ async def try_environment(
         secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
-            return await try_tasks(
-                environment,
-                instances,
-                SandboxSource(provider, secrets=secrets),
-                at_once=at_once,
-                done=done,
-            )
+            async with pools.opened(Path(state)) as models:
+                return await try_tasks(
+                    environment,
+                    instances,
+                    SandboxSource(provider, secrets=secrets),
+                    at_once=at_once,
+                    models=models,
+                    done=done,
+                )
         finally:
             await provider.close()
 

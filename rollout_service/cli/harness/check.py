@@ -18,7 +18,7 @@ from rollout_service.agents.harnesses.preset import CheckTable
 from rollout_service.agents.harnesses.registry import get_harness
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.env.script import ScriptedCall, ScriptedTurn, scripted_engine
+from rollout_service.cli.env.engines.script import ScriptedCall, ScriptedTurn, scripted_engine
 from rollout_service.cli.server_child import running_server
 
 STEPS = "steps.txt"

@@ -17,6 +17,7 @@ from typing import IO
 from rollout_service.cli.common import CommandError
 
 STDIN = "-"
+READ_HINT = "Correct the path; - stands for the standard input."
 
 
 def is_stream(path: Path) -> bool:
@@ -41,7 +42,7 @@ def reread(path: Path) -> Iterator[Path]:
             with _opened(path) as stream:
                 shutil.copyfileobj(stream, copy)
         except OSError as error:
-            raise CommandError(f"{path} cannot be read: {error.strerror}.") from error
+            raise CommandError(f"{path} cannot be read: {error.strerror}", hint=READ_HINT) from error
         copy.flush()
         yield Path(copy.name)
 
@@ -56,7 +57,7 @@ def read_whole(path: Path) -> bytes:
         with _opened(path) as stream:
             return stream.read()
     except OSError as error:
-        raise CommandError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CommandError(f"{path} cannot be read: {error.strerror}", hint=READ_HINT) from error
 
 
 def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:

@@ -36,6 +36,11 @@ M = TypeVar("M", bound=BaseModel)
 
 FILE_NAME = "environment.toml"
 NO_GPU = "sandboxes have no GPU. Let a service do what needs one, and list its host in `network` of [sandbox]"
+TEXT_HINT = "Put the file there, saved as text in UTF-8."
+TOML_HINT = (
+    "Correct that line: texts and dates need quotes at both ends, lists and tables their closing brackets."
+)
+VALUES_HINT = "docs/reference/environment-toml.md says what each key takes."
 INSIDE = "/environment"
 """The path at which commands find the environment's folder."""
 
@@ -222,7 +227,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+        raise ConfigurationError(f"{path} cannot be read: {error}", hint=TEXT_HINT) from error
 
 
 def read_declaration(text: str, *, where: str, image: str | None = None) -> Declaration:
@@ -239,7 +244,7 @@ def _parse(text: str, *, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{where} is not valid TOML: {error}") from error
+        raise ConfigurationError(f"{where} is not valid TOML: {error}", hint=TOML_HINT) from error
 
 
 def read_table(model: type[M], table: dict[str, Any], *, where: str) -> M:
@@ -253,12 +258,14 @@ def read_table(model: type[M], table: dict[str, Any], *, where: str) -> M:
     except ValidationError as error:
         items = error.errors(include_url=False)
         lines = [f"{where}: {_explain(model, item)}" for item in items]
-        raise ConfigurationError("\n".join(lines), hint=_keys_there_are(model, items)) from error
+        raise ConfigurationError(
+            "\n".join(lines), hint=_keys_there_are(model, items) or VALUES_HINT
+        ) from error
 
 
 def _explain(model: type[BaseModel], item: Any) -> str:
     if not item["loc"]:  # keys that contradict each other
-        return str(item["msg"])
+        return str(item["msg"]).removeprefix("Value error, ")
     *parents, last = [str(part) for part in item["loc"]]
     path = ".".join([*parents, last])
     if item["type"] == "extra_forbidden" and last.startswith("gpu"):
@@ -267,7 +274,7 @@ def _explain(model: type[BaseModel], item: Any) -> str:
         return f"there is no key {path}{did_you_mean(last, _known_keys(model, parents))}"
     if item["type"] == "missing":
         return f"the key {path} is missing"
-    return f"{path}: {item['msg']}"
+    return f"{path}: {str(item['msg']).removeprefix('Value error, ')}"
 
 
 def _keys_there_are(model: type[BaseModel], items: Sequence[Any]) -> str:

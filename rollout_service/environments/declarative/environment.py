@@ -271,15 +271,29 @@ def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnviro
     path = folder / FILE_NAME
     text = read_text(path)
     if image is None:
-        return DeclarativeEnvironment(read_declaration(text, where=str(path)), folder)
+        return _make(read_declaration(text, where=str(path)), folder, str(path))
     where = f"{image}:{INSIDE}/{FILE_NAME}"
     declaration = read_declaration(text, where=where, image=str(image))
     _require_no_path_of_the_host(declaration, folder, where)
     named = tomllib.loads(text).get("image")
     ignored = f"image: the key ({named!r}) has no effect: the environment is inside the image {image}"
-    return DeclarativeEnvironment(
-        declaration, folder, in_image=True, warnings=[] if named is None else [ignored]
-    )
+    return _make(declaration, folder, where, in_image=True, warnings=[] if named is None else [ignored])
+
+
+def _make(
+    declaration: Declaration,
+    folder: Path,
+    where: str,
+    *,
+    in_image: bool = False,
+    warnings: Sequence[str] = (),
+) -> DeclarativeEnvironment:
+    """Make the environment of a declaration; errors name its file, `where`, unless they name one themselves."""
+    try:
+        return DeclarativeEnvironment(declaration, folder, in_image=in_image, warnings=warnings)
+    except ConfigurationError as error:
+        message = str(error) if str(folder) in str(error) else f"{where}: {error}"
+        raise ConfigurationError(message, hint=error.hint) from error
 
 
 def _require_no_path_of_the_host(declaration: Declaration, folder: Path, where: str) -> None:
@@ -391,6 +405,7 @@ def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list
     ]
     if missing:
         raise ConfigurationError(
-            f"environment {declaration.name!r}: the init command needs {', '.join(missing)}, which the folder lacks"
+            f"environment {declaration.name!r}: the init command needs {', '.join(missing)}, which the folder lacks",
+            hint="Put it there, or correct `command` or `files` in [init].",
         )
     return below(tuple(chosen.values()))

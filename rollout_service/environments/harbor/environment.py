@@ -62,7 +62,7 @@ class HarborTaskEnvironment(AgentEnvironment):
         self._settings = settings
 
     def findings(self) -> list[str]:
-        return list(self.task.unusable_scripts())
+        return [*self.task.empty_instructions(), *self.task.unusable_scripts()]
 
     def warnings(self) -> list[str]:
         return list(self.task.warnings)

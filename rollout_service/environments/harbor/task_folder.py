@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout_service.environments.declarative.declaration import TEXT_HINT
 from rollout_service.environments.declarative.files import PackedFile, read_folder
 from rollout_service.environments.harbor import FILE_NAME
 from rollout_service.environments.harbor.compose import FILES, MAIN, Compose, read_compose
@@ -100,6 +101,13 @@ class HarborTask:
         return all(
             any((folder / "solution" / SOLUTION).is_file() for folder in step.folders) for step in self.steps
         )
+
+    def empty_instructions(self) -> Iterator[str]:
+        """Yield the instructions without a word, with which the agent would not know what to do."""
+        for step in self.steps:
+            if not step.instruction.strip():
+                name = f"steps/{step.name}/instruction.md" if step.name else "instruction.md"
+                yield f"{name}: it is empty; write what the agent has to do"
 
     def unusable_scripts(self) -> Iterator[str]:
         """Yield the scripts with Windows line endings, which no shell can run; this blocks."""
@@ -277,7 +285,8 @@ def _image(folder: Path, path: str, table: EnvironmentTable, context: Path, name
         return _name_by_digest(context, name)
     if table.docker_image is None:
         raise ConfigurationError(
-            f"{folder}: the task has neither environment/Dockerfile nor environment.docker_image"
+            f"{folder}: the task has neither environment/Dockerfile nor environment.docker_image",
+            hint="Write the Dockerfile, or set `docker_image` in [environment] of task.toml.",
         )
     if (local := find_own_file(folder, table.docker_image)) is not None:
         return str(local)
@@ -333,4 +342,4 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+        raise ConfigurationError(f"{path} cannot be read: {error}", hint=TEXT_HINT) from error

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollout_service.environments.contract import parse_size
+from rollout_service.environments.declarative.declaration import TOML_HINT
 from rollout_service.errors import ConfigurationError
 from rollout_service.validation import describe_problems
 
@@ -223,7 +224,7 @@ def read_task_toml(text: str, *, where: str) -> TaskToml:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{where} is not valid TOML: {error}") from error
+        raise ConfigurationError(f"{where} is not valid TOML: {error}", hint=TOML_HINT) from error
     try:
         return TaskToml.model_validate(table)
     except ValidationError as error:

@@ -130,6 +130,8 @@ def test_the_grader_finds_what_the_solution_left(opened: Open) -> None:
         wait_for_prompt(shown)
         shown.type("echo answer=$(cat answer.txt)\r")
         shown.until(lambda: re.search(r"answer=9\s.*sandbox:", shown.drawn, re.DOTALL) is not None)
+        shown.type("ls $ROLLOUT_ENVIRONMENT; ls $ROLLOUT_RESULT || echo not''yet\r")
+        shown.until(lambda: "environment.toml" in shown.drawn and "notyet" in shown.drawn)
         shown.type("\x04")
         assert shown.ended() == 0
 

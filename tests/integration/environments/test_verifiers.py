@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -289,3 +290,46 @@ def test_tasksets_whose_rewards_would_be_left_out_are_refused_with_the_reason(tm
             environment.check({"taskset": table.id, "index": 0})
         assert caught.value.fields[0].path == "instance.taskset"
         assert reason in caught.value.fields[0].message
+
+
+OLD = """
+import verifiers as vf
+from datasets import Dataset
+
+def load_environment(**options):
+    return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "x", "answer": "y"}]), rubric=vf.Rubric())
+"""
+
+
+def test_a_package_in_the_old_form_is_refused_with_the_way_to_the_new_one(tmp_path: Path) -> None:
+    (tmp_path / "old_words.py").write_text(OLD)
+    (tmp_path / "old_package").mkdir()
+    (tmp_path / "old_package" / "__init__.py").write_text("from .main import load_environment\n")
+    (tmp_path / "old_package" / "main.py").write_text(OLD)
+    (tmp_path / "environment.toml").write_text(
+        'kind = "verifiers"\n[[taskset]]\nid = "old-words"\n[[taskset]]\nid = "old_package"\n'
+    )
+    findings = load_verifiers(tmp_path).findings()
+    assert len(findings) == 2
+    for finding in findings:
+        assert "in the old form, with `load_environment`, which verifiers 0." in finding
+        assert "docs/how-to/bridge-verifiers.md" in finding
+
+
+@pytest.fixture
+def backwards(tmp_path: Path) -> VerifiersEnvironment:
+    """The taskset that the documentation shows."""
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "bridge-verifiers.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    tmp_path.chmod(0o755)  # the user of a sandbox is another one
+    (tmp_path / "backwards.py").write_text(code)
+    (tmp_path / "environment.toml").write_text('kind = "verifiers"\n[[taskset]]\nid = "backwards"\n')
+    return load_verifiers(tmp_path)
+
+
+async def test_the_taskset_of_the_documentation(
+    backwards: VerifiersEnvironment, sandboxes: SandboxSource
+) -> None:
+    assert backwards.findings() == []
+    trial = await play(backwards, backwards.dataset()[1], ScriptedPolicy(["revir"]), sandboxes)
+    assert trial.score.reward == 1.0

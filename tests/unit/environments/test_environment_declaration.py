@@ -39,7 +39,7 @@ def test_the_defaults():
         (MINIMAL + "[limits]\nmax_turn = 3\n", ["limits.max_turn; did you mean max_turn"]),
         (MINIMAL + "[limits]\nmax_turns = 0\n", ["limits.max_turns: Input should be greater"]),
         (MINIMAL + "[sandbox]\nmemory = '2 GB'\n", ["sandbox.memory: "]),
-        (MINIMAL + "[sandbox]\nnetwork = 'lan'\n", ['sandbox.network: Value error, give "none", "full", or']),
+        (MINIMAL + "[sandbox]\nnetwork = 'lan'\n", ['sandbox.network: give "none", "full", or']),
         (MINIMAL + "[sandbox]\nnetwork = [1]\n", ["sandbox.network: "]),
         (
             MINIMAL + "[sandbox]\nnetwork = ['a.b', 'c.d/e']\n",
@@ -66,14 +66,13 @@ def test_mistakes_are_named_with_their_place(text, messages):
         (MINIMAL + "[init]\nfile = []\n", "[init] takes command, files, secrets."),
         ("", "The file takes dataset, description, "),
         (MINIMAL.replace("command", "comand"), "[evaluate] takes agent_processes, artifacts, "),
-        (MINIMAL + "[limits]\nmax_turns = 0\n", ""),
+        (MINIMAL + "[limits]\nmax_turns = 0\n", "docs/reference/environment-toml.md says"),
     ],
 )
-def test_the_hint_lists_the_known_keys(text, hint):
+def test_the_hint_lists_the_known_keys_or_names_the_page(text, hint):
     with pytest.raises(ConfigurationError) as caught:
         read_declaration(text, where="here")
     assert caught.value.hint.startswith(hint)
-    assert bool(caught.value.hint) is bool(hint)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_the_hint_lists_the_known_keys(text, hint):
             MINIMAL + "[sandbox]\ngpus = 1\n",
             "there is no key sandbox.gpus: sandboxes have no GPU. Let a service",
         ),
-        ('prompt = "{{ instance.a "\n' + MINIMAL, "prompt of 'e' is not a valid template"),
+        ('prompt = "{{ instance.a "\n' + MINIMAL, "prompt of 'e', line 1 is not a valid template"),
         (
             'prompt = "{{ question }}"\n' + MINIMAL,
             "uses question, but a template has only `instance`",
@@ -193,7 +192,7 @@ def test_a_data_set_may_have_a_file_for_each_split(tmp_path):
 
 @pytest.mark.parametrize("table", ['path = "a"\nsplits = {train = "b"}\n', ""])
 def test_a_data_set_is_one_file_or_several(table):
-    with pytest.raises(ConfigurationError, match="dataset: Value error, give either `path` or `splits`"):
+    with pytest.raises(ConfigurationError, match="dataset: give either `path` or `splits`"):
         read_declaration(f"{MINIMAL}[dataset]\n{table}", where="here")
 
 
@@ -263,7 +262,7 @@ def test_an_image_that_is_an_environment_needs_no_key_image(tmp_path, key, warne
     [
         ('name = "a"\ncomand = ["x"]', "there is no key mcp.0.comand; did you mean command?"),
         ('command = ["x"]', "the key mcp.0.name is missing"),
-        ('name = "a"', "mcp.0: Value error, give either `command` or `url`"),
+        ('name = "a"', "mcp.0: give either `command` or `url`"),
         (
             'name = "a"\nurl = "https://mcp.example.com/mcp"',
             "the server 'a' cannot be reached: the sandbox has no network",
@@ -302,7 +301,7 @@ def test_keys_that_contradict_each_other_are_told_without_a_path():
         def _refuse(cls, table):
             raise ValueError("give either")
 
-    with pytest.raises(ConfigurationError, match=r"^here: Value error, give either$"):
+    with pytest.raises(ConfigurationError, match=r"^here: give either$"):
         read_table(Either, {}, where="here")
 
 

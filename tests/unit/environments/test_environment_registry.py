@@ -144,8 +144,8 @@ def test_an_object_of_a_module_is_an_environment(tmp_path, monkeypatch, name):
     ("name", "reason", "hint"),
     [
         ("no_such_module:Mine", "No module named 'no_such_module'", "install no_such_module"),
-        ("json:Mine", "has no attribute 'Mine'", "Correct the code"),
-        ("json:dumps", "TypeError", "Correct the code"),
+        ("json:Mine", "has no attribute 'Mine'", "Correct the name after the colon"),
+        ("json:dumps", "TypeError", "Give its parameters defaults"),
         ("json:__name__", "not an Environment but an object of type str", "Name a subclass"),
     ],
 )

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.install import install_library
-from rollout_service.environments.libraries import Library, find_interpreter
+from rollout_service.environments.bridges.verifiers.environment import load_verifiers
+from rollout_service.environments.libraries import AddedPackages, Library, find_interpreter
 from rollout_service.errors import ConfigurationError
 
 UV = Path(__file__).parents[3] / ".cache" / "bootstrap" / "bin"
@@ -106,3 +108,42 @@ def test_another_program_that_prepares_it_has_another_folder(library, tmp_path):
     before = prepared.folder
     program.write_text("2")
     assert prepared.folder not in (before, library.folder)
+
+
+def write_wheel(folder: Path) -> str:
+    """Write the wheel of a package `small_part`, whose version is 1.0, and return its name."""
+    name, info = "small_part-1.0-py3-none-any.whl", "small_part-1.0.dist-info"
+    with ZipFile(folder / name, "w") as wheel:
+        wheel.writestr("small_part.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: small-part\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "small_part.py,,\n")
+    return name
+
+
+@pytest.mark.slow(seconds=20)
+def test_what_an_environment_needs_besides_is_installed_next_to_the_library(library, tmp_path):
+    library.install()
+    added = AddedPackages(library, (f"./{write_wheel(tmp_path)}",), tmp_path)
+    with pytest.raises(ConfigurationError) as caught:
+        added.require()
+    assert caught.value.hint == f"Install them: rollout-service env install {tmp_path}"
+    assert (added.install() / "small_part.py").exists()
+    assert added.require() == added.install()
+    locked = replace(library, requirements=tmp_path / "other.lock")
+    locked.requirements.write_text("small-part==2.0 \\\n    --hash=sha256:00\n")
+    library.folder.rename(locked.folder)
+    with pytest.raises(ConfigurationError, match=r"small-part"):  # the library keeps its own version
+        replace(added, library=locked).install()
+
+
+def test_a_folder_of_tasksets_has_the_command_for_its_requirements(library, tmp_path):
+    (library.folder / "bin").mkdir(parents=True)
+    (library.folder / "bin" / "python").touch()
+    declared = 'kind = "verifiers"\nrequirements = ["small-part"]\n[[taskset]]\nid = "words"\n'
+    (tmp_path / "environment.toml").write_text(declared)
+    with pytest.raises(ConfigurationError, match="its `requirements` are not installed on this machine"):
+        load_verifiers(tmp_path, library)
+    (tmp_path / "environment.toml").write_text(declared.replace("small-part", "--index-url=x"))
+    with pytest.raises(ConfigurationError, match="'--index-url=x' is not a requirement"):
+        load_verifiers(tmp_path, library)

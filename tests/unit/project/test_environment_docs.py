@@ -1,6 +1,8 @@
 """The pages on environments are accurate: their examples are the shipped files, and they run."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,16 @@ async def test_the_python_example_runs(tmp_path):
     trial = await play(environment, environment.dataset()[0], policy, sandboxes)
     assert trial.score.reward == 1.0
     assert policy.messages[2].content == "a large body of salt water"
+
+
+@pytest.mark.slow
+def test_the_environment_and_the_test_of_the_page_on_tests_run(tmp_path):
+    environment, test = blocks("test-an-environment.md")
+    (tmp_path / "stock.py").write_text(environment)
+    (tmp_path / "test_stock.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 passed" in done.stdout, done.stdout
 
 
 def test_every_key_is_in_the_table():

@@ -9,22 +9,26 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from contextlib import suppress
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.cli.env.run import parse_instance
 from rollout_service.cli.env.shell.attach import HUNG_UP, attach, require_terminal, size_of_terminal
+from rollout_service.cli.env.shell.grading import GradersSandbox
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.reference import Solving
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.episodes import Episode, Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
@@ -42,10 +46,6 @@ PROMPT = r"sandbox:\w\$ "
 ShellStage = Literal["rollout", "evaluate"]
 
 
-class _ShellEndedError(Exception):
-    """The shell ended, so nothing after it is to run."""
-
-
 class _WithShell(Solving):
     """Another environment with a shell in place of its agent or of its grader."""
 
@@ -55,6 +55,8 @@ class _WithShell(Solving):
         self._solve = solve
         self.exit_code = HUNG_UP
         """The shell's, once it has ended by itself."""
+        self.episode_scope = anyio.CancelScope()
+        """Cancelled when the shell has ended, so that nothing after it runs."""
 
     def for_instance(self, instance: dict[str, JsonValue]) -> Environment:  # noqa: ARG002 - it is of one already
         return self
@@ -63,24 +65,33 @@ class _WithShell(Solving):
         if self._solve:
             await self._environment.solve(episode)
         if self._stage == "rollout":
-            await self._open(episode)
+            await self._open(episode.require_sandbox(), "the agent's sandbox", {})
         return StopReason.FINISHED
 
     async def evaluate(self, episode: Episode) -> Score:
-        await self._open(episode)
-        raise AssertionError("the shell's end is raised")
+        """Run the grader up to its first program, with the shell in the program's place."""
+        sandbox = episode.require_sandbox()
+        place = "the sandbox that is graded in"
+        opened = GradersSandbox(sandbox, partial(self._open, sandbox, f"{place}, with the grader's files"))
+        episode.sandbox = cast(Sandbox, opened)
+        try:
+            await super().evaluate(episode)
+        except Exception as error:  # noqa: BLE001  a grader that fails is a reason to look at its sandbox
+            await self._open(sandbox, f"{place}, after the grader failed with {error}", {})
+        await self._open(sandbox, f"{place}, after the grader: it runs nothing on files that it copies", {})
+        raise AssertionError("the shell's end cancels the episode")
 
-    async def _open(self, episode: Episode) -> None:
-        place = "agent's sandbox" if self._stage == "rollout" else "sandbox that is graded in"
-        common.err().print(f"a shell in the {place}, which is removed when the shell ends", soft_wrap=True)
-        self.exit_code = await run_shell(episode.require_sandbox())
-        raise _ShellEndedError
+    async def _open(self, sandbox: Sandbox, place: str, env: Mapping[str, str]) -> None:
+        common.err().print(f"a shell in {place}; the sandbox is removed when the shell ends", soft_wrap=True)
+        self.exit_code = await run_shell(sandbox, env)
+        self.episode_scope.cancel()
+        await anyio.lowlevel.checkpoint()
 
 
-async def run_shell(sandbox: Sandbox) -> int:
+async def run_shell(sandbox: Sandbox, env: Mapping[str, str]) -> int:
     """Connect this process's terminal to a shell in the sandbox; return the shell's exit code."""
     lines, columns = size_of_terminal()
-    env = {"TERM": os.environ.get("TERM", "xterm"), "PS1": PROMPT}
+    env = {**env, "TERM": os.environ.get("TERM", "xterm"), "PS1": PROMPT}
     async with open_terminal(sandbox, SHELL, lines=lines, columns=columns, env=env) as terminal:
         return await attach(terminal)
 
@@ -109,7 +120,7 @@ async def open_shell(
 
 
 def _instance_at(environment: Environment, index: int) -> dict[str, JsonValue]:
-    dataset = environment.dataset()
+    dataset = read_dataset(environment)
     if index >= len(dataset):
         raise CommandError(
             f"{environment.spec.name} has no instance with index {index}; it has {len(dataset)}, from 0",
@@ -140,7 +151,8 @@ async def _play(shell: _WithShell, instance: dict[str, JsonValue]) -> None:
     with tempfile.TemporaryDirectory(prefix="rollout-shell-") as state:
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
-            with suppress(_ShellEndedError):
-                await play(shell, instance, ScriptedPolicy([]), SandboxSource(provider))
+            source = SandboxSource(provider, secrets=HostSecrets(settings.secrets))
+            with shell.episode_scope:
+                await play(shell, instance, ScriptedPolicy([]), source)
         finally:
             await provider.close()

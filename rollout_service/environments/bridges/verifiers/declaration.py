@@ -51,6 +51,8 @@ class VerifiersDeclaration(EnvironmentSettings):
     """The image of the sandbox; it needs a python3 of the same minor version as the service's."""
     packages: list[str] = ["."]
     """Folders with the packages of tasksets, relative to that of the file."""
+    requirements: list[str] = []
+    """What these packages need besides the library, as pip takes it."""
     taskset: list[TasksetTable] = Field(min_length=1)
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxSettings = SandboxSettings(memory="2G", max_processes=64)
@@ -62,6 +64,13 @@ class VerifiersDeclaration(EnvironmentSettings):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two tables [[taskset]] are named {twice[0]!r}; give one a `name` of its own")
         return tables
+
+    @field_validator("requirements")
+    @classmethod
+    def _have_no_options(cls, requirements: list[str]) -> list[str]:
+        if options := [one for one in requirements if not one or one.startswith("-")]:
+            raise ValueError(f'{options[0]!r} is not a requirement, such as "nltk==3.9.1"')
+        return requirements
 
     def spec(self, binds: dict[str, str]) -> EnvironmentSpec:
         """Return the description that all tasks share."""

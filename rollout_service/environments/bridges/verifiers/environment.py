@@ -29,7 +29,7 @@ from rollout_service.environments.bridges.verifiers.library import NAME, VERIFIE
 from rollout_service.environments.bridges.verifiers.tools import open_tools, read_state
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.instance_fields import read_instance
-from rollout_service.environments.libraries import Library
+from rollout_service.environments.libraries import AddedPackages, Library
 from rollout_service.environments.splits import SPLIT
 from rollout_service.episodes import Episode, Score
 from rollout_service.errors import InvalidFieldError, did_you_mean
@@ -218,9 +218,19 @@ def load_verifiers(folder: Path, library: Library = VERIFIERS) -> VerifiersEnvir
     folder = folder.resolve()
     declaration = read_declaration(folder)
     packages = [(folder / name).resolve() for name in declaration.packages]
+    if declaration.requirements:
+        library.python()
+        packages.append(added_packages(declaration, folder, library).require())
     listings = list_tasksets(library, declaration.taskset, packages, folder)
     own = {f"{INSIDE}-{number}": str(path) for number, path in enumerate(packages, 1)}
     return VerifiersEnvironment(declaration, listings, {INSIDE: str(library.packages), **own})
+
+
+def added_packages(
+    declaration: VerifiersDeclaration, folder: Path, library: Library = VERIFIERS
+) -> AddedPackages:
+    """Return what the tasksets of a folder need besides the library."""
+    return AddedPackages(library, tuple(declaration.requirements), folder.resolve())
 
 
 def _refusal(field: str, message: str, known: dict[str, Any] | None = None) -> InvalidFieldError:

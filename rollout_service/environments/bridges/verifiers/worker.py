@@ -9,9 +9,11 @@ reward or a metric without a value is an error. A task that cannot be run so is 
 library would leave out the rewards that it cannot compute, and say nothing.
 """
 
+import ast
 import asyncio
 import gc
-import importlib
+import importlib.metadata
+import importlib.util
 import inspect
 import itertools
 import json
@@ -20,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 Request = dict[str, Any]
@@ -33,6 +36,12 @@ OWN_HOOKS = {
     "runtime_env": "sets variables of a runtime",
 }
 """The methods of a task that must be the library's own."""
+LOADER = "load_environment"
+OLD_FORM = (
+    "it is in the old form, with `load_environment`, which verifiers {version} no longer has; make its rows the tasks "
+    "of a `vf.Taskset`, and its rubric their `@vf.reward`s, as docs/how-to/bridge-verifiers.md shows"
+)
+MISSING = "if it is a package that the taskset needs, name it in `requirements` of environment.toml"
 MODULES = ("verifiers.v1", "verifiers.v1.utils.loaders", "verifiers.v1.trace", "mcp.server.mcpserver")
 """What is imported before the first request is answered."""
 STOPS = {
@@ -128,7 +137,25 @@ async def _list_one(wanted: Request) -> Reply:
         }
     except Exception as error:  # noqa: BLE001 - a package that is wrong hides no other
         traceback.print_exc()
+        if _has_old_form(wanted["id"]):
+            return {"problem": OLD_FORM.format(version=importlib.metadata.version("verifiers"))}
+        if isinstance(error, ModuleNotFoundError):
+            return {"problem": f"it cannot be loaded: {_describe(error)}; {MISSING}"}
         return {"problem": f"it cannot be loaded: {_describe(error)}"}
+
+
+def _has_old_form(taskset_id: str) -> bool:
+    """Return whether a package defines or imports `load_environment`, also if it cannot be imported."""
+    name = taskset_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return False
+    tree = ast.parse(Path(spec.origin).read_bytes())
+    return any(
+        isinstance(node, ast.FunctionDef | ast.ImportFrom)
+        and LOADER in ([node.name] if isinstance(node, ast.FunctionDef) else [one.name for one in node.names])
+        for node in tree.body
+    )
 
 
 def _taskset(wanted: Request) -> Any:

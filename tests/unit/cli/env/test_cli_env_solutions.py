@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rollout_service.cli.env.check import check_environment, with_solutions
+from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.cli.env.solutions import PRINTED_LINES, try_tasks
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -63,7 +64,9 @@ async def test_a_solution_that_leaves_nothing_has_no_such_note(make, tmp_path):
 def test_output_that_repeats_is_shown_once(make, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_SANDBOX__PROVIDER", "local")
     folder = str(make("echo all broken; exit 3"))
-    report = with_solutions(check_environment(folder), folder, limit=None, at_once=1, good=None)
+    report = with_solutions(
+        check_environment(folder), folder, limit=None, at_once=1, good=None, pools=PoolModels()
+    )
     found = [finding for finding in report.findings if "solution" in finding or "nothing" in finding]
     assert sum("it printed" in finding or "all broken" in finding for finding in found) == 1
     assert found[-1].endswith("doing nothing gets no reward, for the same reason")

@@ -19,6 +19,7 @@ from rollout_service.validation import describe_problems
 
 POLICY = "calc-tuned"
 END = "<|im_end|>"
+TURN_HINT = 'Write one turn per line, such as {"content": "42"} or {"tool_calls": [{"name": "bash", "arguments": {}}]}.'
 
 
 class ScriptedCall(BaseModel):
@@ -61,11 +62,9 @@ def read_turns(path: Path) -> list[str]:
                 turns.append(ScriptedTurn.model_validate_json(line).text())
             except ValidationError as error:
                 what = "; ".join(describe_problems(error, ScriptedTurn))
-                raise CommandError(f"{path}, line {number}: {what}") from error
+                raise CommandError(f"{path}, line {number}: {what}", hint=TURN_HINT) from error
     if not turns:
-        raise CommandError(
-            f"the script {path} has no turns", hint='Write one turn per line, such as {"content": "42"}.'
-        )
+        raise CommandError(f"the script {path} has no turns", hint=TURN_HINT)
     return turns
 
 
