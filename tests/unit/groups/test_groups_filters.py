@@ -161,6 +161,7 @@ def test_an_unknown_filter_is_refused_with_the_nearest():
         ("too_long", {"max_tokens": 0}, "body.filters.2.options.max_tokens"),
         ("zero_variance", {"tolerence": 1}, "body.filters.2.options.tolerence"),
         ("accuracy_band", {"low": 2}, "body.filters.2.options.low"),
+        ("accuracy_band", {"high": 1.1}, "body.filters.2.options.high"),
     ],
 )
 def test_the_error_for_a_wrong_option_has_its_path(name, options, path):

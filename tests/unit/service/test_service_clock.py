@@ -46,6 +46,16 @@ def test_a_jump_moves_nothing_and_is_one_line_and_a_warning_until_the_clock_is_r
     assert clock.warnings() == []
 
 
+def test_a_second_jump_is_told_by_its_own_length() -> None:
+    host = Host()
+    clock = host.clock()
+    with capture_logs() as logs:
+        for jump in (60.0, -7_200.0):
+            host.wall += jump
+            clock.look()
+    assert [line["seconds"] for line in logs] == [60.0, -7_200.0]
+
+
 def test_small_corrections_are_followed_and_time_never_goes_back() -> None:
     host = Host()
     clock = host.clock()
