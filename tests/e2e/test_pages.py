@@ -19,9 +19,12 @@ if os.geteuid() != 0:
 
 FILES = [ROOT / "README.md", *(ROOT / "docs/tutorials").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]
 BLOCKS = {str(file.relative_to(ROOT)): shell_blocks(str(file.relative_to(ROOT))) for file in sorted(FILES)}
+PARTS = {"docs/how-to/slurm.md": [pytest.mark.slurm]}
 RUN = {page: [block for block in blocks if not block.not_run] for page, blocks in BLOCKS.items()}
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in RUN.items() if blocks])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=PARTS.get(page, [])) for page, blocks in RUN.items() if blocks]
+)
 def test_the_blocks_of_a_page_run_as_they_stand(page: str, tmp_path: Path) -> None:
     run_blocks(RUN[page], tmp_path)

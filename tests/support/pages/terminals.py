@@ -135,12 +135,12 @@ def _fill(checkout: Path) -> None:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Return this process's variables without the project's settings, and with the commands of its environment."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLOUT_", "PYTEST_"))}
-    ours = {
-        "PYTHONPATH": str(ROOT),
-        "XDG_STATE_HOME": str(folder / "state"),
-        "NO_COLOR": "1",
-        "COLUMNS": "200",
-    }
+    """Return this process's variables without the project's settings, with a new home that has the same caches."""
+    foreign = ("ROLLOUT_", "PYTEST_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    home = folder / "home"
+    home.mkdir()
+    for name in (".cache", ".config"):
+        (home / name).symlink_to(Path.home() / name)
+    ours = {"HOME": str(home), "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "200"}
     return kept | ours | {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
