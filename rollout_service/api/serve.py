@@ -1,7 +1,7 @@
 """Serves the app until a signal or a failed part stops it; then refuses, drains, cancels, and closes, in this order.
 
 Guarantees: the log says where the service listens, with which settings, and finally why it ended. The process ends
-within 3 s after the drain: with exit code 1 if a part failed, and by the signal if one stopped it.
+within 3 s after the drain: with exit code 4 if a part failed, and by the signal if one stopped it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from rollout_service.shutdown import Shutdown
 
 LAST_SECONDS = 3.0
 """The most time that closing may take after the drain."""
-FAILED = 1
-"""The exit code of a service that lost one of its parts."""
+FAILED = 4
+"""The exit code of a service that lost one of its parts, which a restart mends, unlike a wrong setting."""
 IMPATIENT_SIGNALS = 2
 """The signals that end the service in order; one more ends it at once."""
 SHOWN = 20

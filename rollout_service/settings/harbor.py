@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Literal
 
 from rollout_service.settings.section import Section
+from rollout_service.settings.values import Hosts, Names
 
 
 class HarborSettings(Section):
     """What tasks in Harbor's format may have, and how those are graded that ask for no verifier of their own."""
 
-    public_network: Literal["none", "full"] | list[str] = "none"
+    public_network: Hosts = "none"
     """What a task gets that asks for a public network: nothing, the hosts of a list, or `full`, which includes this
     machine's own services."""
     harness: str | None = None
     """The program that is the agent of all tasks, such as `codex`; their images must have it. None: the built-in."""
-    variables: list[str] = []
+    variables: Names = []
     """The variables of this machine that tasks may read, such as `${NAME}` in an `env`. They reach hostile code."""
     shared_verifier: Literal["fresh", "same"] = "fresh"
     """Where a shared verifier runs: in a fresh sandbox with the working folder and `artifacts`, which an agent cannot
@@ -23,5 +24,5 @@ class HarborSettings(Section):
     agent_processes: Literal["keep", "end"] = "keep"
     """Whether what the agent left running, such as a server, goes on while a shared verifier runs in its own sandbox,
     as Harbor has it, or is ended. What goes on can forge the reward."""
-    artifacts: list[str] = ["/app", "/data", "/home", "/srv"]
+    artifacts: Names = ["/app", "/data", "/home", "/srv"]
     """What a shared verifier in a fresh sandbox gets besides the working folder and the task's own artifacts."""

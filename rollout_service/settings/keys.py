@@ -116,7 +116,8 @@ def _step(annotation: Any, part: str) -> Iterator[FieldInfo]:
     for model in models_in(annotation):
         if part in model.model_fields:
             yield model.model_fields[part]
-    yield from (FieldInfo(annotation=model) for model in _values_of(annotation))
+    if get_origin(annotation) is dict:
+        yield FieldInfo(annotation=get_args(annotation)[1])
 
 
 def _values_of(annotation: Any) -> list[type[BaseModel]]:

@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr
 
 from api_schemas.base import Name
 from rollout_service.settings.section import Section
+from rollout_service.settings.values import Names
 
 
 class LiveJudgeSettings(Section):
@@ -37,7 +38,7 @@ class LiveJudgeSettings(Section):
     """The pool that reads answers with the hint, for runs that ask for a teacher; left out is the session's own."""
     text_chars: int = Field(8_192, ge=256)
     """Answers and next states that are longer are cut in the middle before they are judged."""
-    overrides: list[str] = []
+    overrides: Names = []
     """Rules that decide before the judge, in order, such as `tool_error`, `truncated` and `repeated_call`."""
     at_once: int = Field(8, ge=1)
     """The most turns that are judged at the same time."""
@@ -91,7 +92,7 @@ class LiveSettings(Section):
     consent. They are kept as salted hashes."""
     retention_bytes: int | None = Field(None, ge=1)
     """The most bytes that are kept for one user; the oldest closed sessions go first. Left out sets no limit."""
-    detectors: list[str] = ["secrets"]
+    detectors: Names = ["secrets"]
     """What is looked for before a turn is stored: names of built-in detectors, or of plug-ins. A turn with a match is
     not trained on, and its text is not stored."""
     share_prefixes: bool = False

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from rollout_service.settings.section import Section
+from rollout_service.settings.values import Names
 from sandboxes.config import PressureConfig, WarmPoolConfig
 
 
@@ -50,7 +51,7 @@ class PipelineSettings(Section):
 class SecretsSettings(Section):
     """What environments may have of this host as `secrets`. Any environment may name it, a downloaded one too."""
 
-    variables: list[str] = []
+    variables: Names = []
     """The variables of the service that environments may name, such as `["GRADER_KEY"]`. Names are listed one by one,
     since a prefix would also allow variables that are set later."""
     folder: Path | None = None

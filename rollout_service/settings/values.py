@@ -1,13 +1,13 @@
 """The forms in which a flag, a variable or a file may give a list or a table.
 
-A variable holds one value, several separated by commas, or a JSON list.
+A variable holds one value, several separated by commas, or JSON.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 from pydantic_settings import NoDecode
@@ -18,14 +18,14 @@ from rollout_service.http.api_keys import ApiKey, name_keys
 
 
 def _split(value: object) -> object:
-    """Parse a variable that holds one value, several separated by commas, or a JSON list."""
+    """Parse a variable that holds one value, several separated by commas, or a JSON list or table."""
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith("["):
+    if value.lstrip().startswith(("[", "{")):
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"not a valid JSON list: {error}") from None
+            raise ValueError(f"not valid JSON: {error}") from None
     parts = [part.strip() for part in value.split(",")]
     if not all(parts):
         raise ValueError("the value is empty, or a part of it is; set it, or unset the variable")
@@ -53,9 +53,15 @@ def _pairs(value: object) -> object:
     return table
 
 
+def _hosts(value: object) -> object:
+    """Parse a variable that holds a list of hosts, or a word that stands for one."""
+    return value if value in ("none", "full") else _split(value)
+
+
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Labels = Annotated[list[Name], NoDecode, BeforeValidator(_split)]
 Paths = Annotated[list[Path], NoDecode, BeforeValidator(_split)]
+Hosts = Annotated[Literal["none", "full"] | list[str], NoDecode, BeforeValidator(_hosts)]
 Backends = Annotated[list[BackendSpec], NoDecode, BeforeValidator(_addresses), BeforeValidator(_split)]
 Models = Annotated[dict[Name, str], NoDecode, BeforeValidator(_pairs), BeforeValidator(_split)]
 Keys = Annotated[list[ApiKey], NoDecode, BeforeValidator(name_keys), BeforeValidator(_split)]

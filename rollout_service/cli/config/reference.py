@@ -26,7 +26,9 @@ HEAD = """# Settings
 Set a key in `rollout.toml`, as a variable `ROLLOUT_*`, or, for the most common keys, as a flag of `serve`. Flags win
 over variables, and variables over the file. In a variable, `__` separates a table from its key: `[pipeline]
 init_workers` is `ROLLOUT_PIPELINE__INIT_WORKERS`. Lists and whole tables are JSON in a variable:
-`ROLLOUT_KEYS='["..."]'`.
+`ROLLOUT_KEYS='["..."]'`, `ROLLOUT_POOLS='{"judge": {"max_in_flight": 64}}'`. A list without tables may also be values
+with commas between them, `ROLLOUT_ALLOWED_HOSTS=a.example.com,b.example.com`, and a table of texts pairs of them,
+`ROLLOUT_EMBEDDED__POOLS=judge=calc-base`.
 
 The file is `rollout.toml` in the working folder, or the one that `--config` or `ROLLOUT_CONFIG` names. An unknown key
 or variable is refused, with the closest known one. `rollout-service config show` prints every value with its source; it
@@ -100,6 +102,8 @@ def _name(annotation: Any) -> str:
         return " or ".join(_name(one) for one in arguments if one is not NoneType)
     if origin is list:
         return f"list of {_plural(arguments[0])}"
+    if origin is dict:
+        return f"table of {_plural(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return " or ".join(f"`{member.value}`" for member in annotation)
     return "URL" if "Url" in str(annotation) else str(getattr(annotation, "__name__", annotation))

@@ -48,7 +48,9 @@ def command(
     key: Key = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="With --live: the service's state folder, read if the service does not answer."),
+        typer.Option(
+            help="The service's state folder; with --live, it is read if the service does not answer."
+        ),
     ] = None,
     stacks: Annotated[bool, typer.Option("--stacks", help="With --live: show where each waits.")] = False,
     as_json: AsJson = False,
@@ -66,20 +68,22 @@ def command(
             from rollout_service.cli.doctor.live import check_live
 
             return check_live(url, key, state_dir, config, stacks=stacks, as_json=as_json)
+        if stacks:
+            raise CommandError("--stacks is only for a service that runs", hint="Add --live.")
         if batch is not None and model is not None:
             return _compare(batch, model, temperature, output, as_json=as_json)
         if batch is not None or model is not None:
             raise CommandError("--batch and --model must be given together", hint="Pass both, or neither.")
-        return _check(config, as_json=as_json)
+        return _check(config, state_dir, as_json=as_json)
 
     common.run_blocking(main)
 
 
-def _check(config: Path | None, *, as_json: bool) -> int:
+def _check(config: Path | None, state_dir: Path | None, *, as_json: bool) -> int:
     from rollout_service.cli.doctor.checks import check_machine
     from rollout_service.settings import load_settings
 
-    checks = check_machine(load_settings(config))
+    checks = check_machine(load_settings(config, state_dir=state_dir))
     if as_json:
         common.print_json([check.as_dict() for check in checks])
     else:

@@ -26,6 +26,7 @@ OLD_STORE = ROOT / "tests" / "data" / "store-0.1.sqlite3.gz"
 """A store of the first release: a run with four groups of two, one batch acknowledged, and a queued rollout."""
 RUN = "delivery"
 CONNECTIONS_SECONDS = 3
+MAX_EXPOSURE = 4.0
 PAGE = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
 KEY = "a-key-of-enough-characters-for-anyone"
 
@@ -50,6 +51,19 @@ def test_the_unit_is_valid(tmp_path: Path) -> None:
     )
     complaints = [line for line in done.stderr.splitlines() if UNIT.stem in line]
     assert (done.returncode, complaints) == (0, []), done.stderr
+
+
+def test_the_unit_leaves_little_open() -> None:
+    """Rate it as `systemd-analyze` does: from 0, which is best, to 10."""
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNIT)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = re.search(r"Overall exposure level.*: ([\d.]+)", done.stdout)
+    assert found
+    assert float(found[1]) < MAX_EXPOSURE, done.stdout
 
 
 def test_the_unit_waits_longer_than_a_shutdown_takes() -> None:

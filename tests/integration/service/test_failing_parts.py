@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from rollout_service.errors import StoreError
+from rollout_service.http.draining import FAILED
 from rollout_service.store.sqlite.thread import DatabaseThread
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
@@ -100,11 +101,11 @@ def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine
         assert database.execute("UPDATE runs SET request = '{'").rowcount == 1
     database.close()
     with service(folder, engine, "[pipeline]\ndrain_seconds = 1\n") as server:
-        assert server.ended(30) == 1
+        assert server.ended(30) == FAILED
         reasons = [
             line for line in server.log.splitlines() if "a part of the service failed; shutting down" in line
         ]
-        assert len(reasons) == 1
+        assert len(reasons) == 1, server.log
         assert "ValidationError" in reasons[0]
         assert "reason='a part of the service failed'" in server.log
 

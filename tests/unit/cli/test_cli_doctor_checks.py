@@ -1,11 +1,14 @@
 """The checks of `doctor` judge the facts that they are given."""
 
+import json
 import resource
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rollout_service.cli import app
 from rollout_service.cli.doctor.checks import check_engine, check_mounts, check_open_files
 from rollout_service.settings import Settings
 from sandboxes import ApptainerConfig, LimitDefaults, LocalConfig
@@ -65,3 +68,18 @@ def test_a_model_of_an_embedded_engine_that_is_not_there_is_named(
 def test_the_embedded_engines_are_fine_with_shipped_models() -> None:
     settings = Settings.model_validate({"embedded": {"pools": {"frozen-1": "calc-base"}}})
     assert check_engine(settings).state == "ok"
+
+
+def test_the_checks_are_of_the_state_folder_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["doctor", "--json", "--state-dir", str(tmp_path / "state")])
+    (found,) = [check for check in json.loads(result.stdout) if check["name"] == "state folder"]
+    assert str(tmp_path) in found["found"]
+
+
+def test_stacks_without_a_service_are_refused() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--stacks"])
+    assert result.exit_code == 1
+    assert "Add --live." in result.stderr

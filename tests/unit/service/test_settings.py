@@ -1,15 +1,25 @@
 """Settings have a fixed precedence, and each refusal names the key, variable or line at fault."""
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from rollout_service.errors import ConfigurationError
 from rollout_service.settings import Settings, is_loopback, load_settings
-from rollout_service.settings.keys import known_keys
+from rollout_service.settings.keys import iter_tables, known_keys
+from rollout_service.settings.sources import variable_name
 
 KEY = "a-key-of-enough-characters"
+TABLES = list(iter_tables(Settings))
+LISTS_OF_TABLES = {".".join(table.path) for table in TABLES if table.repeated}
+LISTS_OF_TEXTS = [
+    key.dotted
+    for table in TABLES
+    for key in table.keys
+    if "list" in str(key.field.annotation) and key.dotted not in LISTS_OF_TABLES
+]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +99,7 @@ def test_a_key_in_a_variable_is_a_plain_value_or_json(value: str, monkeypatch: p
         (f"{KEY},", "empty"),
         (f'["{KEY} with spaces"]', "visible ASCII"),
         (f'["{KEY}", "{KEY}"]', "two keys have the same value"),
-        (f'["{KEY}"', "not a valid JSON list"),
+        (f'["{KEY}"', "not valid JSON"),
         (f'[{{"name": "x", "role": "root", "key": "{KEY}"}}]', "'read', 'submit' or 'admin'"),
         (f'[{{"key": "{KEY}"}}]', "keys.0.name"),
         ("[7]", "keys.0"),
@@ -111,6 +121,16 @@ def test_lists_in_variables_may_be_plain(monkeypatch: pytest.MonkeyPatch) -> Non
     settings = load_settings()
     assert settings.environments == [Path("a"), Path("b")]
     assert [backend.url.host for backend in settings.backends] == ["gpu-1", "gpu-2"]
+
+
+@pytest.mark.parametrize("key", LISTS_OF_TEXTS)
+@pytest.mark.parametrize("value", ['["one", "two"]', "one,two"], ids=["json", "commas"])
+def test_every_list_of_texts_may_be_json_or_plain_in_a_variable(
+    key: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable_name(key), value)
+    found = attrgetter(key)(load_settings())
+    assert [str(one) for one in found] == ["one", "two"]
 
 
 def test_a_variable_that_needs_json_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +198,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(empty_folder: Path, toml: 
         ("ROLLOUT_PORT", "x", "ROLLOUT_PORT: port: "),
         ("ROLLOUT_PIPELINE__INIT_WORKERS", "0", "ROLLOUT_PIPELINE__INIT_WORKERS: pipeline.init_workers: "),
         ("ROLLOUT_PIPELINE", '{"init_worker": 2}', "ROLLOUT_PIPELINE: pipeline.init_worker: unknown"),
-        ("ROLLOUT_ENVIRONMENTS", "[./mine", "ROLLOUT_ENVIRONMENTS: environments: not a valid JSON list"),
+        ("ROLLOUT_ENVIRONMENTS", "[./mine", "ROLLOUT_ENVIRONMENTS: environments: not valid JSON"),
         ("ROLLOUT_BACKENDS", "gpu-1:30000", "ROLLOUT_BACKENDS: backends.0.url"),
         ("ROLLOUT_SANDBOXES__WARM", "3", "ROLLOUT_SANDBOXES__WARM: sandboxes.warm: "),
         ("ROLLOUT_SANDBOX__MEMROY", "1", "ROLLOUT_SANDBOX__MEMROY is not a setting"),
@@ -215,11 +235,26 @@ def test_variables_of_the_scripts_are_accepted(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     "value",
-    ["frozen-1=calc-tuned,frozen-2=/models/old=er", '["frozen-1=calc-tuned", "frozen-2=/models/old=er"]'],
+    [
+        "frozen-1=calc-tuned,frozen-2=/models/old=er",
+        '["frozen-1=calc-tuned", "frozen-2=/models/old=er"]',
+        '{"frozen-1": "calc-tuned", "frozen-2": "/models/old=er"}',
+    ],
 )
 def test_models_of_further_pools_in_a_variable(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS", value)
     assert load_settings().embedded.pools == {"frozen-1": "calc-tuned", "frozen-2": "/models/old=er"}
+
+
+def test_a_variable_may_name_a_key_of_a_table_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS__JUDGE", "calc-base")
+    assert load_settings().embedded.pools == {"judge": "calc-base"}
+
+
+def test_a_broken_table_in_a_variable_is_refused_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS", '{"judge": calc-base}')
+    with pytest.raises(ConfigurationError, match=r"ROLLOUT_EMBEDDED__POOLS: embedded\.pools: not valid JSON"):
+        load_settings()
 
 
 def test_models_of_further_pools_in_the_file_and_by_flags(empty_folder: Path) -> None:
