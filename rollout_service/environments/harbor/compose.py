@@ -68,8 +68,8 @@ def _pairs(given: Any) -> Any:
     """Read `NAME=VALUE` items as a table."""
     if not isinstance(given, list):
         return given
-    if bare := next((one for one in given if not isinstance(one, str) or "=" not in one), None):
-        raise ValueError(f"{bare!r} has no value: write NAME=VALUE")
+    if bare := [one for one in given if not isinstance(one, str) or "=" not in one]:
+        raise ValueError(f"{bare[0]!r} has no value: write NAME=VALUE")
     return dict(one.split("=", 1) for one in given)
 
 

@@ -98,6 +98,7 @@ def test_services_of_one_image_are_read_in_the_order_in_which_they_start(folder)
         (one(ports=["3000-3005:3000-3005"]), "services.db.ports.0: '3000-3005:3000-3005' must be one port"),
         (one(ports=["99999"]), "services.db.ports.0: Input should be less than or equal to 65535"),
         (one(environment=["A"]), "services.db.environment: 'A' has no value: write NAME=VALUE"),
+        (one(environment=[[]]), "services.db.environment: [] has no value: write NAME=VALUE"),
         (one(environment={"A": "$B"}), "services.db.environment.A: write $$ for a dollar sign"),
         (one(environment={"A": "${HOME}"}), "services.db.environment.A: the variable HOME may not be read"),
         (one(depends_on=["bd"]), "services.db.depends_on.bd: there is no such service; did you mean db"),
@@ -120,6 +121,7 @@ def test_services_of_one_image_are_read_in_the_order_in_which_they_start(folder)
         (b"\xff\xfe\xfa", "docker-compose.yaml: "),
         ("", "docker-compose.yaml: services: Field required"),
     ],
+    ids=lambda value: repr(value)[:60],
 )  # fmt: skip
 def test_what_does_not_fit_into_one_sandbox_is_refused_with_its_key(folder, text, said):
     with pytest.raises(ConfigurationError) as caught:
