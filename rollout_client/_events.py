@@ -91,7 +91,7 @@ class SSEParser:
     _data: list[str] = field(default_factory=list)
 
     def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
-        """Take the next chunk and yield the events that it completes."""
+        """Add the next chunk and yield the events that it completes."""
         *lines, self._rest = self._split(self._rest + chunk)
         for line in lines:
             event = self._line(line.decode("utf-8", errors="replace"))

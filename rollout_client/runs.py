@@ -127,7 +127,7 @@ class ClientRun:
     """A run at a server."""
 
     def __init__(self, run_id: str, connection: Connection, spawn: Spawn | None = None) -> None:
-        """Take `spawn`, which starts background tasks that live as long as the client is open."""
+        """`spawn` starts background tasks that live as long as the client is open."""
         self._spawn = spawn
         self.run_id = run_id
         self._connection = connection

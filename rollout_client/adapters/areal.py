@@ -29,7 +29,7 @@ class Episodes:
     def __init__(
         self, submitter: RolloutSubmitter | None = None, *, url: str | None = None, gconfig: Any = None
     ) -> None:
-        """Take sampling parameters from `gconfig`, which is AReaL's GenerationHyperparameters."""
+        """Read sampling parameters from `gconfig`, which is AReaL's GenerationHyperparameters."""
         self.submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
         names = ("temperature", "top_p", "top_k")
         self.sampling = read_sampling({name: getattr(gconfig, name, None) for name in names})

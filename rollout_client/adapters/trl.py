@@ -54,7 +54,7 @@ class RolloutHook:
     """A `rollout_func`: runs rollouts, and keeps the engines' weights up to date with the trainer's."""
 
     def __init__(self, submitter: RolloutSubmitter, *, weights: str | Path | None) -> None:
-        """Take `weights`, a folder that the engines can read; None leaves their weights alone."""
+        """`weights` is a folder that the engines can read; None leaves their weights alone."""
         self.submitter = submitter
         self.weights = None if weights is None else WeightsFolder(submitter, Path(weights))
         self.__name__ = "rollout_service"

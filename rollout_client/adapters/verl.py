@@ -40,7 +40,7 @@ class RolloutAgentLoop:
     def __init__(
         self, trainer_config: Any, *, url: str | None = None, key: str | None = None, **_: object
     ) -> None:
-        """Take `url` and `key` from the configuration of the agent loop, and the rest from verl."""
+        """Read `url` and `key` from the configuration of the agent loop; the rest is verl's."""
         self.submitter = submitter_at(url, key)
         self.response_length = int(trainer_config.config.actor_rollout_ref.rollout.response_length)
 

@@ -43,16 +43,16 @@ class StepObserver:
     """
 
     def began(self, activity: Activity) -> None:
-        """Take note of an attempt that has begun."""
+        """Note an attempt that has begun."""
 
     def opened(self, activity: Activity, step: OpenStep) -> None:
-        """Take note of a step that has begun."""
+        """Note a step that has begun."""
 
     def closed(self, activity: Activity, step: OpenStep) -> None:
-        """Take note of a step that has ended; `ended` and `error` are set."""
+        """Note a step that has ended; `ended` and `error` are set."""
 
     def finished(self, activity: Activity) -> None:
-        """Take note of an attempt that has ended, with all its steps."""
+        """Note an attempt that has ended, with all its steps."""
 
 
 class OpenStep:

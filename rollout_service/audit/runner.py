@@ -116,7 +116,7 @@ class _Probe(Environment):
     """An environment whose agent does nothing, or what its solution does, with its stages measured."""
 
     def __init__(self, environment: Environment, *, solves: bool, leaks: list[str] | None = None) -> None:
-        """Take `leaks`, which gets what the agent can read and should not; None looks for nothing."""
+        """`leaks` gets what the agent can read and should not; None looks for nothing."""
         self._environment = environment
         self._solves = solves
         self._leaks = leaks

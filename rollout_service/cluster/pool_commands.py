@@ -78,7 +78,7 @@ class SharedCommands(PoolCommands):
         self._changed = ChangeSignal()
 
     def attach(self, pools: Pools) -> None:
-        """Take the pools, which need `exclusive` when they are made."""
+        """Set the pools, which need `exclusive` when they are made."""
         self._pools = pools
         self._local = LocalCommands(pools)
 

@@ -44,7 +44,7 @@ class AgentEnvironment(Environment):
     def __init__(
         self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = (), subagent_tools: Sequence[Tool] = ()
     ) -> None:
-        """Take the spec, and tools in addition to the built-in ones that it names, for the agent and its sub-agents.
+        """The extra tools are for the agent, `subagent_tools` for its sub-agents: both besides those that `spec` names.
 
         Raises:
             ConfigurationError: The spec contradicts itself.

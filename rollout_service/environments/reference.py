@@ -13,7 +13,7 @@ class Solving(Environment):
     """Sets up and scores as another environment does, and solves the task in between."""
 
     def __init__(self, environment: Environment) -> None:
-        """Take an environment with `has_solution`."""
+        """`environment` has a solution."""
         self._environment = environment
         self.spec = environment.spec
 

@@ -277,7 +277,7 @@ class TurnObserver(Protocol):
         """
 
     def sent(self) -> None:
-        """Take note that the client was sent the last token."""
+        """Note that the client was sent the last token."""
 
 
 class CallObserver(Protocol[Seen]):

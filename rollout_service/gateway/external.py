@@ -60,7 +60,7 @@ class ExternalAgents:
         return agent.access if agent is not None and agent.report is None else None
 
     def report(self, rollout_id: str, end: RolloutEnd) -> None:
-        """Take a program's report; the same one may be sent again.
+        """Accept a program's report; the same one may be sent again.
 
         Raises:
             NotFoundError: No program works on this rollout here.

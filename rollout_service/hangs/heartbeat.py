@@ -81,7 +81,7 @@ class LoopHeartbeat:
     """The thread."""
 
     def __init__(self, last_report: LastReport, find_rollout: Callable[[object], str | None]) -> None:
-        """Take `find_rollout`, which tells what rollout a task works for; the thread calls it."""
+        """`find_rollout` tells what rollout a task works for; the thread calls it."""
         self._last_report = last_report
         self._find_rollout = find_rollout
         self._loop = asyncio.get_running_loop()
@@ -121,7 +121,7 @@ class LoopHeartbeat:
         return [one for one in tuple(self._ended) if one.ended is not None and one.ended > now - LAG_SECONDS]
 
     def _beat(self) -> None:
-        """Take note, on the event loop, that it runs."""
+        """Note, on the event loop, that it runs."""
         sent, self._sent = self._sent, None
         if sent is None:
             return

@@ -29,7 +29,7 @@ class AllowedHosts:
     """The names that one server answers for."""
 
     def __init__(self, listed: Iterable[str], *, bound: str, keyed: bool) -> None:
-        """Take the `listed` names and `*.NAME`, where the server is `bound`, and whether it is `keyed`."""
+        """`listed` has names and `*.NAME`; `bound` is the server's address, `keyed` whether it asks for keys."""
         self._listed = frozenset(name.lower().rstrip(".") for name in listed)
         self._own = frozenset({"localhost", bound.lower(), socket.gethostname().lower()})
         self._any = keyed and not self._listed

@@ -34,7 +34,7 @@ class DrainingServer(Server):
     def __init__(
         self, *arguments: Any, shutdown: Shutdown, on_start: Callable[[], None], **options: Any
     ) -> None:
-        """Take `on_start`, which is called once the service answers; everything else is for `Server`."""
+        """`on_start` is called once the service answers; everything else is for `Server`."""
         super().__init__(*arguments, **options)
         self._shutdown = shutdown
         self._on_start = on_start

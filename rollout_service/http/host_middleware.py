@@ -20,7 +20,7 @@ class HostMiddleware:
     def __init__(
         self, app: ASGIApp, hosts: AllowedHosts, *, unsafe_get_paths: frozenset[str] = frozenset()
     ) -> None:
-        """Take `unsafe_get_paths`, the paths that change something even by GET."""
+        """`unsafe_get_paths` are the paths that change something even by GET."""
         self._app = app
         self._hosts = hosts
         self._unsafe_get_paths = unsafe_get_paths

@@ -16,7 +16,7 @@ class PathPrefixMiddleware:
     """Takes the prefix off requests, and puts it before the paths of redirections."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
-        """Take a prefix that begins with a slash and does not end with one; empty for none."""
+        """`prefix` begins with a slash and does not end with one; it is empty for none."""
         self._app = app
         self._prefix = prefix
 

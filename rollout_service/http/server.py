@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
         observe: Observe,
         certificate: Certificate | None = None,
     ) -> None:
-        """Take `observe`, which is told why a connection was refused."""
+        """`observe` is told why a connection was refused."""
         super().__init__(config)
         self._listener = listener
         self._connections = connections

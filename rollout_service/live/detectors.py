@@ -119,7 +119,7 @@ class Detectors:
     """Detectors that the settings name."""
 
     def __init__(self, detectors: Mapping[str, Detector]) -> None:
-        """Take detectors by name."""
+        """`detectors` are by name."""
         self._detectors = detectors
 
     @classmethod

@@ -243,7 +243,7 @@ class LiveSessions:
                 await self._close(record.session_id, ClosedBecause.DELETED)
 
     async def feedback(self, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
-        """Take what a user says of an answer; it wins over the judge.
+        """Set the rating that a user gives an answer; it wins over the judge's.
 
         Raises:
             NotFoundError: There is no such session or turn.

@@ -104,7 +104,7 @@ class RemoteEpisode:
         episode_id: str | None,
         models: OtherModels = NO_MODELS,
     ) -> None:
-        """Take an instance that the environment accepts."""
+        """`instance` is one that the environment accepts."""
         self._environment = environment
         self._instance = instance
         self._sandboxes = sandboxes
@@ -147,7 +147,7 @@ class RemoteEpisode:
             self._policy.close()
 
     async def step(self, action: TurnAction) -> dict[str, object]:
-        """Take a turn of the client, and return what it is told next."""
+        """Play a turn of the client, and return what it is told next."""
         if self._is_told:
             return OVER
         if not self._ended.is_set():  # a limit may have ended it since the last step

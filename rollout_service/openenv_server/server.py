@@ -46,7 +46,7 @@ class EnvironmentServer:
         max_sessions: int,
         models: OtherModels = NO_MODELS,
     ) -> None:
-        """Take the environment, and the instances of its data set.
+        """`dataset` has the environment's instances.
 
         Raises:
             ConfigurationError: Its agent is a program of its own.

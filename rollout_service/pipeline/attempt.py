@@ -58,7 +58,7 @@ class Attempt:
     """One leased rollout on its way."""
 
     def __init__(self, context: AttemptContext, lease: Lease) -> None:
-        """Take a lease, with its place before the init stage, which the attempt gives back."""
+        """`lease` has a place before the init stage, which the attempt gives back."""
         self._context = context
         self.lease = lease
         self._slot = Slot(context.stages.init.places)

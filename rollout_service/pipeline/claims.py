@@ -14,7 +14,7 @@ class ClaimRules:
     """The environments that this node claims rollouts of, and whether it claims any."""
 
     def __init__(self, environments: Iterable[str] = ()) -> None:
-        """Take the names of this node's environments."""
+        """`environments` are the names of this node's environments."""
         self._environments = list(environments)
         self._left: dict[str, str] = {}
         """The environments whose rollouts stay in the store, and the pools of sub-agents that they wait for."""

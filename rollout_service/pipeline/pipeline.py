@@ -60,7 +60,7 @@ class Pipeline:
     def __init__(
         self, context: AttemptContext, settings: PipelineSettings, claims: ClaimRules | None = None
     ) -> None:
-        """Take `claims`, what may be claimed; without them, everything whose pool is in service."""
+        """`claims` is what may be claimed; without it, everything whose pool is in service."""
         self._context = context
         self._claims = claims or ClaimRules()
         self._rules_changed = self._claims.changed.next

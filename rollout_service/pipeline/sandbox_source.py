@@ -40,7 +40,7 @@ class SandboxSource:
         artifacts_bytes: int = DEFAULT_BUDGET,
         secrets: HostSecrets | None = None,
     ) -> None:
-        """Take `artifacts_bytes`, the budget of all artifacts together on the host's temporary disk.
+        """`artifacts_bytes` is the budget of all artifacts together on the host's temporary disk.
 
         `secrets` are those that environments may have; by default none.
         """
@@ -101,7 +101,7 @@ class SandboxSource:
         )
 
     async def keep(self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None) -> Artifacts:
-        """Take the artifacts out as they are now, as a checkpoint; `earlier` has those before it, if any.
+        """Copy the artifacts out as they are now, as a checkpoint; `earlier` has those before it, if any.
 
         Raises:
             SandboxError: The host cannot read the paths.

@@ -19,7 +19,7 @@ class SemaphoreLike(Protocol):
         """Wait for a permit."""
 
     def acquire_nowait(self) -> None:
-        """Take a permit.
+        """Acquire a permit.
 
         Raises:
             WouldBlock: No permit is free.
@@ -48,7 +48,7 @@ class ResizableSemaphore:
         await self._free.acquire()
 
     def acquire_nowait(self) -> None:
-        """Take a permit.
+        """Acquire a permit.
 
         Raises:
             WouldBlock: No permit is free.

@@ -45,7 +45,7 @@ class Settlement:
         claims: ClaimRules,
         on_finished: Callable[[Rollout], None],
     ) -> None:
-        """Take `on_finished`, which is told of each result that was written."""
+        """`on_finished` is told of each result that was written."""
         self._context = context
         self._settings = settings
         self._claims = claims

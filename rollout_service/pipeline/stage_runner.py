@@ -89,7 +89,7 @@ class StageRunner:
         on_stage: OnStage | None = None,
         turns: TurnLog | None = None,
     ) -> None:
-        """Take `slot`, with a place before the first stage, taken at `queued_at` on `time.perf_counter`.
+        """`slot` has a place before the first stage, taken at `queued_at` on `time.perf_counter`.
 
         `turns` are those of the policy, if it has saved ones to play first.
         """

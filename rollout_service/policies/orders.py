@@ -40,7 +40,7 @@ class PoolOrders:
     def __init__(
         self, commands: PoolCommands, announce: Announce, check_known: Callable[[str], None]
     ) -> None:
-        """Take `announce`, which is told what was done, and `check_known`, which refuses unknown pools."""
+        """`announce` is told what was done; `check_known` refuses unknown pools."""
         self._commands = commands
         self._announce = announce
         self._check_known = check_known

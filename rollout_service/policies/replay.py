@@ -86,7 +86,7 @@ class RecordedPolicy:
         return PolicyTurn(message, truncated, malformed, truncated and last and self._cut_short)
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Take any tools; what the policy made of them is recorded."""
+        """Accept any tools; what the policy made of them is recorded."""
 
     def replace(
         self,

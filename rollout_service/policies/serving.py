@@ -54,7 +54,7 @@ class PolicyServing:
         *,
         announce: Announce = lambda kind, subject, data: None,  # noqa: ARG005 - nobody listens
     ) -> None:
-        """Take the backends to serve, which survive restarts; `commands` of shared ones go to all services.
+        """`backends` survive restarts; `commands` of shared ones go to all services.
 
         `announce` is told what was done to pools.
         """

@@ -52,7 +52,7 @@ class PolicySession:
         exports: TokenExtras | None = None,
         turns: TurnLog | None = None,
     ) -> None:
-        """Take the rollout's id as `affinity`; `context_length` bounds prompt and answer together, in tokens.
+        """`affinity` is the rollout's id; `context_length` bounds prompt and answer together, in tokens.
 
         `turns` has the turns to play before any is sampled, and saves the others.
         """

@@ -67,7 +67,7 @@ class TurnLog:
         save: Save | None = None,
         on_resumed: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Take the turns to play; `on_resumed` is awaited once after the last of them."""
+        """`saved` are the turns to play; `on_resumed` is awaited once after the last of them."""
         self.clock = WorkClock()
         self.played = 0
         """The number of turns played."""
@@ -89,7 +89,7 @@ class TurnLog:
         return self.played < len(self._saved)
 
     def give(self, messages: Sequence[Message], reason: ForkReason | None = None) -> None:
-        """Take note of messages that the agent gave; `reason` is why they replace the whole history, if they do."""
+        """Note messages that the agent gave; `reason` is why they replace the whole history, if they do."""
         if reason is not None:
             self._given.append(GivenMessages(list(messages), reason))
         elif messages and self._given and self._given[-1].reason is None:

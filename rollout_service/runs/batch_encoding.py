@@ -50,7 +50,7 @@ class BatchFile:
     """A batch as a file; `write` it once."""
 
     def __init__(self, batch: Batch, heads: Sequence[GroupHead], read: ReadColumns) -> None:
-        """Take `batch` without its groups; the heads contain them."""
+        """`batch` is without its groups; the heads contain them."""
         self._heads = heads
         self._read = read
         self._lengths = [tokens for head in heads for sample in head.tokens for tokens in sample]

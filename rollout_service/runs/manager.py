@@ -65,7 +65,7 @@ class RunManager:
         metrics: Metrics,
         retention: RetentionPolicy | None = None,
     ) -> None:
-        """Take `places`, the most rollouts of all runs under way at once; more would only wait in the store."""
+        """`places` is the most rollouts of all runs under way at once; more would only wait in the store."""
         self._store = store
         self._runs = store.runs
         self._filters = filters

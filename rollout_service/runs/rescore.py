@@ -49,7 +49,7 @@ class Rescorer:
     def __init__(
         self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]
     ) -> None:
-        """Take `check_environment`, which raises InvalidFieldError if the named environment cannot be used."""
+        """`check_environment` raises InvalidFieldError if the named environment cannot be used."""
         self._context = context
         self._check_environment = check_environment
         self._places = anyio.Semaphore(MAX_CONCURRENT, max_value=MAX_CONCURRENT)

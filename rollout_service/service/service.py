@@ -185,7 +185,7 @@ class Service:
         return await self.get(rollout_id)
 
     async def end(self, rollout_id: str, end: RolloutEnd) -> Rollout:
-        """Take the report of a rollout's external agent, and return the rollout.
+        """Accept the report of a rollout's external agent, and return the rollout.
 
         Raises:
             NotFoundError: There is no such rollout, or no program works on it at this service.

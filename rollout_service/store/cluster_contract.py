@@ -189,7 +189,7 @@ class ClusterStore(Protocol):
         ...
 
     async def lead(self, role: str, owner: str) -> RoleLease | None:
-        """Take a free role, or renew it, for `LEADER_SECONDS`; return None if another service leads it."""
+        """Claim a free role, or renew it, for `LEADER_SECONDS`; return None if another service leads it."""
         ...
 
     async def resign(self, role: str, owner: str) -> None:

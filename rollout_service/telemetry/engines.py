@@ -37,7 +37,7 @@ class PoolMetrics(RoutingTrace, Collector):
     """Implements `inference.routing.Observer`: routing decisions, requests to backends, turns, and weight updates."""
 
     def __init__(self, registry: CollectorRegistry, views: Callable[[], Iterable[BackendView]]) -> None:
-        """Take `views`, which returns the backends as they are now."""
+        """`views` returns the backends as they are now."""
         super().__init__(registry)
         self._views = views
         labels = ["pool", "backend"]

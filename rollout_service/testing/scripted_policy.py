@@ -119,7 +119,7 @@ class ScriptedSubagents:
     def __init__(
         self, script: Callable[[str], Iterable[ScriptedTurn]], *, slots: int = 64, delay: float = 0.0
     ) -> None:
-        """Take the script, a function of the agent's name; each turn takes `delay` seconds."""
+        """`script` is a function of the agent's name; each turn takes `delay` seconds."""
         self._script = script
         self._delay = delay
         self.slots = FairSlots(slots)

@@ -64,7 +64,7 @@ class Conversation:
         self._pending: tuple[list[int], ForkReason | None] | None = None
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Take other tools.
+        """Change the tools.
 
         Raises:
             ConversationStateError: A turn was sampled, whose prompt names the tools there were.

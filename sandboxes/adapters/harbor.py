@@ -57,7 +57,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
     """A trial's environment: one sandbox, whose image is the task's Dockerfile or `docker_image`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take Harbor's arguments, and as further ones (`--ek NAME=VALUE`) the fields of `HarborSandboxSettings`.
+        """Besides Harbor's arguments, the fields of `HarborSandboxSettings` are further ones (`--ek NAME=VALUE`).
 
         Raises:
             SandboxConfigError: A value of these is not valid.

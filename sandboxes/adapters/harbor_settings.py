@@ -43,7 +43,7 @@ class HarborSandboxSettings(BaseModel):
 
     @classmethod
     def pop_from(cls, arguments: dict[str, Any]) -> Self:
-        """Take the settings out of named arguments.
+        """Remove the settings from named arguments, and return them.
 
         Raises:
             SandboxConfigError: A value is not valid.

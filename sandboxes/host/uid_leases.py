@@ -100,7 +100,7 @@ class HostUsers:
             log.warning("sandboxes share one user of the host", reason=problem)
 
     def _problem(self) -> str | None:
-        """Take a block, or return why there is none."""
+        """Acquire a block, or return why there is none."""
         if not covered_by_this_namespace(self._range):
             return "this user namespace does not have all ids of sandbox.user_range"
         self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -113,7 +113,7 @@ class ApptainerBuilder:
     version = f"apptainer:{COMPRESSION}"
 
     def __init__(self, layers_dir: Path | None = None) -> None:
-        """Take the folder of layers of Dockerfiles, by default `default_layers_dir()`."""
+        """`layers_dir` has the layers of Dockerfiles; by default it is `default_layers_dir()`."""
         self._layers_dir = layers_dir
         self.namespace = BuildNamespace()
 

@@ -39,7 +39,7 @@ class SharedFolder:
     """Drafts, locks and stamps below `root`, next to the owner's own files. Its methods block."""
 
     def __init__(self, root: Path, *, remove: Callable[[Path], object] = remove_tree) -> None:
-        """Take `remove`, which removes a folder, for owners whose files this user cannot remove."""
+        """`remove` removes a folder, for owners whose files this user cannot remove."""
         self.root = root
         self._remove = remove
         self.drafts = root / "drafts"

@@ -20,7 +20,7 @@ class TokenBucket:
         self._updated_at = time.monotonic()
 
     async def take(self) -> None:
-        """Take a token, waiting for one if there is none. A caller that is cancelled has taken none."""
+        """Acquire a token, waiting for one if there is none. A caller that is cancelled has acquired none."""
         self._refill()
         if self._tokens < 1:
             await anyio.sleep((1 - self._tokens) * self._interval)

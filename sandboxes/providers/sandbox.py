@@ -107,7 +107,7 @@ class ControlledSandbox(Sandbox):
     """Implements the contract with messages to a control shell."""
 
     def __init__(self, launched: LaunchedSandbox, spec: SandboxSpec, forget: Callable[[str], None]) -> None:
-        """Take `forget`, which is called once, with the id, after the sandbox has been closed."""
+        """`forget` is called once, with the id, after the sandbox has been closed."""
         self._launched = launched
         self._spec = spec
         self._forget = forget

@@ -182,7 +182,7 @@ class Archive:
     """Writes entries as they are found, and counts the space they would take."""
 
     def __init__(self, limit: int, top: str, kernel: "set[int]") -> None:
-        """Take `kernel`, the devices of file systems to leave out."""
+        """`kernel` has the devices of file systems to leave out."""
         self._left = limit
         self._top = top
         """The path itself, as links refer to it."""

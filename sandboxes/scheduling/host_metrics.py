@@ -21,7 +21,7 @@ class HostReader:
     """Reads the metrics of this host. Blocks while the disks report how full they are."""
 
     def __init__(self, folders: Sequence[Path] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-        """Take `folders`, the absolute paths of sandboxes and state; they need not exist yet."""
+        """`folders` are the absolute paths of sandboxes and state; they need not exist yet."""
         there = [next(path for path in (it, *it.parents) if path.exists()) for it in folders]
         self._folders = list(
             {path.stat().st_dev: path for path in there}.values()

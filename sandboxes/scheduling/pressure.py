@@ -100,7 +100,7 @@ class PressureController:
     """Turns host metrics into decisions."""
 
     def __init__(self, config: PressureConfig, ceiling: int, cpus: int) -> None:
-        """Take a `ceiling` of at least one."""
+        """`ceiling` is at least one."""
         self._config = config
         self._ceiling = ceiling
         self._step = STEP_PER_CPU * cpus

@@ -225,7 +225,7 @@ class WarmPool(SandboxProvider):
         return kind
 
     def _take(self, kind: Kind, spec: SandboxSpec) -> Sandbox | None:
-        """Take a healthy warm sandbox, or return None. `_keep` ends the others."""
+        """Return a healthy warm sandbox that is now the caller's, or None. `_keep` ends the others."""
         for kept in self._warm:
             if kept.kind == kind and kept.sandbox.healthy:
                 self._warm.remove(kept)

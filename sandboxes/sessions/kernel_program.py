@@ -218,7 +218,7 @@ def bound_sending() -> None:
 
 
 def watch_pipe(stream: Any) -> None:
-    """Take data written to a stream's descriptor, for example by child processes, as it comes. Runs in a thread."""
+    """Read data written to a stream's descriptor, for example by child processes, as it comes. Runs in a thread."""
     if stream._fid is None:
         return
     os.set_blocking(stream._fid, False)
@@ -229,7 +229,7 @@ def watch_pipe(stream: Any) -> None:
 
 
 def take_written(stream: Any) -> bool:
-    """Take the data that is available; return False at the end of the stream.
+    """Read the data that is available; return False at the end of the stream.
 
     Also called at the end of a cell, so that its output is complete by then.
     """

@@ -43,7 +43,7 @@ class SerialSession(ABC, Generic[P]):
         violations: LimitViolations,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
     ) -> None:
-        """Take `explain`, which returns the cause of a death if the sandbox knows one, such as its memory limit."""
+        """`explain` returns the cause of a death if the sandbox knows one, such as its memory limit."""
         self._control = control
         self._cwd = cwd
         self._env = env

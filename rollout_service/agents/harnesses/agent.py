@@ -45,7 +45,7 @@ class HarnessAgent:
     """Runs one harness."""
 
     def __init__(self, settings: HarnessSettings, servers: Sequence[McpSettings] = ()) -> None:
-        """Take the settings, and the MCP servers whose tools the program has too.
+        """The program also has the tools of `servers`.
 
         Raises:
             ConfigurationError: There is no such harness, or it does not take these servers.

@@ -24,7 +24,7 @@ class ParallelAgent:
     def __init__(
         self, settings: ParallelSettings, tools: Sequence[Tool], subagent_tools: Sequence[Tool]
     ) -> None:
-        """Take the tools of the policy, and those of its sub-agents.
+        """`subagent_tools` are those of the sub-agents.
 
         Raises:
             ValueError: Two tools have the same name.

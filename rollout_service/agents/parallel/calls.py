@@ -58,7 +58,7 @@ class ParallelCalls:
         max_tool_calls: int | None = None,
         slot: SubagentSlot | None = None,
     ) -> None:
-        """Take the agent's place in the tree.
+        """`node_id` and `depth` are the agent's place in the tree.
 
         Args:
             tree: the tree of the rollout.

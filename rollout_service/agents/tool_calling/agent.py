@@ -41,7 +41,7 @@ class ToolCallingAgent:
     """Runs a policy with a set of tools."""
 
     def __init__(self, tools: Sequence[Tool] = (), *, calls: CallRunner | None = None) -> None:
-        """Take the tools, or what runs their calls."""
+        """Pass the tools, or what runs their calls."""
         self._calls = calls or ToolCalls(tools)
 
     @property

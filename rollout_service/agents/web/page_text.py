@@ -63,7 +63,7 @@ class _PageWriter:
         self._link = ""
 
     def part(self, part: str) -> None:
-        """Take what follows a "<", up to the next one."""
+        """Read what follows a "<", up to the next one."""
         if self._hidden == "--" or part.startswith("!--"):
             _, closed, rest = part.partition("-->")
             self._hidden = "" if closed else "--"

@@ -38,7 +38,7 @@ class Partner(Protocol):
     """The other side of an episode."""
 
     async def step(self, action: str) -> Consequence:
-        """Take the policy's whole text as an action.
+        """Play the policy's whole text as an action.
 
         Raises:
             EnvironmentFailedError: The other side failed, and not because of the action.
@@ -88,7 +88,7 @@ async def _take_turns(
 
 
 async def take_actions(episode: Episode, actions: Sequence[str], partner: Partner) -> StopReason:
-    """Take actions that are known before, such as a solution's, in place of the policy.
+    """Play actions that are known before, such as a solution's, in place of the policy.
 
     Raises:
         EnvironmentFailedError: They did not end the episode.

@@ -29,7 +29,7 @@ class LookupEnvironment(AgentEnvironment):
         *,
         tools: Sequence[Tool] = (),
     ) -> None:
-        """Take what makes a task of a size, the sizes, and the seed of the data set."""
+        """`make` makes a task of a size; `seed` is that of the data set."""
         super().__init__(spec, extra_tools=[*tools, lookups.READ], subagent_tools=[lookups.READ])
         self._make = make
         self._sizes = sizes

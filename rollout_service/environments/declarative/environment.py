@@ -74,7 +74,7 @@ class DeclarativeEnvironment(AgentEnvironment):
     def __init__(
         self, declaration: Declaration, folder: Path, *, in_image: bool = False, warnings: Sequence[str] = ()
     ) -> None:
-        """Take a declaration and its folder; if the folder is `in_image` too, sandboxes show an empty one in its place.
+        """If the declaration's folder is `in_image` too, sandboxes show an empty one in its place.
 
         Raises:
             ConfigurationError: The declaration contradicts itself or the folder.

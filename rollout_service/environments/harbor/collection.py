@@ -47,7 +47,7 @@ class HarborEnvironment(Environment):
         tasks: Mapping[str, HarborTaskEnvironment],
         problems: Mapping[str, ConfigurationError] | None = None,
     ) -> None:
-        """Take tasks by name, and why others cannot be used."""
+        """`problems` says why other tasks cannot be used."""
         self.spec = EnvironmentSpec(
             name=name, description=f"{len(tasks)} tasks in Harbor's format", prompt=""
         )

@@ -51,7 +51,7 @@ class HarborTaskEnvironment(AgentEnvironment):
     """Runs the agent on each step of a task, and grades what it left with the task's tests."""
 
     def __init__(self, task: HarborTask, name: str, settings: HarborSettings) -> None:
-        """Take a task; `name` is the environment that it belongs to.
+        """`name` is the environment that the task belongs to.
 
         Raises:
             ConfigurationError: The task asks for what there is not here.

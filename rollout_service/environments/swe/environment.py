@@ -110,7 +110,7 @@ class SweTaskEnvironment(AgentEnvironment):
     has_solution = True
 
     def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str]) -> None:
-        """Take `proven`, the tasks whose tests are known to run; it grows."""
+        """`proven` has the tasks whose tests are known to run; it grows."""
         super().__init__(declaration.spec().model_copy(update={"image": task.image}))
         self._task = task
         self._proven = proven

@@ -71,7 +71,7 @@ class PlannedTurn:
         compacts: bool = False,
         key: str | None = None,
     ) -> None:
-        """Take where the call is among the recorded ones.
+        """`match` is where the call is among the recorded ones.
 
         `compacts` tells whether the answer of the turn that it follows replaces its history; `key` is that of a turn
         which is captured again.

@@ -140,7 +140,7 @@ class Splitter:
         return frozenset([*tags, *self._renderer.stop_token_ids])
 
     def _push(self, ids: Sequence[int]) -> None:
-        """Take ids that are text of the present part."""
+        """Add ids that are text of the present part."""
         if not ids:
             return
         if self._region is _Region.REASONING:
@@ -159,7 +159,7 @@ class Splitter:
             self._region = _Region.WAIT
 
     def _mark(self, token: int) -> bool:
-        """Take a control token; return False if it is text here."""
+        """Read a control token; return False if it is text here."""
         known = self._format
         if known is None or self._region in (_Region.WAIT, _Region.OVER):
             return True

@@ -93,7 +93,7 @@ class WholeAnswer:
         yield self.finish
 
     def add(self, event: AnswerEvent) -> None:
-        """Take the next event."""
+        """Add the next event."""
         match event:
             case ReasoningDelta(text):
                 self._add_text(text, is_reasoning=True)

@@ -37,7 +37,7 @@ class AnswerResponse:
         head_seconds: float | None = None,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Take more than one answer only for a call that asks for `n`.
+        """Accept more than one answer only for a call that asks for `n`.
 
         `head_seconds` is how long the head of a whole answer waits for it; `headers` are added to it.
         """

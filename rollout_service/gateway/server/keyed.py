@@ -26,7 +26,7 @@ class KeyedApps:
     """Passes a request on by its key; an ASGI application."""
 
     def __init__(self, app: ASGIApp, others: Sequence[KeyedApp]) -> None:
-        """Take the application for all keys that none of the others knows; they may change at any time."""
+        """`app` is for all keys that none of `others` knows; those may change at any time."""
         self._app = app
         self._others = others
 

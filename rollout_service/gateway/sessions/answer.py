@@ -22,7 +22,7 @@ class LiveAnswer:
     """The answer to a call, and to those that repeat it."""
 
     def __init__(self, call: ModelCall, retry_seconds: float) -> None:
-        """Take for how long an answer that nobody reads is kept."""
+        """An answer that nobody reads is kept for `retry_seconds`."""
         self.call = call
         self.planned: PlannedAnswer | None = None
         """Its prompt, once that is known."""
@@ -87,7 +87,7 @@ class LiveAnswer:
         self._add(events)
 
     def feed(self, chunk: TokenChunk) -> None:
-        """Take newly sampled tokens."""
+        """Add newly sampled tokens."""
         if self.planned is not None:
             self._sampled.add(chunk)
             if (
@@ -188,7 +188,7 @@ class SampledSoFar:
         return len(self._ids)
 
     def add(self, chunk: TokenChunk) -> None:
-        """Take the next tokens."""
+        """Add the next tokens."""
         self._is_exact = self._is_exact and chunk.versions is not None
         self._ids.extend(chunk.ids)
         self._logprobs.extend(chunk.logprobs)

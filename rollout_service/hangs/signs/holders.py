@@ -41,7 +41,7 @@ class Holders:
         slots: FairSlots,
         pool: Callable[[str], BackendPool | None],
     ) -> None:
-        """Take `pool`, which finds the engines of a pool by name."""
+        """`pool` finds the engines of a pool by name."""
         self._stages = stages
         self._admission = admission
         self._slots = slots

@@ -23,7 +23,7 @@ class EventSplitter:
         return len(self._line) + sum(map(len, self._data))
 
     def feed(self, part: bytes) -> bool:
-        """Take in bytes, and return whether they completed an event."""
+        """Add bytes, and return whether they completed an event."""
         self._line += part
         if b"\n" not in part:
             return False

@@ -44,7 +44,7 @@ class CpuServer(ServerProcess):
     """The signal that the kernel sends the server when this process ends; its workers must end too."""
 
     def __init__(self, model_path: Path | str, *, env_dir: Path | None = None) -> None:
-        """Take `env_dir`, where the engine is installed; by default, `env_variable` or `default_env_dir` names it."""
+        """`env_dir` is where the engine is installed; by default, `env_variable` or `default_env_dir` names it."""
         super().__init__()
         self._model_path = Path(model_path).resolve()
         self._env_dir = env_dir or Path(os.environ.get(self.env_variable, self.default_env_dir))

@@ -152,7 +152,7 @@ class BackendHandle:
         self.failed_at = datetime.now(UTC)
 
     def take_out(self) -> None:
-        """Take it out of service: it gets no new requests, and the open ones go elsewhere."""
+        """Remove it from service: it gets no new requests, and the open ones go elsewhere."""
         if self.state is BackendState.READY:
             self.state = BackendState.FAILED
         self.good_in_a_row = 0

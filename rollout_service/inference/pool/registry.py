@@ -107,7 +107,7 @@ class BackendRegistry:
         return handle
 
     def take_out(self, handle: BackendHandle) -> None:
-        """Take a backend out of service until its probes succeed again."""
+        """Remove a backend from service until its probes succeed again."""
         if handle.state is BackendState.READY:
             log.warning(
                 "backend lost",

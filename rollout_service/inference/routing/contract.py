@@ -121,7 +121,7 @@ class Router(Protocol):
         """Note that the request has ended; `answer` is None after an error or a cancellation."""
 
     def observe(self, backend_id: str, load: BackendLoad) -> None:
-        """Take in an engine's report about itself."""
+        """Note an engine's report about itself."""
 
     def release(self, affinity: str) -> None:
         """Forget a rollout that has ended."""

@@ -78,7 +78,7 @@ class EngineModel:
             self.weight += weight
 
     def unassign(self, rollout: str) -> None:
-        """Take away a rollout that has ended or moved; does nothing for one that is not assigned."""
+        """Remove a rollout that has ended or moved; does nothing for one that is not assigned."""
         self.weight -= self.assigned_rollouts.pop(rollout, 0.0)
         if not self.assigned_rollouts:
             self.weight = 0.0

@@ -93,7 +93,7 @@ class Overrides:
     """The rules that the settings name, in their order."""
 
     def __init__(self, rules: Mapping[str, Override]) -> None:
-        """Take rules by name."""
+        """`rules` are by name."""
         self._rules = rules
 
     def __bool__(self) -> bool:

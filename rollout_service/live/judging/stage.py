@@ -43,7 +43,7 @@ class JudgeObserver(Protocol):
     """Is told of marks."""
 
     def judged(self, turn: TurnRecord, mark: TurnMarkRecord) -> None:
-        """Take notice of a mark that was set."""
+        """Note a mark that was set."""
         ...
 
 
@@ -69,7 +69,7 @@ class JudgeStage:
         observers: Sequence[JudgeObserver] = (),
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """Take the store and the judge; `run` does the work."""
+        """`run` does the work."""
         self._store = store
         self._judge = judge
         self._pools = pools

@@ -35,7 +35,7 @@ class PartCloser:
         trained_pool: TrainedPool = lambda pool: pool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take `judging_since`, which tells since when the judge is at work, None while it is not."""
+        """`judging_since` tells since when the judge is at work, None while it is not."""
         self._store = store
         self._runs = runs
         self._judging_since = judging_since

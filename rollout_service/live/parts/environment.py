@@ -113,7 +113,7 @@ class SessionParts:
         teacher: TeacherReader | None = None,
         node: str | None = None,
     ) -> None:
-        """Take `node`, the name of this node if others share the store of runs."""
+        """`node` is the name of this node if others share the store of runs."""
         self._store = store
         self._runs = runs
         self._renderer_of = renderer_of

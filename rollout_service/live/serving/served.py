@@ -51,7 +51,7 @@ class ServedSessions:
         recording: RecordingParts,
         clock: Callable[[], float],
     ) -> None:
-        """Take `active`, where sessions with a recent call are kept."""
+        """`active` keeps sessions with a recent call."""
         self._settings = settings
         self._store = store
         self._register = register

@@ -40,7 +40,7 @@ class TaskOrder:
     """Maps task numbers to epochs and rows."""
 
     def __init__(self, source: TaskSource, size: int) -> None:
-        """Take `size`, the number of tasks in an epoch."""
+        """`size` is the number of tasks in an epoch."""
         self._source = source
         self._size = size
         self._epoch = -1
@@ -81,7 +81,7 @@ class RunTasks:
     """The tasks of one run."""
 
     def __init__(self, source: TaskSource, size: int, rows: Rows | None, inline: ReadInline) -> None:
-        """Take the `rows` of a file or data set, if any; `inline` reads inline and appended tasks from the store."""
+        """`rows` are those of a file or data set, if any; `inline` reads inline and appended tasks from the store."""
         self._source = source
         self._order = TaskOrder(source, size)
         self._rows = rows

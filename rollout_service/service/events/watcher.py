@@ -33,7 +33,7 @@ class StateWatcher:
         backends: Callable[[], list[BackendView]],
         claims: Callable[[], bool],
     ) -> None:
-        """Take what the engines are, and whether the node claims rollouts."""
+        """`backends` lists the engines; `claims` tells whether the node claims rollouts."""
         self._announce = announce
         self._node = node
         self._backends = backends

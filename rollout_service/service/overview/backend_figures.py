@@ -49,7 +49,7 @@ class BackendFigures(StepObserver):
         self._seconds: dict[str, deque[_EngineSecond]] = {}
 
     def closed(self, activity: Activity, step: OpenStep) -> None:  # noqa: ARG002 - all attempts are summed
-        """Take note of an engine's request that has ended; one that failed counts as none."""
+        """Note an engine's request that has ended; one that failed counts as none."""
         if step.kind is not StepKind.ENGINE or step.error is not None or step.ended is None:
             return
         now = self._second(step.name, int(step.ended))

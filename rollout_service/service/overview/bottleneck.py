@@ -57,7 +57,7 @@ class StageLoads:
         self._looks: deque[tuple[float, Sequence[StageOverview]]] = deque()
 
     def add(self, now: float, stages: Sequence[StageOverview]) -> dict[Stage, StageLoad]:
-        """Take the stages at a reading of a clock, and return the averages."""
+        """Add the stages at a reading of a clock, and return the averages."""
         self._looks.append((now, stages))
         while self._looks[0][0] < now - WINDOW_SECONDS:
             self._looks.popleft()

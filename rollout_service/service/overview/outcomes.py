@@ -45,7 +45,7 @@ class Outcomes:
         self._began = datetime.now(UTC)
 
     def ended(self, rollout: Rollout) -> None:
-        """Take note of a rollout that has ended now."""
+        """Note a rollout that has ended now."""
         self.note(datetime.now(UTC), outcome_of(rollout))
         if rollout.state is RolloutState.FAILED:
             self.note_failure(datetime.now(UTC), rollout)

@@ -57,7 +57,7 @@ class RolloutSignals:
     """Wakes those who wait for work, cancellations and results."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Take a clock in seconds, for the time at which there may be work without any event."""
+        """`clock` is in seconds, for the time at which there may be work without any event."""
         self._clock = clock
         self._due = self._lease_seconds = math.inf
         self.work = NewsSignal()

@@ -129,14 +129,14 @@ class SegmentWriter:
                     await self.seal()
 
     async def rotate(self, *, only_old: bool = False) -> None:
-        """Take no more records into the current file, or only if it is old; the next record opens another."""
+        """Close the current file to records, or only if it is old; the next record opens another."""
         segment = self._segment
         if segment is not None and not self._is_writing and (not only_old or self._is_old(segment)):
             await self._retire(segment)
         await self.seal()
 
     async def abandon(self, reference: str) -> None:
-        """Take no more records into the file of a reference that the ledger refused."""
+        """Close the file of a reference that the ledger refused to further records."""
         segment = self._segment
         if segment is not None and segment.name == SegmentReference.parse(reference).file:
             await self._retire(segment)

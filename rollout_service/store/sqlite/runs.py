@@ -65,7 +65,7 @@ class SqliteRuns(RunStore):
     def __init__(
         self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
     ) -> None:
-        """Take `work_added`, which is called after rollouts were queued."""
+        """`work_added` is called after rollouts were queued."""
         self._thread = thread
         self._clock = clock
         self._work_added = work_added

@@ -57,7 +57,7 @@ class DatabaseThread:
     def __init__(
         self, path: Path | str, on_commit: Callable[[int], None], schema: DatabaseSchema = STORE
     ) -> None:
-        """Take `on_commit`, which the event loop calls after each commit, with the id of the newest event."""
+        """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
         self._path = path
         self._schema = schema
         self._on_commit = on_commit

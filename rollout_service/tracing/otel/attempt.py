@@ -56,7 +56,7 @@ class AttemptTrace:
     """The trace of an attempt that is under way."""
 
     def __init__(self, tracer: Tracer, activity: Activity, root: Span, find: FindBackend) -> None:
-        """Take the attempt's own span, `root`, which ends with the attempt."""
+        """`root` is the attempt's own span, which ends with the attempt."""
         self._tracer = tracer
         self._activity = activity
         self._find = find

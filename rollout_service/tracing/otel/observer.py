@@ -38,7 +38,7 @@ class TraceObserver(StepObserver):
     def __init__(
         self, tracer: Tracer, ids: RolloutIds, backends: Callable[[], Iterable[BackendView]] = tuple
     ) -> None:
-        """Take the generator of the tracer's ids, and what lists the engines."""
+        """`ids` is the generator of the tracer's ids; `backends` lists the engines."""
         self._tracer = tracer
         self._ids = ids
         self._backends = BackendCache(backends)

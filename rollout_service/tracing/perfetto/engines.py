@@ -30,11 +30,11 @@ class EngineCalls:
         return len(self._starts)
 
     def begin_rollout(self, rollout_id: str) -> None:
-        """Take the rollout that makes the calls added from now on."""
+        """Set the rollout that makes the calls added from now on."""
         self._rollouts.append(rollout_id)
 
     def add(self, engine: str, start: int, length: int, *, turn: int = UNKNOWN, tokens: int = 0) -> int:
-        """Take a call; return its number."""
+        """Add a call; return its number."""
         self._starts.append(start)
         self._lengths.append(length)
         self._engine.append(self._engines.setdefault(engine, len(self._engines)))

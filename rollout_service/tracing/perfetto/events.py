@@ -33,7 +33,7 @@ class TraceEvents:
     """The events of one trace. Times and lengths are whole microseconds."""
 
     def __init__(self, write: Write) -> None:
-        """Take what is given each piece of the file."""
+        """`write` is given each piece of the file."""
         self._write = write
         self._events: list[str] = []
         self._next_thread = FIRST_THREAD

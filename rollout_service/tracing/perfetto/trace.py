@@ -57,7 +57,7 @@ class RolloutTrace:
     """The trace of the rollouts that are added, in any order."""
 
     def __init__(self, write: Write, *, began: float) -> None:
-        """Take what is given each piece of the file; `began` is the zero of its time line, in Unix seconds."""
+        """`write` is given each piece of the file; `began` is the zero of its time line, in Unix seconds."""
         self._began = began
         self._events = TraceEvents(write)
         self._lanes, self._sandbox_lanes = Lanes(), Lanes()

@@ -20,7 +20,7 @@ class WeightUpdates:
         """By pool, the versions of its tokens, with when the first call that sampled any began."""
 
     def sampled(self, engine: str, version: int, at: int) -> None:
-        """Take a call that sampled tokens of a version."""
+        """Add a call that sampled tokens of a version."""
         versions = self._sampled.setdefault(engine.partition("@")[0], {})
         versions[version] = min(at, versions.get(version, at))
 

@@ -63,7 +63,7 @@ class BuildContext:
     """The files below one folder."""
 
     def __init__(self, root: Path, dockerfile: Path | None = None) -> None:
-        """Take the rules beside the Dockerfile (`NAME.dockerignore`) if there are any, else those of the folder.
+        """The rules are those beside the Dockerfile (`NAME.dockerignore`) if there are any, else those of the folder.
 
         Raises:
             ImageNotFoundError: The context is not a folder.

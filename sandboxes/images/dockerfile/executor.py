@@ -43,7 +43,7 @@ class PlanExecutor:
         say: Line,
         options: BuildOptions,
     ) -> None:
-        """Take `bases`, the image file or folder of each of the plan's bases."""
+        """`bases` has the image file or folder of each of the plan's bases."""
         self._plan = plan
         self._context = context
         self._bases = bases

@@ -46,7 +46,7 @@ class Launcher:
     """Builds the command, the variables and the flags of a launch."""
 
     def __init__(self, user: int, group: int, *, fakeroot: bool = False) -> None:
-        """Take the `user` and `group` that sandboxes run as.
+        """Sandboxes run as `user` and `group`.
 
         With `fakeroot`, Apptainer maps a range of ids, and must run in the host's user namespace.
         """

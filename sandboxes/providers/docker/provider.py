@@ -90,7 +90,7 @@ class DockerSandbox(ControlledSandbox):
         containers: Containers,
         image: str,
     ) -> None:
-        """Take `image`, which must have Python: the container that reads files from this one uses it."""
+        """`image` must have Python: the container that reads files from this one uses it."""
         super().__init__(launched, spec, forget)
         self._containers = containers
         self._image = image

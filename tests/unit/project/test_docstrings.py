@@ -1,4 +1,4 @@
-"""Every module has a docstring, and `Raises:` blocks are written as docs/style.md says."""
+"""Every module has a docstring, and docstrings are written as docs/style.md says."""
 
 import ast
 import re
@@ -36,6 +36,17 @@ def raises_entries(docstring: str) -> Iterator[str]:
 def test_every_module_says_what_it_is(package: str) -> None:
     paths = sorted((ROOT / package).rglob("*.py"))
     assert not [str(path) for path in paths if not ast.get_docstring(parse(path))]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_docstring_begins_with_take(package: str) -> None:
+    wrong = [
+        f"{path}:{line}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, text in docstrings(parse(path))
+        if text.startswith("Take ")
+    ]
+    assert not wrong
 
 
 def test_each_entry_of_raises_is_a_name_and_a_sentence() -> None:

@@ -72,7 +72,7 @@ class DeclaredGame(Environment):
     """Plays the game of a folder; `load_game` makes one."""
 
     def __init__(self, declaration: GameDeclaration, folder: Path) -> None:
-        """Take a declaration and its folder.
+        """`folder` is the declaration's.
 
         Raises:
             ConfigurationError: The declaration contradicts itself or the folder.

@@ -41,7 +41,7 @@ class PlayedGame:
         return {"player": 0, **(text if isinstance(text, dict) else {"text": text})}
 
     def step(self, request: Request) -> Reply:
-        """Take an action, and return what follows from it."""
+        """Play an action, and return what follows from it."""
         if self._step is None:
             raise ValueError("no game has begun")
         return {"reward": 0.0, "done": False, "parts": {}, "player": 0, **self._step(request["action"])}

@@ -61,7 +61,7 @@ class OpenEnvActor:
         return await self.act({self._text_field or "": action})
 
     async def act(self, action: Mapping[str, Any]) -> Consequence:
-        """Take an action as the server's schema has it.
+        """Play an action as the server's schema has it.
 
         Raises:
             EnvironmentFailedError: The environment failed, or ended without a reward.
@@ -103,7 +103,7 @@ class ActTool:
     parallel = False
 
     def __init__(self, name: str, schema: dict[str, Any], actor: OpenEnvActor, earned: Earned) -> None:
-        """Take the schema of an action.
+        """`schema` is that of an action.
 
         Raises:
             EnvironmentFailedError: It is not one of an object, or too large for a prompt.

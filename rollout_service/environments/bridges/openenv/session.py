@@ -151,7 +151,7 @@ class OpenEnvSession:
             ) from error
 
     async def step(self, action: Mapping[str, Any], seconds: float) -> Observed:
-        """Take an action.
+        """Play an action.
 
         Raises:
             InvalidActionError: The server refused it as written.

@@ -84,7 +84,7 @@ class ReasoningGym(AgentEnvironment):
         spec: EnvironmentSpec = SPEC,
         read_answer: ReadAnswer | None = None,
     ) -> None:
-        """Take another spec for other prompts or tools, and what finds the answer in the policy's last text."""
+        """`spec` may have other prompts or tools; `read_answer` finds the answer in the policy's last text."""
         self._library = library
         self._cpu_seconds = cpu_seconds
         self._read_answer = read_answer or final_answer

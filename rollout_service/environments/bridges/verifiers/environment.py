@@ -68,7 +68,7 @@ class VerifiersEnvironment(Environment):
         listings: list[Listing],
         binds: dict[str, str] | None = None,
     ) -> None:
-        """Take a listing for each taskset, and the folders of the library and of the packages by their path inside."""
+        """Each taskset has a listing; `binds` has folders of the library and of packages by their path inside."""
         self.spec = declaration.spec(binds or {})
         self._tasksets: dict[str, tuple[TasksetTable, Listing]] = {
             table.called: (table, listing)

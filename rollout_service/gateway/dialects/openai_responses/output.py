@@ -34,7 +34,7 @@ class Item(ABC):
 
     @abstractmethod
     def delta(self, text: str) -> Events:
-        """Take more of the item's text, and return its events."""
+        """Add to the item's text, and return the events."""
 
     @abstractmethod
     def closing(self, status: str) -> Events:

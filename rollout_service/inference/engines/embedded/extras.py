@@ -39,7 +39,7 @@ class PromptReading:
         self.logprobs.clear()
 
     def read(self, logits: Array, first: int) -> None:
-        """Take the logits of successive positions from `first` on, `[positions, vocab_size]`."""
+        """Add the logits of successive positions from `first` on, `[positions, vocab_size]`."""
         begin = self.start + len(self.logprobs)
         tokens = self.prompt[begin + 1 : first + len(logits) + 1]
         for offset in range(0, len(tokens), _ROWS):

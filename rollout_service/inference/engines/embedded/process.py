@@ -28,7 +28,7 @@ class EmbeddedEngine(ServerProcess):
         weight_version: str = "default",
         on_wait: Callable[[float], None] | None = None,
     ) -> None:
-        """Take a port, where 0 takes a free one; the engine's `--help` explains the rest."""
+        """`port` 0 is a free one; the engine's `--help` explains the rest."""
         super().__init__(on_wait=on_wait)
         self._arguments = [
             *("--model", str(Path(model_path).resolve())),

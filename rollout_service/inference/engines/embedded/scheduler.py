@@ -385,7 +385,7 @@ class EngineCore:
         return None
 
     def _leave(self, job: EngineJob) -> None:
-        """Take a job out of the batch, keep its KV in the cache, and close the gap."""
+        """Remove a job from the batch, keep its KV in the cache, and close the gap."""
         slot = self._running.index(job)
         self._remember(job, job.length - 1, slot)  # the last token was never run
         last = self._running.pop()

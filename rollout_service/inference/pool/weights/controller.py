@@ -51,7 +51,7 @@ class PoolController:
     """Runs commands on all backends of a registry; `lock` is held while one runs."""
 
     def __init__(self, registry: BackendRegistry, exclusive: Exclusive | None = None) -> None:
-        """Take `exclusive` if other services command the same backends: in its block, none of them does."""
+        """Pass `exclusive` if other services command the same backends: in its block, none of them does."""
         self.lock = anyio.Lock()
         self._exclusive = exclusive
         self._registry = registry

@@ -37,7 +37,7 @@ class SupportsProcessGroups(Protocol):
     async def receive_weights(
         self, weights: DistributedWeights, version: int, *, flush_cache: bool = True
     ) -> None:
-        """Take part in the broadcast of these tensors and load them as `version`."""
+        """Join the broadcast of these tensors and load them as `version`."""
 
 
 def require_process_groups(backend: Backend) -> SupportsProcessGroups:
@@ -69,7 +69,7 @@ class ProcessGroups:
         return {name: sorted(present) for name, present in self._backends.items()}
 
     def replace(self, groups: Mapping[str, Iterable[str]]) -> None:
-        """Take over what another service knows of the same backends."""
+        """Adopt what another service knows of the same backends."""
         self._backends = {name: frozenset(present) for name, present in groups.items()}
 
     def add(self, name: str, backend_ids: Iterable[str]) -> None:

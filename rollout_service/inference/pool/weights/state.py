@@ -82,7 +82,7 @@ class PoolWeights:
         return frozenset(self._unknown)
 
     def replace(self, present: WeightSet | None, kept: Iterable[int], unknown: Iterable[str]) -> None:
-        """Take over what another service knows of the same backends."""
+        """Adopt what another service knows of the same backends."""
         self.present = present
         self._kept, self._unknown = frozenset(kept), set(unknown)
 

@@ -56,7 +56,7 @@ class RedisRollouts(RolloutReads):
         place: TrajectoryPlace | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Take the connection, and `is_gone`, which tells whether the service of an owner has certainly ended.
+        """`is_gone` tells whether the service of an owner has certainly ended.
 
         `place` keeps the trajectories, Redis itself without it. `clock` is that of the connection, if it has one.
         """

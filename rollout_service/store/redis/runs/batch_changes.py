@@ -101,7 +101,7 @@ def _new_batch(
 
 
 def _take(change: RunTransaction, number: int, status: GroupStatus) -> None:
-    """Take a group from those that wait."""
+    """Remove a group from those that wait."""
     change.do("HDEL", change.keys.ready, number)
     change.move_group(number, run_changes.READY.counter, status)
 

@@ -33,7 +33,7 @@ class RunDatabase:
     """The runs of one store, as records."""
 
     def __init__(self, connection: RedisConnection, *, fence: RoleLease | None = None) -> None:
-        """Take the leadership that changes need, if any."""
+        """`fence` is the leadership that changes need, if any."""
         self._connection = connection
         self._fence = fence
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()

@@ -35,7 +35,7 @@ class RunTransaction:
     """The writes of one change, in order."""
 
     def __init__(self, keys: RunKeys, run: RunDraft, now: float) -> None:
-        """Take the run as it was read, and the time of the read in Unix seconds."""
+        """`run` is as it was read at `now`, in Unix seconds."""
         self.keys = keys
         self.run = run
         self.now = now
