@@ -92,6 +92,8 @@ class TurnScheduler:
             before = turn.elapsed
             turn.elapsed = before + time.perf_counter() - started
             turn.done = int(min(1.0, turn.elapsed / turn.seconds) * len(turn.reply.ids))
+            if 0 < len(turn.reply.ids) == turn.done:
+                turn.aborted = False  # too late, as in real engines
             if turn.stream is not None and not turn.aborted:
                 await turn.stream.advance(turn)
                 turn.elapsed = before + time.perf_counter() - started

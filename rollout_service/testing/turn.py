@@ -56,7 +56,7 @@ class EngineTurn:
     def seconds_to_next(self) -> float:
         """Return the time until the next chunk is sampled, or until the end of a turn that is not streamed."""
         tokens = len(self.reply.ids)
-        if self.stream is None:
+        if self.stream is None or not tokens:
             return self.seconds - self.elapsed
         return self.seconds * min(self.stream.next_end, tokens) / tokens - self.elapsed
 

@@ -175,7 +175,9 @@ class Continuation:
             self._cached_tokens = min(cached_tokens, len(self.request.input_ids))
 
     def _if_spent(self, backend_id: str) -> Generation | None:
-        """Return the generation if its budget is used up."""
+        """Return the generation if it has stopped, though its end was lost, or if its budget is used up."""
+        if self.output_ids and (last := self.output_ids[-1]) in self.request.sampling.stop_token_ids:
+            return self._whole(FinishReason.STOP, last, backend_id)
         if len(self.output_ids) < self.request.sampling.max_new_tokens:
             return None
         return self._whole(FinishReason.LENGTH, None, backend_id)

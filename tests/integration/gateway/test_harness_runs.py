@@ -102,7 +102,7 @@ def order(**more: object) -> RunRequest:
         {
             "run_id": "counted",
             "source": DatasetTasks(environment="counting", split="train", epochs=None),
-            "group_size": 2,
+            "group_size": 4,
             "batch_size": 1,
             "max_concurrent": 2,
             "max_staleness": STALENESS,

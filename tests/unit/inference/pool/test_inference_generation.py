@@ -94,6 +94,22 @@ def test_a_stop_ends_it_early():
     assert (whole.finish_reason, len(whole.output_ids)) == (FinishReason.STOP, 6)
 
 
+def test_an_answer_that_has_stopped_is_whole_though_its_end_was_lost():
+    stop = token_at(4)
+    asked = SamplingOptions(max_new_tokens=9, stop_token_ids=[stop])
+    aborted = Continuation(GenerateRequest(new_request_id(), [1, 2, 3], asked))
+    broken = Continuation(GenerateRequest(new_request_id(), [1, 2, 3], asked), on_tokens=lambda chunk: None)
+    aborted.next_request()
+    part = answer(broken.next_request(), 2, FinishReason.ABORT)
+    as_one_chunk(part, broken.sink)
+    for whole in aborted.add(part), broken.keep_streamed("engine", version=0):
+        assert (whole.finish_reason, whole.matched, whole.output_ids) == (
+            FinishReason.STOP,
+            stop,
+            part.output_ids,
+        )
+
+
 def test_an_abort_with_the_budget_used_up_is_a_length():
     continuation = make(budget=4)
     whole = continuation.add(answer(continuation.next_request(), 4, FinishReason.ABORT))

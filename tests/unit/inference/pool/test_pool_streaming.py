@@ -1,5 +1,6 @@
 """A pool streams every token once, whatever happens to its engines in the middle of an answer."""
 
+import time
 from dataclasses import replace
 
 import anyio
@@ -12,7 +13,7 @@ from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import RequestedExtras, SamplingOptions
 from rollout_service.inference.errors import BackendProtocolError, BackendUnreachable
 from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.testing import AfterTokens, Fault, ScriptedEngine, ScriptedVllm
+from rollout_service.testing import AfterTokens, Fault, Reply, ScriptedEngine, ScriptedVllm
 from tests.unit.inference.pool.test_inference_pool import OPTIONS, SCRIPT, is_exact, request, running, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -47,6 +48,15 @@ class Sink:
     @property
     def ids(self):
         return [id_ for chunk in self.chunks for id_ in chunk.ids]
+
+
+class Short:
+    """A script of one answer that stops."""
+
+    IDS = [7, 8, 9]
+
+    def reply(self, input_ids, budget):
+        return Reply(self.IDS)
 
 
 def weights_in(folder):
@@ -194,6 +204,26 @@ async def test_a_cancelled_stream_is_aborted_in_its_engine(kind):
         await until(lambda: not engine.in_flight)
         assert engine.aborts
         assert len(sink.chunks) == delivered
+
+
+@kinds
+async def test_an_abort_after_the_last_token_is_too_late(kind):
+    engine = kind(Short(), latency=0.05)
+    async with running(engine) as (_, pool), anyio.create_task_group() as tasks:
+        results = []
+
+        async def generate():
+            results.append(await pool.generate(request(100), on_tokens=Sink()))
+
+        tasks.start_soon(generate)
+        await until(lambda: engine.in_flight)
+        asked = engine.requests
+        time.sleep(0.1)  # noqa: ASYNC251 - the engine notices both at once, as on a busy machine
+        engine._abort_turns("")
+        await until(lambda: results)
+    (whole,) = results
+    assert (whole.finish_reason, list(whole.output_ids)) == (FinishReason.STOP, Short.IDS)
+    assert engine.requests == asked
 
 
 async def test_versions_that_nobody_knows_are_an_error_not_a_guess(tmp_path):
