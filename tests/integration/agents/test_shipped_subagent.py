@@ -124,6 +124,8 @@ async def test_the_shipped_subagent_reads_what_it_is_told(
     assert [rollout.error for rollout in rollouts] == [None] * ROLLOUTS
     given = [[node.result for node in rollout.nodes or []] for rollout in rollouts]
     assert sum(one == results for one in given) >= 0.75 * ROLLOUTS
-    in_time = [rollout for rollout in rollouts if rollout.reward == 1.0]
+    in_time = [(rollout, one) for rollout, one in zip(rollouts, given, strict=True) if rollout.reward == 1.0]
     assert len(in_time) >= 0.75 * ROLLOUTS
-    assert {rollout.work.scheduled_steps for rollout in in_time if rollout.work} == {steps}
+    # A sub-agent that reads less than it was told to takes fewer steps.
+    planned = [rollout.work for rollout, one in in_time if one == results]
+    assert {work.scheduled_steps for work in planned if work} == {steps}
