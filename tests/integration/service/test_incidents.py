@@ -1,4 +1,6 @@
-"""`doctor --live` names the cause of an incident within a minute, and nothing else; `/ready` does if work waits."""
+"""`doctor --live` and the dashboard name the cause of an incident within a minute, and nothing else; `/ready` does if
+work waits.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,8 @@ pytestmark = [
 ]
 
 NAMED_WITHIN = 60.0
+SHOWN = ("reasons", "warnings", "backends", "errors", "findings")
+"""The parts of the overview that the dashboard's first page shows as they are."""
 CALM = "[sandboxes.pressure]\nenabled = false\n"
 HANGING = """
 name = "hanging"
@@ -112,6 +116,8 @@ def names(server: Running, cause: str, *allowed: str, when: Callable[[], object]
             break
         assert time.monotonic() < deadline, (report, server.log[-4_000:])
     assert sections(report) <= set(allowed), report
+    overview = httpx.get(f"{server.url}/v1/overview", timeout=30).json()
+    assert cause in json.dumps([overview[part] for part in SHOWN]), overview
 
 
 def readiness(server: Running) -> dict[str, Any]:
@@ -169,11 +175,16 @@ def test_an_engine_that_somebody_else_updates(folder: Path, engine: Running) -> 
         assert "an engine samples with another version" in server.log
 
 
-def test_a_grader_that_hangs(folder: Path, engine: Running) -> None:
+def written(folder: Path, toml: str) -> str:
+    """Return the folder of an environment."""
     environment = folder / "own"
     environment.mkdir()
-    (environment / "environment.toml").write_text(HANGING)
-    with service(folder, engine.url, CALM, "--environment", str(environment)) as server:
+    (environment / "environment.toml").write_text(toml)
+    return str(environment)
+
+
+def test_a_grader_that_hangs(folder: Path, engine: Running) -> None:
+    with service(folder, engine.url, CALM, "--environment", written(folder, HANGING)) as server:
         submit(server, 1, environment="hanging")
         names(server, "the grader of hanging runs", "grader")
         [wait] = [one for one in doctor(server)[1]["oldest"] if one["stage"] == "evaluate"]
