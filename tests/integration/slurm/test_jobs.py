@@ -71,6 +71,22 @@ def test_an_engine_that_dies_is_replaced(cluster, jobs):
 
 
 @pytest.mark.extended("rollout_service/cluster/", "rollout_service/cli/slurm/")
+def test_an_engine_that_cannot_start_is_named_within_a_minute(cluster, jobs):
+    job = jobs.submit("broken", "--engine-command", "sh -c 'echo no GPU is free >&2; exit 3' {host} {port}")
+    cluster.wait_for_state(job, "RUNNING")
+    cluster.wait_for(lambda: jobs.status("broken")["failures"], seconds=60)
+    shown = jobs.slurm("status", "broken", "--wait", "1", check=False)
+    assert "failed to start" in shown
+    assert "exit code 3: no GPU is free" in shown
+    cluster.wait_for(lambda: jobs.status("broken")["nodes"])
+    [node] = jobs.status("broken")["nodes"]
+    key = {"ROLLOUT_URL": node["url"], "ROLLOUT_KEY": (jobs.folder / "broken/key").read_text()}
+    report = jobs.run("rollout-service", "doctor", "--live", "--json", check=False, env=key)
+    assert "no backend is in service" in report
+    jobs.slurm("stop", "broken")
+
+
+@pytest.mark.extended("rollout_service/cluster/", "rollout_service/cli/slurm/")
 def test_a_preempted_job_drains_is_requeued_and_resumes_with_its_work(cluster, jobs):
     job = jobs.submit("preempted", "--partition", "low", "--drain", "20")
     first = jobs.roll_out("preempted", 2)
