@@ -48,6 +48,7 @@ def test_providers_of_sandboxes_do_not_import_each_other() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_task_escapes_a_task_group(package: str) -> None:
     banned = {"create_task", "ensure_future", "gather", "run_coroutine_threadsafe"}
