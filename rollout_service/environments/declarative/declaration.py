@@ -31,6 +31,7 @@ from rollout_service.environments.contract import (
 )
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.errors import ConfigurationError, did_you_mean
+from rollout_service.validation import known_fields
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -271,7 +272,7 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     if item["type"] == "extra_forbidden" and last.startswith("gpu"):
         return f"there is no key {path}: {NO_GPU}"
     if item["type"] == "extra_forbidden":
-        return f"there is no key {path}{did_you_mean(last, _known_keys(model, parents))}"
+        return f"there is no key {path}{did_you_mean(last, known_fields(model, parents))}"
     if item["type"] == "missing":
         return f"the key {path} is missing"
     return f"{path}: {str(item['msg']).removeprefix('Value error, ')}"
@@ -282,7 +283,7 @@ def _keys_there_are(model: type[BaseModel], items: Sequence[Any]) -> str:
     places = [item["loc"][:-1] for item in items if item["type"] in ("extra_forbidden", "missing")]
     tables = dict.fromkeys(tuple(map(str, place)) for place in places)
     return " ".join(
-        f"{_name_of(table)} takes {', '.join(sorted(_known_keys(model, [*table])))}." for table in tables
+        f"{_name_of(table)} takes {', '.join(sorted(known_fields(model, [*table])))}." for table in tables
     )
 
 
@@ -292,15 +293,6 @@ def _name_of(table: tuple[str, ...]) -> str:
     if table[-1].isdigit():
         return f"[[{'.'.join(part for part in table if not part.isdigit())}]]"
     return f"[{'.'.join(table)}]"
-
-
-def _known_keys(model: type[BaseModel], parents: list[str]) -> set[str]:
-    """Return the keys of the table at the path in a model."""
-    for name in (name for name in parents if not name.isdigit()):
-        annotation = model.model_fields[name].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(one for one in options if isinstance(one, type) and issubclass(one, BaseModel))
-    return set(model.model_fields)
 
 
 def resolve_image(image: str, folder: Path) -> str:

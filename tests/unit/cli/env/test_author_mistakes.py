@@ -80,6 +80,11 @@ MISTAKES = {
             "environment-toml.md says",
         ],
     ),
+    "a key of a secret is misspelled": (
+        declared('grade.sh"', 'grade.sh"\nsecrets = {TOKEN = {variabel = "T"}}'),
+        CHECK,
+        ["{at}/environment.toml: there is no key evaluate.secrets.TOKEN.variabel; did you mean variable?"],
+    ),
     "the name has a space": (
         declared('"sums"', '"my sums"'),
         CHECK,
