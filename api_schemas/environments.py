@@ -134,6 +134,6 @@ class EnvironmentView(WireModel):
     artifacts_size: str
     """The size limit of all artifacts together, in the format of `memory`."""
     agent_processes: Annotated[Literal["end", "keep"], Field(exclude_if=lambda kept: kept == "end")] = "end"
-    """Whether what the agent left running is ended before it is graded, or kept; left out of JSON if it is ended."""
+    """Whether processes that outlive the agent are ended before grading, or kept; left out of JSON if ended."""
     runs_submission: bool
     """Whether the agent's program is executed before the evaluation, in a sandbox with none of the grader's files."""

@@ -370,7 +370,7 @@ class Episode:
         if self.judge is None:
             raise EnvironmentFailedError(
                 "a judge is needed to score this, and there is none here",
-                hint="Score it in a service with a pool for judges, or pass `judge` to `play`.",
+                hint="Score it in a service with a pool for judges, or pass `OtherModels(judge=...)` to `play`.",
             )
         return self.judge
 
@@ -383,7 +383,8 @@ class Episode:
         if self.sampler is None:
             raise EnvironmentFailedError(
                 "another model takes part in this, and there are no engines here",
-                hint="Roll it out in a service with a pool for that model, or pass `sampler` to `play`.",
+                hint="Roll it out in a service with a pool for that model, or pass `OtherModels(sampler=...)` "
+                "to `play`.",
             )
         return self.sampler
 
@@ -396,7 +397,7 @@ class Episode:
         if self.subagents is None:
             raise EnvironmentFailedError(
                 "this task is for an agent with sub-agents, and there are no engines for them here",
-                hint="Roll it out in a service with a frozen pool, or pass `policies` to `play`.",
+                hint="Roll it out in a service with a frozen pool, or pass `OtherModels(policies=...)` to `play`.",
             )
         return self.subagents
 

@@ -183,15 +183,7 @@ async def _run_attack(
     attacked = _WithoutProgram(environment) if environment.uses_gateway else environment
     try:
         with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
-            trial = await play(
-                attacked,
-                dict(instance),
-                _Attacker(watched, attack),
-                watched,
-                models.judge,
-                models.sampler,
-                models.policies,
-            )
+            trial = await play(attacked, dict(instance), _Attacker(watched, attack), watched, models)
     except TimeoutError:
         return None, "the evaluation timed out"
     except Exception as error:  # noqa: BLE001  every failure of an evaluation is the finding

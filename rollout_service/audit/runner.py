@@ -96,15 +96,7 @@ async def _trial(
     record = probe.record
     async with memory_peak(lambda: probe.launcher) as peak:
         try:
-            trial = await play(
-                probe,
-                dict(data),
-                ScriptedPolicy(IDLE_TURNS),
-                sandboxes,
-                models.judge,
-                models.sampler,
-                models.policies,
-            )
+            trial = await play(probe, dict(data), ScriptedPolicy(IDLE_TURNS), sandboxes, models)
             record.reward = trial.score.reward
         except Exception as error:  # noqa: BLE001  every failure is a finding
             record.error = format_failure(describe(error))

@@ -157,7 +157,7 @@ class EvaluateIn(StrEnum):
 
 
 AgentProcesses = Literal["end", "keep"]
-"""What becomes of the processes that the agent left running when it is graded in its own sandbox."""
+"""Whether processes that outlive the agent are ended or kept when it is graded in its own sandbox."""
 
 Replayable = Literal["answer", "tools", "never"]
 """How a finished rollout can be scored again; see `Environment.replayable`."""
@@ -205,8 +205,8 @@ class EnvironmentSpec(EnvironmentSettings):
     """The limit for all artifacts together, in the form of `memory`, capped at half of the sandbox's memory and disk.
     An agent that leaves more counts as having left nothing."""
     agent_processes: Annotated[AgentProcesses, Field(exclude_if=lambda kept: kept == "end")] = "end"
-    """Whether what the agent left running is ended before it is graded, or kept for a grader that needs it, such as a
-    server that it calls. Kept processes can forge the reward; only where `evaluate_in` is `same`."""
+    """Whether processes that outlive the agent are ended before grading, or kept for a grader that needs them, such as
+    a server that it calls. Kept processes can forge the reward; only where `evaluate_in` is `same`."""
     runs_submission: bool = False
     """Whether `Environment.execute` is called before `evaluate`, in a sandbox that holds nothing of the grader."""
     workdir: str = Field("", exclude=True)

@@ -196,13 +196,13 @@ def _class_in(file: Path) -> type[Environment]:
         one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__
     ]
     found = [one for one in own if issubclass(one, Environment) and not isabstract(one)]
-    for one in own:
-        if not found and issubclass(one, Environment):
-            missing = " and ".join(sorted(one.__abstractmethods__))
-            raise ConfigurationError(
-                f"its class {one.__name__} has no {missing}",
-                hint="Define it with `async def`; docs/how-to/write-an-environment-in-python.md has an example.",
-            )
+    unfinished = next((one for one in own if issubclass(one, Environment)), None)
+    if not found and unfinished is not None:
+        missing = " and ".join(sorted(unfinished.__abstractmethods__))
+        raise ConfigurationError(
+            f"its class {unfinished.__name__} has no {missing}",
+            hint="Define it with `async def`; docs/how-to/write-an-environment-in-python.md has an example.",
+        )
     if len(found) != 1:
         raise ConfigurationError(
             f"it defines {len(found)} environments",

@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
         observe: Observe,
         certificate: Certificate | None = None,
     ) -> None:
-        """`observe` is told why a connection was refused."""
+        """`observe` is called with the reason for each refused connection."""
         super().__init__(config)
         self._listener = listener
         self._connections = connections

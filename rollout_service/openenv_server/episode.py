@@ -129,13 +129,7 @@ class RemoteEpisode:
         try:
             with self._scope, anyio.fail_after(seconds):
                 trial = await play(
-                    self._environment,
-                    self._instance,
-                    self._policy,
-                    self._sandboxes,
-                    self._models.judge,
-                    self._models.sampler,
-                    self._models.policies,
+                    self._environment, self._instance, self._policy, self._sandboxes, self._models
                 )
                 self._outcome = _result(trial)
         except TimeoutError:
@@ -147,7 +141,7 @@ class RemoteEpisode:
             self._policy.close()
 
     async def step(self, action: TurnAction) -> dict[str, object]:
-        """Play a turn of the client, and return what it is told next."""
+        """Play a turn of the client, and return the reply."""
         if self._is_told:
             return OVER
         if not self._ended.is_set():  # a limit may have ended it since the last step

@@ -55,13 +55,11 @@ async def play(
     instance: dict[str, JsonValue],
     policy: Policy,
     sandboxes: SandboxSource,
-    judge: Judge | None = None,
-    sampler: TextSampler | None = None,
-    policies: PolicyFactory | None = None,
+    models: OtherModels = NO_MODELS,
 ) -> Trial:
     """Check an instance, set it up, run the agent with the policy, and score the outcome.
 
-    `policies` are for sub-agents. Errors of the environment, the policy or a sandbox are raised as they are.
+    Errors of the environment, the policy or a sandbox are raised as they are.
     """
     environment.check(instance)
     environment = environment.for_instance(instance)
@@ -74,12 +72,13 @@ async def play(
         attempt=1,
         limits=spec.limits,
         policy=told,
-        judge=judge,
-        sampler=sampler,
+        judge=models.judge,
+        sampler=models.sampler,
         hidden=hidden,
     )
-    subagents = TrialSubagents(policies, sandboxes, request, spec, hidden) if policies is not None else None
-    episode.subagents = subagents if spec.parallel is not None else None
+    subagents = None
+    if spec.parallel is not None and models.policies is not None:
+        episode.subagents = subagents = TrialSubagents(models.policies, sandboxes, request, spec, hidden)
     try:
         trial = await _play(environment, episode, sandboxes)
         episode.note_ended(trial.score.reward)

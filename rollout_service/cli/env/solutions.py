@@ -101,10 +101,7 @@ async def _reward(
     seconds = limits.init_seconds + limits.rollout_seconds + limits.evaluate_seconds + GRACE_SECONDS
     try:
         with anyio.fail_after(seconds):
-            policy = ScriptedPolicy(IDLE_TURNS)
-            trial = await play(
-                environment, dict(instance), policy, sandboxes, models.judge, models.sampler, models.policies
-            )
+            trial = await play(environment, dict(instance), ScriptedPolicy(IDLE_TURNS), sandboxes, models)
     except TimeoutError:
         return None, f": it took longer than {seconds:g} s"
     except Exception as error:  # noqa: BLE001  every failure is the finding

@@ -88,8 +88,8 @@ class EvaluateTable(EnvironmentSettings):
     run: RunTable | None = None
     sandbox: GraderSandbox = GraderSandbox.FRESH
     agent_processes: AgentProcesses = "end"
-    """Whether what the agent left running is ended before the command runs, or kept for it. Kept processes can forge
-    the reward."""
+    """Whether processes that outlive the agent are ended before the command runs, or kept. Kept ones can forge the
+    reward."""
     artifacts: list[str] = ["/workspace"]
     """Absolute paths that are copied from the agent's sandbox into a fresh one."""
     artifacts_size: Size = "256M"

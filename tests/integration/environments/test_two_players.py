@@ -20,7 +20,7 @@ from rollout_service.episodes import ContextFullError
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.judging.contract import SampledText
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.trial import Trial, play
+from rollout_service.pipeline.trial import OtherModels, Trial, play
 from rollout_service.settings import PipelineSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from rollout_service.tokens import ChatRenderer
@@ -94,7 +94,9 @@ def seat_of(instance: Instance) -> int:
 async def played(
     instance: Instance, says: list[str], opponent: Opponent | None, sandboxes: SandboxSource
 ) -> Trial:
-    return await play(TextArenaMatch(), instance, ScriptedPolicy(says), sandboxes, sampler=opponent)
+    return await play(
+        TextArenaMatch(), instance, ScriptedPolicy(says), sandboxes, OtherModels(sampler=opponent)
+    )
 
 
 @pytest.mark.parametrize("name", PLAYS)

@@ -19,7 +19,7 @@ from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.judging.rubric import Rubric, RubricSettings
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.trial import play
+from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 
@@ -251,7 +251,7 @@ async def test_the_example_of_the_page_scores_by_its_rubric(make_judge, tmp_path
     sandboxes = SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
     task = {"question": "Why is the sky blue?", "facts": "Rayleigh scattering"}
     policy = ScriptedPolicy(["Because of the air."])
-    trial = await play(names["environment"], task, policy, sandboxes, judge)
+    trial = await play(names["environment"], task, policy, sandboxes, OtherModels(judge))
     assert trial.score.reward == 0.4
     assert "'partial'" in trial.episode.notes[0]
     with pytest.raises(EnvironmentFailedError, match="a judge is needed"):

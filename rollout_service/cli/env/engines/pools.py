@@ -36,7 +36,7 @@ from rollout_service.store.file_backends import FileBackends
 
 @dataclass(frozen=True, slots=True)
 class PoolModels:
-    """What answers for each pool."""
+    """The models that answer for each pool."""
 
     models: dict[str, str] = field(default_factory=dict)
     """Embedded engines' models."""

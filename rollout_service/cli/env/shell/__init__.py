@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import anyio
 import anyio.lowlevel
@@ -25,7 +25,6 @@ from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.cli.env.run import parse_instance
 from rollout_service.cli.env.shell.attach import HUNG_UP, attach, require_terminal, size_of_terminal
-from rollout_service.cli.env.shell.grading import GradersSandbox
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.reference import Solving
 from rollout_service.environments.secrets import HostSecrets
@@ -34,7 +33,7 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.settings import load_settings
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import Sandbox, make_provider
+from sandboxes import BashSession, ExecResult, PythonSession, Sandbox, make_provider
 from sandboxes.sessions.terminal import open_terminal
 from sandboxes.task_groups import open_task_group
 
@@ -86,6 +85,49 @@ class _WithShell(Solving):
         self.exit_code = await run_shell(sandbox, env)
         self.episode_scope.cancel()
         await anyio.lowlevel.checkpoint()
+
+
+class GradersSandbox:
+    """A sandbox that calls `begin` with the variables of the first program that runs after files were copied in."""
+
+    def __init__(self, sandbox: Sandbox, begin: Callable[[Mapping[str, str]], Awaitable[None]]) -> None:
+        self._sandbox = sandbox
+        self._begin = begin
+        self._has_files = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sandbox, name)
+
+    async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
+        """Copy files in."""
+        await self._sandbox.import_path(parent, tar)
+        self._has_files = True
+
+    async def write_file(self, path: str, data: bytes | str) -> None:
+        """Write a file."""
+        await self._sandbox.write_file(path, data)
+        self._has_files = True
+
+    async def exec(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> ExecResult:
+        """Run a program."""
+        await self._note(env or {})
+        return await self._sandbox.exec(argv, env=env, **options)
+
+    async def bash(self) -> BashSession:
+        """Return the session of bash."""
+        await self._note({})
+        return await self._sandbox.bash()
+
+    async def python(self) -> PythonSession:
+        """Return the session of Python."""
+        await self._note({})
+        return await self._sandbox.python()
+
+    async def _note(self, env: Mapping[str, str]) -> None:
+        if self._has_files:
+            await self._begin(env)
 
 
 async def run_shell(sandbox: Sandbox, env: Mapping[str, str]) -> int:

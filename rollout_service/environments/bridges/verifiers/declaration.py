@@ -52,7 +52,7 @@ class VerifiersDeclaration(EnvironmentSettings):
     packages: list[str] = ["."]
     """Folders with the packages of tasksets, relative to that of the file."""
     requirements: list[str] = []
-    """What these packages need besides the library, as pip takes it."""
+    """Requirements of these packages besides the library, in pip's form."""
     taskset: list[TasksetTable] = Field(min_length=1)
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxSettings = SandboxSettings(memory="2G", max_processes=64)

@@ -13,7 +13,7 @@ from rollout_service.cli.server_child import running_server
 from rollout_service.environments.builtin.split.environment import environment as split
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.trial import play
+from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 
@@ -167,7 +167,9 @@ async def test_sub_agents_are_sampled_from_the_pool_that_is_named(tmp_path):
         try:
             async with PoolModels.read(None, scripts).opened(tmp_path) as models:
                 try:
-                    await play(split, split.dataset()[0], policy, sandboxes, policies=models.policies)
+                    await play(
+                        split, split.dataset()[0], policy, sandboxes, OtherModels(policies=models.policies)
+                    )
                 except EnvironmentFailedError as error:
                     return error.hint
         finally:

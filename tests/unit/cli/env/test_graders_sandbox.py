@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_service.cli.env.shell.grading import GradersSandbox
+from rollout_service.cli.env.shell import GradersSandbox
 from sandboxes import LocalConfig, SandboxSpec, make_provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

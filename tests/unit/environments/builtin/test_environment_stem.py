@@ -22,7 +22,7 @@ from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.judging.contract import Judge, Judgment, NoVerdictError
 from rollout_service.judging.rubric import Rubric
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.trial import play
+from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 
@@ -51,7 +51,7 @@ def score(tmp_path: Path) -> Callable[..., Any]:
     sandboxes = SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
 
     async def score_one(task: dict[str, JsonValue], answer: str, judge: Judge | None = None) -> Score:
-        trial = await play(STEM, task, ScriptedPolicy([answer]), sandboxes, judge)
+        trial = await play(STEM, task, ScriptedPolicy([answer]), sandboxes, OtherModels(judge))
         return trial.score
 
     return score_one
