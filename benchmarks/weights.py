@@ -21,7 +21,6 @@ in mode `in_place`; the figures of this phase begin with `in_place_`.
 from __future__ import annotations
 
 import json
-import math
 import random
 import statistics
 import tempfile
@@ -252,7 +251,7 @@ async def compared(
     ]
     tokens = sum(len(answer.output_ids) for _, answer in record.turns)
     return {
-        f"{prefix}max_logprob_error": max(errors, default=math.inf),
+        f"{prefix}max_logprob_error": max(errors, default=None),
         f"{prefix}compared_tokens": len(errors),
         f"{prefix}kept_kv_tokens": tokens - len(errors),
     }

@@ -32,8 +32,8 @@ class TurnScheduler:
         self.accelerator = Accelerator(hardware) if hardware else None
         self._script = script
         self._turns: dict[str, EngineTurn] = {}
-        self._handed_back: dict[str, int] = {}
-        """How many tokens the last aborted turn of a request handed back."""
+        self._interrupted: dict[tuple[str, int], Reply] = {}
+        """The rest of each aborted turn, by the id that its request's attempts share, and the length so far."""
         self._resumed = asyncio.Event()
 
     @property
@@ -43,8 +43,10 @@ class TurnScheduler:
 
     async def _run(self, asked: ScriptedRequest, stream: ChunkStream | None = None) -> EngineTurn:
         """Answer a request, and return its turn once it has ended; `stream` gets the tokens as they are sampled."""
-        turn = self._make_turn(asked)
-        turn.stream = stream
+        base_id, length = asked.rid[:_BASE_ID_LENGTH], len(asked.ids)
+        # A request that resumes gets the rest, and not what the script says to a longer prompt.
+        reply = self._interrupted.pop((base_id, length), None) or self._script.reply(asked.ids, asked.budget)
+        turn = EngineTurn(asked, reply.part(0, asked.budget), stream=stream)
         self._turns[turn.rid] = turn
         try:
             await self._take_time(turn)
@@ -52,16 +54,8 @@ class TurnScheduler:
             del self._turns[turn.rid]
             turn.ended.set()
         if turn.aborted:
-            self._handed_back[turn.rid[:_BASE_ID_LENGTH]] = turn.done
+            self._interrupted[base_id, length + turn.done] = reply.part(turn.done)
         return turn
-
-    def _make_turn(self, asked: ScriptedRequest) -> EngineTurn:
-        # A request that resumes after an abort has the tokens that it sampled at the end of its prompt.
-        given = self._handed_back.pop(asked.rid[:_BASE_ID_LENGTH], 0)
-        whole = self._script.reply(asked.ids[: len(asked.ids) - given], asked.budget + given)
-        left = whole.ids[given : given + asked.budget]
-        stops = whole.stops and given + len(left) == len(whole.ids)
-        return EngineTurn(asked, Reply(left, stops, whole.seconds))
 
     async def _take_time(self, turn: EngineTurn) -> None:
         ids = turn.asked.ids

@@ -20,6 +20,11 @@ class Reply:
     seconds: float | None = None
     """How long it takes, without simulated hardware; None for as long as the engine's other turns."""
 
+    def part(self, start: int, end: int | None = None) -> "Reply":
+        """Return the tokens from `start` to `end`; the part stops if it has the last token of a turn that does."""
+        ids = self.ids[start:end]
+        return Reply(ids, self.stops and start + len(ids) == len(self.ids), self.seconds)
+
 
 class Script(Protocol):
     """Decides what an engine answers."""

@@ -46,9 +46,9 @@ class Peak(ScriptedEngine):
 
     peak = 0
 
-    def _make_turn(self, *args):
+    async def _run(self, *args):
         self.peak = max(self.peak, self.in_flight + 1)
-        return super()._make_turn(*args)
+        return await super()._run(*args)
 
 
 async def test_a_pool_never_works_on_more_requests_than_its_limit():
