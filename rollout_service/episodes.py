@@ -348,9 +348,10 @@ class Episode:
     def note_ended(self, reward: float) -> None:
         """Note what was ended before the grading if the agent may have missed a reward of 1 without it."""
         if self.ended and reward < 1:
+            ended = ", ".join(dict.fromkeys(self.ended))
             self.notes.append(
-                f"it left processes, which were ended before the grading: {', '.join(dict.fromkeys(self.ended))}; "
-                "`agent_processes` may let them live in the agent's own sandbox"
+                f"processes of the agent or of init were ended before the grading: {ended}; "
+                "`agent_processes` may let them live for a grader in the agent's own sandbox"
             )
 
     def require_sandbox(self) -> Sandbox:

@@ -73,6 +73,15 @@ class SecretSource(EnvironmentSettings):
     file: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     """The name of a file in the operator's folder of secrets."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_table(cls, source: Any) -> Any:
+        if isinstance(source, str):
+            raise ValueError(  # noqa: TRY004 - pydantic passes no TypeError on
+                'name where the host has it: { variable = "NAME" } or { file = "NAME" }'
+            )
+        return source
+
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
         if (self.variable is None) is (self.file is None):

@@ -120,9 +120,12 @@ class HostSecrets:
 
     def _variable(self, where: str, name: str) -> str:
         if name not in self._settings.variables:
+            unset = (
+                "" if name in self._host else " It is not set, either: set it where the service is started."
+            )
             raise SecretMissingError(
                 f"{where}: environments may not have the variable {name}",
-                hint="If you trust them with it, add its name to [secrets] variables in the settings.",
+                hint=f"If you trust them with it, add its name to [secrets] variables in the settings.{unset}",
             )
         if name not in self._host:
             raise SecretMissingError(

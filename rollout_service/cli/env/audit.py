@@ -42,12 +42,14 @@ async def audit(
     """Run the audit, show its report, and return the exit code."""
     settings = load_settings()
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
-    data = [parse_instance(instance)] if instance is not None else read_dataset(loaded)[:instances]
+    known = [parse_instance(instance)] if instance is not None else read_dataset(loaded)
+    data = known[:instances]
     with tempfile.TemporaryDirectory(prefix="rollout-audit-") as state:
         secrets = HostSecrets(settings.secrets)
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
-            common.err().print(f"Auditing {common.count(len(data), 'instance')}")
+            more = f" of {len(known)}; --instances {len(known)} for all" if len(data) < len(known) else ""
+            common.err().print(f"Auditing {common.count(len(data), 'instance')}{more}")
             async with pools.opened(Path(state)) as models:
                 report = await audit_environment(
                     loaded,

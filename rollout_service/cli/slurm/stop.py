@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_service.cli import common
-from rollout_service.cli.slurm.jobs import JOBS, POLL_SECONDS, Folder, Job, find
+from rollout_service.cli.slurm.jobs import JOBS, POLL_SECONDS, Folder, Job, find, state_of
 
 if TYPE_CHECKING:
     from rollout_service.cluster.slurm.folder import JobFolder
@@ -37,14 +37,19 @@ async def _stop(folder: JobFolder, timeout: float, *, remove: bool) -> None:
     from rollout_service.cluster.slurm import commands
 
     job = folder.load().job
-    state = await commands.job_state(job)
+    state = await state_of(folder)
+    if state.state in ("NOT_SUBMITTED", "UNKNOWN") and not remove:
+        raise common.CommandError(
+            f"this Slurm has no job {job} of {folder.path}" if job else f"{folder.path} was not submitted",
+            hint=f"Name another: each job has a folder in {folder.path.parent}. --remove removes this one's.",
+        )
     if state.state == "RUNNING":
         await commands.cancel(job, "--batch", "--signal=USR2")
         with anyio.move_on_after(timeout):
             while not (await commands.job_state(job)).is_over:  # noqa: ASYNC110 - Slurm announces nothing
                 await anyio.sleep(POLL_SECONDS / 4)
-    if not (await commands.job_state(job)).is_over:
+    if job and not (await commands.job_state(job)).is_over:
         await commands.cancel(job)
     if remove:
         await anyio.to_thread.run_sync(shutil.rmtree, folder.path)
-    common.print_line(f"stopped job {job}")
+    common.print_line(f"{'removed' if remove else 'stopped'} job {job} of {folder.path}")

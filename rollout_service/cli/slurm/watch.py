@@ -43,6 +43,7 @@ async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
         common.print_json(
             {
                 "job": state.job,
+                "folder": str(folder.path),
                 "state": state.state,
                 "reason": state.reason,
                 "restarts": state.restarts,
@@ -54,7 +55,8 @@ async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
             }
         )
     else:
-        common.print_line(f"job {state.job} {state.state} {state.reason} {state.nodes}".strip())
+        common.print_line(" ".join(f"job {state.job} {state.state} {state.reason} {state.nodes}".split()))
+        common.print_line(f"folder {folder.path}")
         for kind, parts in (("node", nodes), ("engine", engines)):
             for part in parts:
                 common.print_line(f"{kind} {part.name} {part.url}")

@@ -100,7 +100,10 @@ class EvaluateTable(EnvironmentSettings):
     @model_validator(mode="after")
     def _secrets_are_kept_from_the_agent(self) -> Self:
         if self.secrets and self.sandbox is GraderSandbox.SAME:
-            raise ValueError('`secrets` need sandbox = "fresh": programs that the agent left could read them')
+            raise ValueError(
+                '`secrets` need sandbox = "fresh": programs that the agent left could read them. Name what the agent '
+                "changes in `artifacts`; the command can start a server of its own from it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -283,7 +283,7 @@ async def test_a_verifier_calls_the_server_that_the_agent_left(
     (tasks / "word-count/tests/test.sh").write_text(CALLS)
     (tasks / "word-count/solution/solve.sh").write_text(f"#!/bin/bash\n{SERVES}")
     environment = task("word-count", tasks, **settings)
-    ended = {"it left processes, which were ended before the grading: python3 -m http.server 8765"}
+    ended = {"processes of the agent or of init were ended before the grading: python3 -m http.server 8765"}
     for trial in await act(environment, sandboxes, SERVES), await solve(environment, sandboxes):
         notes = {note.partition(";")[0] for note in trial.episode.notes}
         assert (trial.score.reward, notes) == ((1.0, set()) if settings == SAME else (0.0, ended))

@@ -40,6 +40,18 @@ max_turns = 1
 [evaluate]
 command = "sleep 600"
 """
+HUNGRY = """
+name = "hungry"
+image = "base"
+prompt = "Say something."
+tools = ["bash"]
+[limits]
+max_turns = 1
+[sandbox]
+memory = "64M"
+[evaluate]
+command = "python3 -c 'bytearray(1 << 30)'"
+"""
 CLOCK = """
 import os, time
 real = time.time
@@ -189,6 +201,15 @@ def test_a_grader_that_hangs(folder: Path, engine: Running) -> None:
         names(server, "the grader of hanging runs", "grader")
         [wait] = [one for one in doctor(server)[1]["oldest"] if one["stage"] == "evaluate"]
         assert (wait["kind"], wait["name"], wait["rollout_id"]) == ("grader", "hanging", "r1")
+
+
+@pytest.mark.apptainer
+def test_a_sandbox_that_runs_out_of_memory(folder: Path, engine: Running) -> None:
+    environment = written(folder, HUNGRY)
+    with service(folder, engine.url, CALM, "--environment", environment, sandbox="apptainer") as server:
+        assert submit(server, 1, environment="hungry", wait=60)["state"] == "failed"
+        names(server, "the sandbox ran out of memory (64 MiB)", "errors")
+        assert readiness(server)["ready"]
 
 
 @pytest.mark.redis

@@ -83,7 +83,12 @@ def scripted_engine(folder: Path, *turns: str, delay: float):
 
 @contextmanager
 def service(
-    folder: Path, engine_url: str | None, config: str = "", *flags: str, turns: int = 1
+    folder: Path,
+    engine_url: str | None,
+    config: str = "",
+    *flags: str,
+    turns: int = 1,
+    sandbox: str = "local",
 ) -> Iterator[Running]:
     """Run the service with the environment `echo`, whose rollouts have at most `turns` turns."""
     environment = folder / "echo"
@@ -96,7 +101,7 @@ def service(
         "--config",
         str(folder / "service.toml"),
         "--sandbox",
-        "local",
+        sandbox,
     ]
     arguments += ["--state-dir", str(folder / "state"), "--port-file", str(folder / "service.address")]
     arguments += ["--engine", "none", "--environment", str(environment), *flags]

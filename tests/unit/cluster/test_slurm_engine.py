@@ -77,13 +77,28 @@ http.server.HTTPServer(("", int(sys.argv[2])), Healthy).serve_forever()
             tasks.cancel_scope.cancel()
 
 
-def test_the_status_names_an_engine_that_does_not_start(folder, monkeypatch):
+def submitted(folder, monkeypatch, state):
     async def state_of(job):
-        return commands.JobState(job, "RUNNING")
+        return commands.JobState(job, state)
 
     monkeypatch.setattr(commands, "job_state", state_of)
     folder.save(Submitted(job="7", spec=JobSpec(name="a-job")))
+
+
+def test_a_job_that_slurm_does_not_have_is_not_said_to_be_stopped(folder, monkeypatch):
+    submitted(folder, monkeypatch, "UNKNOWN")
+    stop = ["slurm", "stop", "--folder", str(folder.path.parent)]
+    said = CliRunner().invoke(app, stop)
+    assert (said.exit_code, folder.path.exists()) == (1, True)
+    assert f"this Slurm has no job 7 of {folder.path}" in said.output.replace("\n", " ")
+    said = CliRunner().invoke(app, [*stop, "--remove"])
+    assert (said.exit_code, folder.path.exists()) == (0, False), said.output
+
+
+def test_the_status_names_an_engine_that_does_not_start(folder, monkeypatch):
+    submitted(folder, monkeypatch, "RUNNING")
     folder.fail(StartFailure(name=NAME, starts=3, exit_code=1, reason="\x1b[1mno GPU"))
     shown = CliRunner().invoke(app, ["slurm", "status", "a-job", "--folder", str(folder.path.parent)])
+    assert f"folder {folder.path}" in shown.output
     assert f"engine {NAME} failed to start 3 times, exit code 1: \\x1b[1mno GPU" in shown.output, shown.output
     assert f"rollout-service slurm logs --part engine-{NAME}" in shown.output

@@ -461,7 +461,7 @@ async def test_a_program_of_the_agent_runs_where_the_grader_never_is() -> None:
     [
         ("keep", 0.0, 0, []),
         ("end", 1.0, 1, []),
-        ("end", 0.5, 1, ["it left processes, which were ended before the grading: serve; "]),
+        ("end", 0.5, 1, ["processes of the agent or of init were ended before the grading: serve; "]),
     ],
 )
 async def test_what_was_ended_is_noted_where_it_may_have_cost_reward(

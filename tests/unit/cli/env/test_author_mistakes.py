@@ -85,6 +85,23 @@ MISTAKES = {
         CHECK,
         ["{at}/environment.toml: there is no key evaluate.secrets.TOKEN.variabel; did you mean variable?"],
     ),
+    "the source of a secret is no table": (
+        declared('grade.sh"', 'grade.sh"\nsecrets = {TOKEN = "T"}'),
+        CHECK,
+        [
+            "{at}/environment.toml: evaluate.secrets.TOKEN: ",
+            'name where the host has it: { variable = "NAME" }',
+        ],
+    ),
+    "a grader with a secret works where the agent did": (
+        declared('grade.sh"', 'grade.sh"\nsandbox = "same"\nsecrets = {TOKEN = {variable = "T"}}'),
+        CHECK,
+        [
+            "{at}/environment.toml: evaluate: ",
+            '`secrets` need sandbox = "fresh"',
+            "start a server of its own",
+        ],
+    ),
     "the name has a space": (
         declared('"sums"', '"my sums"'),
         CHECK,

@@ -49,8 +49,10 @@ async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reas
     grade = """seq 1 40; echo '{"reward": 0}' > $ROLLOUT_RESULT"""
     one = await tried(make(grade, "setsid sleep 600 > /dev/null 2>&1 &"), tmp_path / "state")
     [problem] = one.problems
-    assert problem.startswith("its solution gets 0 (it left processes, which were ended before the grading: ")
-    assert "before the grading: sleep 600; `agent_processes` may let them live in" in problem
+    assert problem.startswith(
+        "its solution gets 0 (processes of the agent or of init were ended before the grading: "
+    )
+    assert "before the grading: sleep 600; `agent_processes` may let them live for" in problem
     assert problem.splitlines()[1:] == [f"  {number}" for number in range(41 - PRINTED_LINES, 41)]
 
 
