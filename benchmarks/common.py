@@ -127,7 +127,7 @@ def report(
         table.add_row(*cells[: len(table.columns)])
     Console(width=100).print(table)
     if given.json is not None:
-        write_figures(given.json, {**settings, "size": given.size}, figures)
+        write_figures(given.json, {**settings, "size": given.size}, figures, aims)
 
 
 @contextmanager

@@ -47,6 +47,8 @@ POLICIES = {
     "vllm_router_sessions": ("vllm-router", "consistent_hash"),
 }
 """The others' routers, each with its program and its policy, by the beginnings of their figures."""
+IDLE_SECONDS = 30
+"""How long an engine may take to become idle, so that its cache can be flushed."""
 FIGURES = ("cached_vs_ideal", "imbalance", "p99_ms")
 AIMS = {"cached_vs_ideal": ">= 0.97", "imbalance": "<= 1.1", "p99_ms": "<= the others'"}
 
@@ -132,7 +134,8 @@ async def measure(setting: Setting, urls: Sequence[str], policy: str, seed: int)
     way = by_service(urls) if policy == OURS else by_router(*POLICIES[policy], urls)
     async with httpx.AsyncClient(timeout=60) as http, way as (ask, release):
         for url in urls:
-            (await http.post(f"{url}/flush_cache")).raise_for_status()
+            # A router's own checks of an engine may be under way.
+            (await http.post(f"{url}/flush_cache", params={"timeout": IDLE_SECONDS})).raise_for_status()
         before = [await served_tokens(http, url) for url in urls]
         trace = await drive(draw(setting.shape, seed), ask, release)
         after = [await served_tokens(http, url) for url in urls]

@@ -26,17 +26,27 @@ def machine() -> dict[str, JsonValue]:
 
 
 def figures_document(
-    settings: Mapping[str, JsonValue], figures: Mapping[str, float | int | None]
+    settings: Mapping[str, JsonValue],
+    figures: Mapping[str, float | int | None],
+    aims: Mapping[str, str] | None = None,
 ) -> dict[str, JsonValue]:
-    """Return `{"machine", "settings", "figures"}`; figures are a flat mapping to numbers, or null if there is none."""
-    return {"machine": machine(), "settings": dict(settings), "figures": dict(figures)}
+    """Return `{"machine", "settings", "figures"}`, and `"aims"` if there are any.
+
+    Figures are a flat mapping to numbers, or null if there is none. Aims are texts such as `<= 2`, by their figures.
+    """
+    found: dict[str, JsonValue] = {"settings": dict(settings), "figures": dict(figures)}
+    return {"machine": machine()} | found | ({"aims": dict(aims)} if aims else {})
 
 
 def write_figures(
-    path: Path, settings: Mapping[str, JsonValue], figures: Mapping[str, float | int | None]
+    path: Path,
+    settings: Mapping[str, JsonValue],
+    figures: Mapping[str, float | int | None],
+    aims: Mapping[str, str] | None = None,
 ) -> None:
     """Write the document to a file."""
-    path.write_text(json.dumps(figures_document(settings, figures), indent=2, allow_nan=False) + "\n")
+    document = figures_document(settings, figures, aims)
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _processor() -> str:

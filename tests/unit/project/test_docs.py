@@ -6,6 +6,7 @@ The pages that list error codes, routes and metrics are complete.
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,12 @@ def test_pages_are_short_and_tables_readable(page: str) -> None:
     assert len(lines) <= MAX_LINES, f"{page} has {len(lines)} lines: divide it"
     cells = [cell.strip() for line in lines if line.startswith("|") for cell in re.split(r"(?<!\\)\|", line)]
     assert not [cell for cell in cells if len(cell) > MAX_CELL], page
+
+
+def test_the_page_of_figures_is_that_of_the_last_run() -> None:
+    command = [sys.executable, str(ROOT / "scripts/figures"), "--page"]
+    page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "docs/explanation/figures.md").read_text() == page
 
 
 def test_the_table_of_contents_names_every_page() -> None:
