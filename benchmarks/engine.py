@@ -26,7 +26,7 @@ import anyio
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing.script import Replies, Reply
 from rollout_service.testing.sglang_engine import ScriptedEngine
 

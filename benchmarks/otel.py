@@ -31,9 +31,9 @@ from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import FinishReason
 from rollout_service.activity import ActivityBoard, waits_for
-from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
-from rollout_service.tracing.otel.export import Exporter
-from rollout_service.tracing.otel.observer import TraceObserver
+from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.observability.tracing.otel.export import Exporter
+from rollout_service.observability.tracing.otel.observer import TraceObserver
 
 AIMS = {"off_us_per_turn": "<= 10", "on_us_per_turn": "<= 250", "unsampled_us_per_turn": "<= 10"}
 TURNS = 20

@@ -33,10 +33,10 @@ from common import HERE, Options, child, report, run
 from support.routers import Router
 from support.traffic import Ask, Shape, draw, drive
 
-from rollout_service.inference.contract import GenerateRequest, Generation
-from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.contract import GenerateRequest, Generation
+from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.shipped import policy_folder
 
 MODEL = policy_folder("calc-tuned")
 OURS, PEERS = "service", "routers"

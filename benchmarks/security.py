@@ -28,7 +28,7 @@ from common import HERE, Options, report, run
 sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
 from neighbors import ATTACK_SECONDS, LIMITS, ROUNDS, SHELL, probes, ratios
 
-from rollout_service.attacks import SCRIPTS, Attack, AttackVerdict, attack_environment
+from rollout_service.authoring.attacks import SCRIPTS, Attack, AttackVerdict, attack_environment
 from rollout_service.cli.env.check import load_environment
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import ApptainerConfig, Sandbox, SandboxProvider, SandboxSpec, make_provider

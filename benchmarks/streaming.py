@@ -22,10 +22,10 @@ from pathlib import Path
 import anyio
 from common import Options, child, percentile, report, run
 
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, TokenChunk, new_request_id
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pool import BackendPool
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, TokenChunk, new_request_id
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.pool.pools import Pools
 
 TOKENS = 128
 SECONDS_PER_TOKEN = 0.02

@@ -36,18 +36,18 @@ import anyio
 from common import HERE, Options, report, run
 
 from api_schemas.inference import PauseMode, PoolOutcome
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     Generation,
     SamplingOptions,
     TokenSink,
     new_request_id,
 )
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pool import BackendPool
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.pool.pools import Pools
 from rollout_service.testing import write_random_checkpoint
 
 RECOMPUTE = HERE.parent / "tests" / "support" / "engines" / "recompute_logprobs.py"

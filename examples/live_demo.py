@@ -42,7 +42,7 @@ from api_schemas.runs.live import LiveDelivery
 from rollout_client import RolloutClient
 from rollout_client.client import ClientRun
 from rollout_service.cli.server_child import running_server
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 
 POLICY = policy_folder("live-base")
 ARMS: Mapping[str, Weights] = {

@@ -24,7 +24,7 @@ from api_schemas.rollouts.trees import AgentNode, Work
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.activity import current_step
-from rollout_service.errors import EnvironmentFailedError, ServiceError
+from rollout_service.base.errors import EnvironmentFailedError, ServiceError
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.tokens import ToolSpec
 from sandboxes import LimitExceededError, Sandbox

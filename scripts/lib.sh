@@ -196,8 +196,8 @@ ensure_venv() {
 ensure_bytecode() {
     local stamp=$venv/.compiled
     [[ $stamp -nt $venv/.installed ]] && return
-    step "compile what the demo imports" "$venv/bin/python" -c 'import rollout_service.api.serve, rollout_service.cli.demo.run
-import rollout_service.inference.engines.embedded.server'
+    step "compile what the demo imports" "$venv/bin/python" -c 'import rollout_service.server.api.serve, rollout_service.cli.demo.run
+import rollout_service.engines.kinds.embedded.server'
     touch "$stamp"
 }
 

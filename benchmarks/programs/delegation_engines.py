@@ -19,7 +19,7 @@ import anyio
 from tokenizers import Tokenizer
 
 from rollout_service.agents.parallel.tools import ASSIGN, CREATE, created_text
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply, Script, ScriptedEngine
 
 MODEL = policy_folder("calc-tuned")

@@ -24,7 +24,7 @@ import anyio
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply, ScriptedEngine
 from rollout_service.testing.chunks import ChunkStream
 from rollout_service.testing.faults import Fault

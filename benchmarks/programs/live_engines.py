@@ -18,7 +18,7 @@ from pathlib import Path
 import anyio
 from tokenizers import Tokenizer
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply, Script, ScriptedEngine
 
 MODEL = policy_folder("calc-tuned")

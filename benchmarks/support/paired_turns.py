@@ -15,15 +15,15 @@ import anyio
 from api_schemas.rollouts import RolloutRequest, Sampling
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, Message
-from rollout_service.inference.contract import GenerateRequest, Generation
+from rollout_service.engines.contract import GenerateRequest, Generation
+from rollout_service.engines.serving.saved_turns import SavedTurn
+from rollout_service.engines.serving.session import PolicySession
+from rollout_service.engines.serving.turn_log import TurnLog
+from rollout_service.engines.shipped import policy_folder
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.turns.writer import TurnWriter
-from rollout_service.policies.saved_turns import SavedTurn
-from rollout_service.policies.session import PolicySession
-from rollout_service.policies.shipped import policy_folder
-from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Lease
 from rollout_service.store.sqlite.store import SqliteStore
-from rollout_service.telemetry.metrics import Metrics
 from rollout_service.tokens import ChatRenderer, Conversation
 
 ENGINE_SECONDS = 0.004

@@ -11,10 +11,10 @@ import aiohttp
 import anyio
 import orjson
 
-from rollout_service.inference.contract import GenerateRequest, Generation
-from rollout_service.inference.engines.request_json import dump_request
-from rollout_service.inference.engines.sglang.wire import generate_body, parse_generation
-from rollout_service.inference.local_servers.process import EngineStartError, ServerCommand, ServerProcess
+from rollout_service.engines.contract import GenerateRequest, Generation
+from rollout_service.engines.kinds.request_json import dump_request
+from rollout_service.engines.kinds.sglang.wire import generate_body, parse_generation
+from rollout_service.engines.local_servers.process import EngineStartError, ServerCommand, ServerProcess
 from sandboxes.host.ports import free_port
 
 _POLL_SECONDS = 0.2

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
 from rollout_service.testing.kv_cache import KVCache
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 10

@@ -26,7 +26,7 @@ from rollout_client.adapters.trl import RolloutHook, rows, service_reward
 
 DATASET_LIMIT = 10_000
 """The most instances that the service returns at once."""
-POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints" / "calc-base"
+POLICY = Path(__file__).parents[2] / "rollout_service" / "engines" / "checkpoints" / "calc-base"
 
 
 def tasks_of(submitter: RolloutSubmitter, split: str, limit: int) -> list[Task]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rollout_client import RolloutClient
 from rollout_service.cli.server_child import running_server
-from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.engines.shipped import policy_folder
 
 BASE = policy_folder("calc-base")
 """The policy that training begins with; half of its answers are right."""

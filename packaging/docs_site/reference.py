@@ -86,8 +86,8 @@ def _write_commands(root: Path, page: Path) -> None:
 
 
 def _write_routes(target: Path) -> None:
-    from rollout_service.api.app import create_app
-    from rollout_service.api.openapi.document import build
+    from rollout_service.server.api.app import create_app
+    from rollout_service.server.api.openapi.document import build
     from rollout_service.settings import Settings
 
     document = build(create_app(Settings()), keyed=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.tracing import TraceContext
-from rollout_service.errors import describe
+from rollout_service.base.errors import describe
 
 if TYPE_CHECKING:
     import anyio

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from rollout_service.errors import StoreError
-from rollout_service.private_files import make_private
+from rollout_service.base.errors import StoreError
+from rollout_service.base.private_files import make_private
 from rollout_service.store.sqlite.connection import explain
 
 LOCK_SECONDS = 60.0

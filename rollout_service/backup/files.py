@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout_service.private_files import make_private
+from rollout_service.base.private_files import make_private
 from rollout_service.store.segments.proof import MARK_FILE
 from rollout_service.store.segments.reference import FILE_NAME
 

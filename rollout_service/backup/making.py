@@ -14,13 +14,14 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rollout_service import __version__, state_files
+from rollout_service import __version__
 from rollout_service.backup import redis_dump
 from rollout_service.backup.databases import PinnedDatabases, pinned
 from rollout_service.backup.files import copy, copy_folder
 from rollout_service.backup.manifest import FOLDER, REDIS_DUMP, STATES, Manifest, describe_all
 from rollout_service.backup.places import Places
-from rollout_service.errors import ConfigurationError, StoreError
+from rollout_service.base import state_files
+from rollout_service.base.errors import ConfigurationError, StoreError
 
 COUNTED = {"rollouts": state_files.STORE, "runs": state_files.STORE, "sessions": state_files.LIVE_STORE}
 """The tables whose rows are counted, and the databases that have them."""

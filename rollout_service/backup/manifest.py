@@ -15,8 +15,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollout_service.errors import ConfigurationError
-from rollout_service.private_files import write_private
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.private_files import write_private
 
 MANIFEST = "manifest.json"
 REDIS_DUMP = "redis.dump"

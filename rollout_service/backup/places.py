@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from rollout_service import state_files
+from rollout_service.base import state_files
 from rollout_service.settings import Settings
 from rollout_service.store.redis import RedisConfig
 

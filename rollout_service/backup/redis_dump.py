@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import redis
 
-from rollout_service.errors import ConfigurationError, StoreError
-from rollout_service.private_files import make_private
+from rollout_service.base.errors import ConfigurationError, StoreError
+from rollout_service.base.private_files import make_private
 from rollout_service.store.redis.checks import execute, open_client
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.problems import explain

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rollout_service import state_files
 from rollout_service.backup import redis_dump
 from rollout_service.backup.files import copy, copy_folder, shared_files
 from rollout_service.backup.manifest import FOLDER, REDIS_DUMP, STATES, Manifest
 from rollout_service.backup.places import Places
-from rollout_service.errors import ConfigurationError, StoreError
-from rollout_service.private_files import open_state_folder
+from rollout_service.base import state_files
+from rollout_service.base.errors import ConfigurationError, StoreError
+from rollout_service.base.private_files import open_state_folder
 from rollout_service.store.redis import RedisConfig
 from rollout_service.store.sqlite.connection import FileClaim
 

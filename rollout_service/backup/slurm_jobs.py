@@ -16,6 +16,7 @@ from pathlib import Path
 import redis
 
 from rollout_service.backup.places import ONLY, Places
+from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.cluster.slurm.folder import JobFolder
 from rollout_service.cluster.slurm.redis_server import (
     GRACE_SECONDS,
@@ -24,7 +25,6 @@ from rollout_service.cluster.slurm.redis_server import (
     redis_program,
 )
 from rollout_service.cluster.slurm.spec import JobSpec
-from rollout_service.errors import ConfigurationError, StoreError
 from rollout_service.store.redis import RedisConfig
 from rollout_service.store.redis.checks import execute, open_client
 

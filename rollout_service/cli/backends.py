@@ -57,7 +57,7 @@ def add(
         from pydantic import ValidationError
 
         from api_schemas.inference import BackendSpec
-        from rollout_service.validation import describe_problems
+        from rollout_service.base.validation import describe_problems
 
         values = {
             "url": backend_url,

@@ -66,7 +66,7 @@ def print_json(value: Any) -> None:
 
 def print_line(document: str) -> None:
     """Print a line of JSON or text unchanged, except for what a terminal would obey."""
-    from rollout_service.terminal_text import escape_controls_in_json
+    from rollout_service.base.terminal_text import escape_controls_in_json
 
     typer.echo(escape_controls_in_json(document))
 
@@ -145,8 +145,8 @@ def explain(error: Exception) -> None:
 def _known(error: Exception) -> Exception | None:
     """Return the known error inside an exception, or inside the groups that task groups wrap it in."""
     from rollout_client.client import ClientError
-    from rollout_service.errors import ServiceError
-    from rollout_service.inference.local_servers.process import EngineStartError
+    from rollout_service.base.errors import ServiceError
+    from rollout_service.engines.local_servers.process import EngineStartError
     from sandboxes.errors import SandboxError
 
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:

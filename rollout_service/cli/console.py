@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from rollout_service.terminal_text import escape_controls
+from rollout_service.base.terminal_text import escape_controls
 
 PIPE_WIDTH = 1_000_000
 HANG_STYLES = {"stuck": "bold red", "idle": "yellow", "slow": "yellow", "held": "cyan"}

@@ -307,8 +307,8 @@ def _read(path: Path, run_id: str | None) -> RunRequest:
     from pydantic import ValidationError
 
     from api_schemas.runs import RunRequest
+    from rollout_service.base.validation import describe_problems
     from rollout_service.cli.submit.inputs import read_whole
-    from rollout_service.validation import describe_problems
 
     try:
         request = RunRequest.model_validate_json(read_whole(path))

@@ -100,7 +100,7 @@ def command(
 
 
 def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None, *, own: bool) -> int:
-    from rollout_service.api.serve import serve
+    from rollout_service.server.api.serve import serve
     from rollout_service.settings import load_own_settings, load_settings
 
     load = load_own_settings if own else load_settings

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import structlog
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.cluster_contract import (
     HEARTBEAT_SECONDS,
     LEADER_SECONDS,

@@ -17,8 +17,8 @@ import anyio
 import structlog
 
 from api_schemas.nodes import NodeState
+from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import StoreError
 from rollout_service.store.cluster_contract import (
     DEAD_SECONDS,
     HEARTBEAT_SECONDS,

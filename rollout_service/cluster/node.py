@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Self
 
 from api_schemas.nodes import EgressView, HoldView, NodeView, PressureView
+from rollout_service.observability.telemetry.egress import EgressMeter
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.settings import Settings
-from rollout_service.telemetry.egress import EgressMeter
-from rollout_service.telemetry.metrics import Metrics
 from sandboxes import SandboxProvider
 from sandboxes.scheduling.admission import AdmissionController
 from sandboxes.scheduling.host_metrics import HostReader

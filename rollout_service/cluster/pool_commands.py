@@ -25,19 +25,19 @@ from pydantic import BaseModel
 from api_schemas.errors import ErrorInfo
 from api_schemas.inference import BackendOutcome, PauseMode, PauseRequest, PoolOutcome, WeightsRequest
 from api_schemas.nodes import NodeState
-from rollout_service.errors import ServiceError, StoreError, describe
-from rollout_service.inference.errors import InferenceError
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.inference.pool.weights.outcomes import OUT_OF_SERVICE
-from rollout_service.inference.pool.weights.shared_state import PoolState
-from rollout_service.policies.commands import (
+from rollout_service.base.errors import ServiceError, StoreError, describe
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.errors import InferenceError
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.weights.outcomes import OUT_OF_SERVICE
+from rollout_service.engines.pool.weights.shared_state import PoolState
+from rollout_service.engines.serving.commands import (
     REQUESTS,
     LocalCommands,
     PoolCommands,
     PoolRequest,
     refuse_weights_of_frozen,
 )
-from rollout_service.signals import ChangeSignal
 from rollout_service.store.cluster_contract import DEAD_SECONDS, HEARTBEAT_SECONDS, ClusterStore
 from rollout_service.store.engines_contract import EnginesStore, PoolRecord
 from rollout_service.store.retrying import retry_until_stored

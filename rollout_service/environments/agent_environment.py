@@ -18,10 +18,10 @@ from rollout_service.agents.tool_calling.tools import Tool
 from rollout_service.agents.web.search import NAME as SEARCH
 from rollout_service.agents.web.search import search_tool
 from rollout_service.agents.web.tunnel import unreachable
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
+from rollout_service.base.templates import PromptTemplate
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode
-from rollout_service.errors import ConfigurationError, InvalidFieldError
-from rollout_service.templates import PromptTemplate
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError, SandboxClosedError
 

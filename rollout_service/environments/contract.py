@@ -32,8 +32,8 @@ from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
+from rollout_service.base.errors import ENVIRONMENT_PACKAGES, EnvironmentFailedError
 from rollout_service.episodes import Episode, EpisodeLimits, Policy, PolicyTurn, Score
-from rollout_service.errors import ENVIRONMENT_PACKAGES, EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
 from sandboxes import SandboxConfigError, SessionName
 from sandboxes.egress.rules import AllowList

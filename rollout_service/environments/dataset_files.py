@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from rollout_service import strict_json
+from rollout_service.base import strict_json
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.splits import SPLIT
-from rollout_service.errors import ConfigurationError
 
 MAX_INSTANCE_BYTES = 8 * 1024 * 1024
 """The default limit of a request, too. Each rollout of a task, and each sample that is delivered, has a copy of it."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from api_schemas.errors import FieldError
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 
 M = TypeVar("M", bound=BaseModel)
 

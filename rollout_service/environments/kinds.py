@@ -8,10 +8,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Final
 
+from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.errors import ConfigurationError, did_you_mean
 
 _HERE: Final = "rollout_service.environments"
 KINDS: Final = {

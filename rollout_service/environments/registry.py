@@ -21,6 +21,8 @@ from typing import Self
 from pydantic import ValidationError
 
 from api_schemas.errors import FieldError
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError, did_you_mean
+from rollout_service.base.validation import describe_problems
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.declarative.declaration import FILE_NAME, INSIDE
 from rollout_service.environments.declarative.environment import load_folder
@@ -33,9 +35,7 @@ from rollout_service.environments.harbor.collection import (
     load_harbor,
 )
 from rollout_service.environments.kinds import load_declared
-from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
 from rollout_service.settings.harbor import HarborSettings
-from rollout_service.validation import describe_problems
 
 GROUP = "rollout_service.environments"
 """The group of entry points; each is an `Environment`, or a function without arguments that returns one."""

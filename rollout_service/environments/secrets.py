@@ -10,10 +10,10 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from rollout_service.base.errors import SecretMissingError, SecretTooShortError
+from rollout_service.base.masking import MIN_CHARS, mask, mask_texts, spellings
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SecretSource
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import SecretMissingError, SecretTooShortError
-from rollout_service.masking import MIN_CHARS, mask, mask_texts, spellings
 from rollout_service.settings.pipeline import SecretsSettings
 
 

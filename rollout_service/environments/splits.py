@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
-from rollout_service.errors import InvalidFieldError, did_you_mean
+from rollout_service.base.errors import InvalidFieldError, did_you_mean
 
 SPLIT = "split"
 Instance = dict[str, JsonValue]

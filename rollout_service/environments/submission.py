@@ -17,9 +17,9 @@ import anyio
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.contract import parse_size
 from rollout_service.environments.declarative.declaration import RunTable
-from rollout_service.errors import InvalidFieldError
 from sandboxes import Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
 

@@ -14,7 +14,7 @@ import orjson
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import Sampling
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.settings.gateway import GatewaySettings
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from pydantic import JsonValue
 
 from api_schemas.trajectories import FinishReason, Trajectory
-from rollout_service.inference.contract import Generation
+from rollout_service.engines.contract import Generation
 from rollout_service.tokens import ToolSpec
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from rollout_service.errors import InvalidFieldError, RequestError
+from rollout_service.base.errors import InvalidFieldError, RequestError
 
 
 class RefusedParameterError(InvalidFieldError):

@@ -16,10 +16,10 @@ from api_schemas.rollouts import StopReason
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
 from rollout_service.agents.tool_calling.agent import final_answer
+from rollout_service.base.errors import ConflictError, EnvironmentFailedError, NotFoundError
+from rollout_service.base.signals import ChangeSignal
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.episodes import Episode, GatewayAccess, Score
-from rollout_service.errors import ConflictError, EnvironmentFailedError, NotFoundError
-from rollout_service.signals import ChangeSignal
 from sandboxes.task_groups import open_task_group
 
 

@@ -16,8 +16,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from api_schemas.rollouts import RolloutRequest
+from rollout_service.base.errors import UnavailableError
+from rollout_service.engines.serving.policies import ServedModel
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.errors import UnavailableError
 from rollout_service.gateway.contract import Capture
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
@@ -30,7 +31,6 @@ from rollout_service.gateway.sessions.session import GatewaySession, SessionPlac
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit
 from rollout_service.http.protocol import Observe
 from rollout_service.http.requests.bodies import BodiesInFlight
-from rollout_service.policies.serving import ServedModel
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 
@@ -41,7 +41,7 @@ ONE_PROGRAM = ConnectionLimits(admitted=256, pending=64)
 
 
 class ServedPolicies(Protocol):
-    """The models and engines of the pools; `policies.serving.PolicyServing` has them."""
+    """The models and engines of the pools; `engines.serving.policies.PolicyServing` has them."""
 
     def connect(self, pool: str) -> tuple[ServedModel, StreamingGenerator]:
         """Return the model that a pool serves, and its engines.

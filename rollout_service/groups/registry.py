@@ -14,7 +14,7 @@ from pydantic import JsonValue, ValidationError
 
 from api_schemas.errors import FieldError
 from api_schemas.runs.auxiliary import RewardPart
-from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError, did_you_mean
 from rollout_service.groups.filters import (
     AccuracyBand,
     AllFailed,

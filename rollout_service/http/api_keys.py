@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 
 MIN_LENGTH = 16
 MAX_LENGTH = 512

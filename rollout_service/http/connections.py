@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from sandboxes.limits.cgroups import raise_open_files
 
 IPV6_NETWORK_BITS = 64

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from rollout_service.base.last_resort import LastResort
+from rollout_service.base.shutdown import Shutdown
 from rollout_service.http.server import Server
-from rollout_service.last_resort import LastResort
-from rollout_service.shutdown import Shutdown
 
 LAST_SECONDS = 3.0
 """The most time that closing may take after the drain."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_service.errors import ForbiddenError, MisdirectedError, RequestError
+from rollout_service.base.errors import ForbiddenError, MisdirectedError, RequestError
 from rollout_service.http.allowed_hosts import SAFE_METHODS, AllowedHosts
 from rollout_service.http.problems import problem_response, to_problem
 

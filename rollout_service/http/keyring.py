@@ -18,7 +18,7 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskStatus
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.http.api_keys import ApiKey, check_unique, read_keys
 
 log = structlog.get_logger(__name__)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from api_schemas.errors import FieldError, Problem, sentences
-from rollout_service.errors import (
+from rollout_service.base.errors import (
     InvalidFieldError,
     MalformedBodyError,
     ServiceError,
@@ -25,8 +25,8 @@ from rollout_service.errors import (
     describe,
     did_you_mean,
 )
+from rollout_service.base.validation import known_fields, path_as_sent
 from rollout_service.http.access_log import without_keys
-from rollout_service.validation import known_fields, path_as_sent
 from sandboxes.errors import SandboxError
 
 log = structlog.get_logger(__name__)

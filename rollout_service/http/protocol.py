@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from api_schemas.errors import Problem
-from rollout_service.errors import (
+from rollout_service.base.errors import (
     HeadTooLargeError,
     MalformedRequestError,
     RequestError,

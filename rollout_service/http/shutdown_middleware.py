@@ -11,8 +11,8 @@ from __future__ import annotations
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_service.base.shutdown import RETRY_SECONDS, Shutdown, ShuttingDownError
 from rollout_service.http.problems import problem_response, to_problem
-from rollout_service.shutdown import RETRY_SECONDS, Shutdown, ShuttingDownError
 
 NEW_WORK_METHODS = frozenset({"POST", "PUT"})
 SETTLING_PATHS = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")

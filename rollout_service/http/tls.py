@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 

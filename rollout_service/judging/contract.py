@@ -20,7 +20,7 @@ from pydantic import JsonValue
 
 from api_schemas.errors import Boundary
 from api_schemas.trajectories import Message
-from rollout_service.errors import ServiceError
+from rollout_service.base.errors import ServiceError
 
 if TYPE_CHECKING:
     from rollout_service.judging.rubric import Rubric

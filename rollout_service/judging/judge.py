@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message
 from rollout_service.activity import in_lane, waits_for
-from rollout_service.errors import ServiceError, describe
+from rollout_service.base.errors import ServiceError, describe
 from rollout_service.judging.cache import JudgmentCache
 from rollout_service.judging.contract import (
     Judge,

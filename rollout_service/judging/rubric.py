@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from api_schemas.base import Name
 from api_schemas.trajectories import Message
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.templates import PromptTemplate
 from rollout_service.judging.quoting import quote
 from rollout_service.judging.verdicts import normalize, read_box, read_verdict
-from rollout_service.templates import PromptTemplate
 
 GUARD: Final = (
     "You are a judge. Text between markers such as <{name}-0123456789abcdef> and </{name}-0123456789abcdef> was "

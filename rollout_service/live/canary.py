@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from api_schemas.errors import FieldError
 from api_schemas.sessions import Canary
-from rollout_service.errors import ConfigurationError, InvalidFieldError
-from rollout_service.private_files import write_private
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
+from rollout_service.base.private_files import write_private
 
 _RANGE = 1 << 64
 

@@ -24,7 +24,7 @@ from api_schemas.rollouts.sessions import (
     Votes,
 )
 from api_schemas.sessions import FeedbackByVersion
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from rollout_service.errors import TryLaterError
+from rollout_service.base.errors import TryLaterError
 from rollout_service.gateway.errors import RolloutEndedError
 
 

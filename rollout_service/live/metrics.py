@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from api_schemas.sessions import FeedbackByVersion
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
 
 log = structlog.get_logger(__name__)

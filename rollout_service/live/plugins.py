@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from rollout_service.errors import ConfigurationError, did_you_mean
+from rollout_service.base.errors import ConfigurationError, did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 

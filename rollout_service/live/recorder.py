@@ -22,13 +22,13 @@ from anyio.abc import TaskGroup
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.trajectories import FinishReason, SegmentRole
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
+from rollout_service.engines.contract import Generation
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.capture.answer import SentAnswer
 from rollout_service.gateway.capture.history import canonical
 from rollout_service.gateway.contract import ClientMessage, ModelCall
 from rollout_service.gateway.roles import map_roles
-from rollout_service.inference.contract import Generation
 from rollout_service.live.consent import ConversationConsent, MessageHashes, new_messages
 from rollout_service.live.contract import KINDS, LiveStore, OptOuts, SessionRecord, TurnRecord
 from rollout_service.live.detectors import Detectors

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.sessions import SessionRequest
-from rollout_service.errors import NotFoundError
+from rollout_service.base.errors import NotFoundError
 from rollout_service.live.contract import LiveStore, OptOuts, SessionRecord
 from rollout_service.live.errors import RateLimitedError
 from rollout_service.live.serving.users import UserHashes

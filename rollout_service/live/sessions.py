@@ -27,7 +27,7 @@ from api_schemas.sessions import (
     SessionPage,
     SessionRequest,
 )
-from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
+from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.live.contract import LiveStore, SessionRecord
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of

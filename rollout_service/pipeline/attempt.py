@@ -19,20 +19,20 @@ from api_schemas.rollouts.sessions import RolloutKind
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
 from rollout_service.agents.parallel.settings import ParallelSettings
+from rollout_service.base.errors import UnavailableError, describe
+from rollout_service.base.masking import mask_info
+from rollout_service.engines.serving.masked import without_secrets
+from rollout_service.engines.serving.subagent_pools import subagent_pool
+from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, RecordedPolicies
 from rollout_service.episodes import Episode, EpisodeLimits, GatewayAccess, Policy, Score
-from rollout_service.errors import UnavailableError, describe
 from rollout_service.gateway.external import ExternallyDriven
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.groups.auxiliary import PERF, raw_parts
-from rollout_service.masking import mask_info
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner, limits_of
 from rollout_service.pipeline.turns.resumption import open_turn_log
-from rollout_service.policies.masked import without_secrets
-from rollout_service.policies.subagent_pools import subagent_pool
-from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.tokens import ToolSpec

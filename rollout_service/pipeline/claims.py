@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from rollout_service.signals import ChangeSignal
+from rollout_service.base.signals import ChangeSignal
 
 
 class ClaimRules:

@@ -27,14 +27,14 @@ from anyio.abc import TaskGroup
 
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.activity import Activity
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
+from rollout_service.base.signals import ChangeSignal, ResettableEvent, first_of
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.semaphore import acquire_available
 from rollout_service.pipeline.settling import Settlement
 from rollout_service.settings import PipelineSettings
-from rollout_service.signals import ChangeSignal, ResettableEvent, first_of
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored
 

@@ -17,12 +17,12 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import note_outcome, waits_for
-from rollout_service.errors import AttemptsExhaustedError, describe
+from rollout_service.base.errors import AttemptsExhaustedError, describe
+from rollout_service.engines.serving.turn_log import CannotResumeError
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.turns.resumption import BEGUN_ANEW, report
-from rollout_service.policies.turn_log import CannotResumeError
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored

@@ -20,10 +20,10 @@ from datetime import UTC, datetime
 from api_schemas.rollouts import Span, Stage
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import current_activity, waits_for
+from rollout_service.base.errors import StageTimeoutError
 from rollout_service.episodes import WorkClock
-from rollout_service.errors import StageTimeoutError
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.semaphore import ResizableSemaphore, SemaphoreLike
-from rollout_service.telemetry.metrics import Metrics
 
 
 @dataclass(slots=True)

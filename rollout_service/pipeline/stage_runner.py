@@ -17,6 +17,9 @@ import anyio
 from api_schemas.rollouts import RolloutRequest, Span, Stage, StopReason
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
+from rollout_service.base.errors import RequestError, describe
+from rollout_service.base.masking import mask_error
+from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.secrets import hide, initialize, mask_score
 from rollout_service.episodes import (
@@ -28,13 +31,10 @@ from rollout_service.episodes import (
     Score,
     WorkClock,
 )
-from rollout_service.errors import RequestError, describe
-from rollout_service.masking import mask_error
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.episode_sandboxes import EpisodeSandboxes
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.pipeline.subagents.host import EpisodeSubagents
-from rollout_service.policies.turn_log import TurnLog
 from rollout_service.tokens import ToolSpec
 from sandboxes.scheduling.admission import Purpose
 from sandboxes.task_groups import open_task_group
@@ -46,7 +46,7 @@ OnStage = Callable[[Stage], Awaitable[None]]
 class PromptTooLongError(RequestError):
     """The first prompt of a task does not fit the model's context: the task is at fault, not a turn.
 
-    `inference.errors.PromptTooLong` has the same code: an engine's own refusal of any one prompt.
+    `engines.errors.PromptTooLong` has the same code: an engine's own refusal of any one prompt.
     """
 
     code = "prompt_too_long"

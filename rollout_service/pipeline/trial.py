@@ -14,16 +14,16 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
+from rollout_service.base.masking import mask_error
+from rollout_service.engines.serving.masked import without_secrets
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.environments.secrets import hide, initialize, mask_score
 from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
 from rollout_service.judging.contract import Judge, TextSampler
-from rollout_service.masking import mask_error
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.context import PolicyFactory
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.subagents.host import TrialSubagents
-from rollout_service.policies.masked import without_secrets
 from sandboxes import Sandbox
 from sandboxes.sessions.opening import open_sessions
 

@@ -22,12 +22,12 @@ from api_schemas.runs import (
     TaskSource,
 )
 from api_schemas.tasks import Task
+from rollout_service.base.errors import ConflictError, InvalidFieldError, prefix_field_paths
+from rollout_service.engines.serving.subagent_pools import check_subagent_pool, check_trained_pool
 from rollout_service.environments.contract import Environment
-from rollout_service.errors import ConflictError, InvalidFieldError, prefix_field_paths
 from rollout_service.gateway.bounds import check_sampling
 from rollout_service.groups.run_warnings import run_warnings
 from rollout_service.http.api_keys import Role
-from rollout_service.policies.subagent_pools import check_subagent_pool, check_trained_pool
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.nothing_kept import problem_of, warnings_of
 from rollout_service.runs.tasks.dataset import open_dataset

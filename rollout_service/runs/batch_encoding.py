@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from api_schemas.runs import Batch
 from rollout_client.arrays import TYPES
-from rollout_service.errors import StoreError, root_cause
+from rollout_service.base.errors import StoreError, root_cause
 from rollout_service.store.columns import COLUMNS, Columns
 from rollout_service.store.runs_contract import GroupHead
 

@@ -16,8 +16,8 @@ import anyio
 import anyio.to_thread
 
 from api_schemas.runs import Batch, Group, RunState
-from rollout_service.errors import NotFoundError, RequestError
-from rollout_service.ids import BatchId
+from rollout_service.base.errors import NotFoundError, RequestError
+from rollout_service.base.ids import BatchId
 from rollout_service.runs.batch_encoding import BatchFile
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.nothing_kept import problem_of, reason_to_refuse

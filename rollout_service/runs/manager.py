@@ -18,7 +18,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.figures import RunParallel
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.errors import StoreError, describe
+from rollout_service.base.errors import StoreError, describe
 from rollout_service.groups import (
     FairScheduler,
     FilterChain,
@@ -26,6 +26,7 @@ from rollout_service.groups import (
     parallel_figures,
     require_outcome_filters,
 )
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.nothing_kept import reason_to_pause, reason_to_report
 from rollout_service.runs.planning import (
@@ -40,7 +41,6 @@ from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.runs_contract import RetentionPolicy, RunRecord
-from rollout_service.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.runs import RunState
-from rollout_service.errors import ConflictError, EnvironmentFailedError, RequestError, describe
+from rollout_service.base.errors import ConflictError, EnvironmentFailedError, RequestError, describe
 from rollout_service.groups.filters import TOO_FEW_USABLE
 from rollout_service.runs.planning import waits_for_version
 from rollout_service.store.rules import dropped_counts, dropped_in_a_row, failed_in_a_row

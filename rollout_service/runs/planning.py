@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from api_schemas.rollouts import RolloutRequest, TokenExtras
 from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
+from rollout_service.base.ids import SampleId
 from rollout_service.groups import AdmissionState, Claim, FilterChain, admission_capacity, groups_to_start
-from rollout_service.ids import SampleId
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.tasks.source import TaskPosition
 from rollout_service.store.runs_contract import NewGroup, OpenGroup, RunRecord

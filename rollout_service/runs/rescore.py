@@ -23,17 +23,17 @@ from api_schemas.rollouts import Rollout, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
 from rollout_service.agents.parallel.tools import ASSIGN
 from rollout_service.agents.tool_calling.agent import final_answer
+from rollout_service.base.errors import InvalidFieldError, describe, prefix_field_paths
+from rollout_service.base.masking import mask_info
+from rollout_service.engines.serving.masked import without_secrets
+from rollout_service.engines.serving.replay import NotReplayableError, RecordedPolicy
 from rollout_service.environments.contract import Environment, Replayable
 from rollout_service.episodes import Episode, GatewayAccess, Policy, Score
-from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
 from rollout_service.groups.auxiliary import rescored_parts
 from rollout_service.judging.contract import Judge
-from rollout_service.masking import mask_info
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner
-from rollout_service.policies.masked import without_secrets
-from rollout_service.policies.replay import NotReplayableError, RecordedPolicy
 from rollout_service.tokens import ToolSpec
 
 T = TypeVar("T")

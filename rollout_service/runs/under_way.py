@@ -11,17 +11,17 @@ from contextlib import nullcontext, suppress
 
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.runs import RunState
-from rollout_service.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError
+from rollout_service.base.ids import SampleId
 from rollout_service.groups import CANCELLED, SURPLUS, FilterChain, StragglerRule
 from rollout_service.groups.auxiliary import reward_weights
-from rollout_service.ids import SampleId
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.closing import PERMANENT, close_group
 from rollout_service.runs.planning import ActiveRun, has_surplus, rollout_request
 from rollout_service.store import rules
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
 from rollout_service.store.runs_contract import GroupMember, OpenGroup, RunRecord, RunStore
-from rollout_service.telemetry.metrics import Metrics
 
 
 class GroupsUnderWay:

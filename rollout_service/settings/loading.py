@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
-from rollout_service.errors import ConfigurationError, did_you_mean
+from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.settings.keys import known_keys
 from rollout_service.settings.service import Settings
 from rollout_service.settings.sources import ENV_PREFIX, HINT, Sources, is_shared, without_shared

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from rollout_service import state_files
+from rollout_service.base import state_files
 from rollout_service.http.api_keys import KEY_COMMAND, check_unique
 from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
 from rollout_service.settings.gateway import GatewaySettings

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rollout_service.errors import ConfigurationError, did_you_mean
+from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.settings.keys import fields_at, is_json, known_keys
 
 ENV_PREFIX = "ROLLOUT_"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from api_schemas.nodes import NodeState
-from rollout_service.errors import ConfigurationError, ConflictError, NotFoundError
+from rollout_service.base.errors import ConfigurationError, ConflictError, NotFoundError
 
 HEARTBEAT_SECONDS = 2.0
 """How often a node reports."""

@@ -33,7 +33,7 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.cluster_contract import ClusterStore
 from rollout_service.store.engines_contract import EnginesStore
 from rollout_service.store.lists_contract import SummaryStore

@@ -14,8 +14,8 @@ import structlog
 from pydantic import TypeAdapter
 
 from api_schemas.inference import BackendSpec
-from rollout_service.private_files import write_private
-from rollout_service.signals import MonotonicCounter
+from rollout_service.base.private_files import write_private
+from rollout_service.base.signals import MonotonicCounter
 from rollout_service.store.engines_contract import BackendStore, SharedBackend
 
 log = structlog.get_logger(__name__)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import anyio
 import structlog
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 
 log = structlog.get_logger(__name__)
 

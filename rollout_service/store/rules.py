@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus, TaskSource
-from rollout_service.errors import ConflictError
+from rollout_service.base.errors import ConflictError
 from rollout_service.groups import DELETED, NOT_FILTERED, STALE, oldest_allowed_version, shares
 from rollout_service.store.runs_contract import (
     ClosedSample,

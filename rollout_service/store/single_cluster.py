@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from api_schemas.events import Event
 from api_schemas.nodes import NodeState
-from rollout_service.signals import MonotonicCounter
+from rollout_service.base.signals import MonotonicCounter
 from rollout_service.store.cluster_contract import (
     ClusterStore,
     Heartbeat,

@@ -7,7 +7,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing.script import Replies
 from rollout_service.testing.sglang_engine import ScriptedEngine
 

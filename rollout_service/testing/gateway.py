@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import anyio
 
 from api_schemas.trajectories import FinishReason, Trajectory
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, TokenSink
 from rollout_service.gateway.capture import CaptureReport
 from rollout_service.gateway.contract import (
     AnswerEnd,
@@ -19,8 +21,6 @@ from rollout_service.gateway.contract import (
     ModelCall,
     TextDelta,
 )
-from rollout_service.inference.contract import GenerateRequest, Generation, TokenChunk, TokenSink
-from rollout_service.signals import ChangeSignal
 
 LOGPROB = -0.5
 

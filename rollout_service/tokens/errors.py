@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import ClassVar
 
 from api_schemas.errors import Boundary
-from rollout_service.errors import ServiceError
+from rollout_service.base.errors import ServiceError
 
 
 class TokenError(ServiceError):

@@ -22,7 +22,7 @@ _DTYPES: tuple[tuple[_Name, str], ...] = (("uint8", "u1"), ("uint16", "<u2"), ("
 
 
 class TurnExtras(Protocol):
-    """The extras of one turn, as in `inference.contract.ReturnedExtras`; None for those that were not requested."""
+    """The extras of one turn, as in `engines.contract.ReturnedExtras`; None for those that were not requested."""
 
     @property
     def top_logprobs(self) -> Sequence[Sequence[tuple[int, float]]] | None:

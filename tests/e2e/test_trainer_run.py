@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from trainer.curves import read_points
 
-from rollout_service.inference.engines.embedded.weights import read_tensors
+from rollout_service.engines.kinds.embedded.weights import read_tensors
 
 pytestmark = [pytest.mark.extended("training/", "examples/"), pytest.mark.slow(seconds=120)]
 

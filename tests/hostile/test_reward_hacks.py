@@ -7,14 +7,14 @@ import subprocess
 import pytest
 
 from api_schemas.rollouts import StopReason
-from rollout_service.attacks import SCRIPTS, Attack, AttackVerdict, attack_environment
+from rollout_service.authoring.attacks import SCRIPTS, Attack, AttackVerdict, attack_environment
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
@@ -30,7 +30,9 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.slow(seconds=140),
 ]
-LONG = pytest.mark.extended("rollout_service/attacks/", "rollout_service/environments/", "sandboxes/")
+LONG = pytest.mark.extended(
+    "rollout_service/authoring/attacks/", "rollout_service/environments/", "sandboxes/"
+)
 NAMES = {script.name for script in SCRIPTS}
 PATIENCE_SECONDS = 25.0
 """Upper bound on a sandbox's start and an attack, which take a second or two on an idle host."""

@@ -1,11 +1,11 @@
 """The context of attempts, as the service makes it, but with parts that a test chooses."""
 
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource, PolicyFactory
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.service.attempts import make_stages
+from rollout_service.server.lifecycle.attempts import make_stages
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import Store
-from rollout_service.telemetry.metrics import Metrics
 from sandboxes import SandboxProvider
 from sandboxes.config import PressureConfig
 from sandboxes.scheduling.admission import AdmissionController

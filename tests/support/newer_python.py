@@ -5,8 +5,8 @@ No package index has a Python, so where a machine has none, `scripts/test` canno
 
 import pytest
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.libraries import find_interpreter
-from rollout_service.errors import ConfigurationError
 
 
 def _is_there() -> bool:

@@ -14,17 +14,17 @@ from api_schemas.rollouts import Rollout, RolloutState, Usage
 from api_schemas.runs import Batch, DatasetTasks, FileTasks, InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
+from rollout_service.base.errors import StoreError
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Score
-from rollout_service.errors import StoreError
 from rollout_service.groups import FilterRegistry
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.tasks.dataset import open_dataset, reopening
 from rollout_service.runs.tasks.files import open_file
 from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.telemetry.metrics import Metrics
 
 GONE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 BROKEN = ErrorInfo(code="environment_failed", boundary=Boundary.ENVIRONMENT, message="broken")

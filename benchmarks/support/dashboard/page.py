@@ -44,7 +44,7 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.tokens.tokenizer import load_tokenizer
 from sandboxes.host.children import start_process

@@ -19,7 +19,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Limits, Task
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import running_child
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing.script import Replies, Reply
 from rollout_service.testing.sglang_engine import ScriptedEngine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.recordings import NAMES
 from tests.support.gateway.replaying import replay

@@ -21,8 +21,8 @@ from rollout_service.agents.harnesses.registry import get_harness
 from rollout_service.agents.harnesses.servers import with_servers
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.tool_calling.agent import final_answer
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.episodes import Episode, GatewayAccess
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.tokens import ToolSpec
 from sandboxes import ExecResult, Sandbox
 from sandboxes.task_groups import open_task_group

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rollout_service.agents.harnesses.preset import HarnessPreset
 from rollout_service.agents.harnesses.registry import get_harness, harnesses
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from sandboxes.images.sources import Definition, packaged_definition
 
 BASE = "base"

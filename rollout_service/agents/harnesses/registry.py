@@ -15,8 +15,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rollout_service.agents.harnesses.preset import HarnessPreset
-from rollout_service.errors import ConfigurationError, did_you_mean
-from rollout_service.validation import describe_problems
+from rollout_service.base.errors import ConfigurationError, did_you_mean
+from rollout_service.base.validation import describe_problems
 
 GROUP = "rollout_service.harnesses"
 PRESETS = Path(str(files("rollout_service.agents.harnesses") / "presets"))

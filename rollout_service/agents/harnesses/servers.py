@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from rollout_service.agents.harnesses.preset import HarnessPreset, ServerForm
 from rollout_service.agents.mcp.settings import McpSettings
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 
 Servers = Sequence[McpSettings]
 

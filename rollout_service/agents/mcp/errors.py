@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from api_schemas.errors import Boundary
-from rollout_service.errors import ServiceError
+from rollout_service.base.errors import ServiceError
 
 
 class McpServerError(ServiceError):

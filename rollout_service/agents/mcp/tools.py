@@ -21,7 +21,7 @@ from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.mcp.transports import JsonObject
 from rollout_service.agents.tool_calling.text import with_notes
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
-from rollout_service.errors import did_you_mean
+from rollout_service.base.errors import did_you_mean
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox
 from sandboxes.task_groups import open_task_group

@@ -37,9 +37,9 @@ from rollout_service.agents.parallel.tree import AgentTree, FrozenPoolChangedErr
 from rollout_service.agents.parallel.waiting import WaitingClock
 from rollout_service.agents.tool_calling.agent import CallRunner, ToolCallingAgent
 from rollout_service.agents.tool_calling.text import cut_middle
+from rollout_service.base.errors import describe
+from rollout_service.base.masking import mask_info
 from rollout_service.episodes import Episode, EpisodeLimits, SubagentSlot
-from rollout_service.errors import describe
-from rollout_service.masking import mask_info
 from sandboxes import Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError
 

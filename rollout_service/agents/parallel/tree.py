@@ -15,8 +15,8 @@ from api_schemas.errors import Boundary
 from api_schemas.rollouts.trees import AgentNode, Assigns, Work, WorkSeconds
 from rollout_service.agents.parallel.ledger import Ledger, alone_seconds
 from rollout_service.agents.parallel.settings import ParallelSettings
+from rollout_service.base.errors import ServiceError
 from rollout_service.episodes import Episode, SubagentHost
-from rollout_service.errors import ServiceError
 
 
 class FrozenPoolChangedError(ServiceError):

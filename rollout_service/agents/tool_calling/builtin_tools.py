@@ -24,8 +24,8 @@ from rollout_service.agents.tool_calling.tools import (
     by_name,
 )
 from rollout_service.agents.web.browse import BROWSE
+from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.episodes import require_sandbox
-from rollout_service.errors import ConfigurationError, did_you_mean
 from sandboxes import BashResult, PythonResult
 from sandboxes.errors import LimitExceededError, SessionDiedError
 

@@ -20,7 +20,7 @@ from rollout_service.agents.tool_calling.text import with_notes
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
 from rollout_service.agents.web.page_text import page_text
 from rollout_service.agents.web.tunnel import tls_context
-from rollout_service.errors import ServiceError
+from rollout_service.base.errors import ServiceError
 from rollout_service.settings.service import is_loopback
 
 NAME: Final = "search"

@@ -30,10 +30,10 @@ from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.cli.submit.files import ResultFile
 from rollout_service.cli.submit.progress import ProgressView, Tally
-from rollout_service.inference.engines.embedded.process import EmbeddedEngine
-from rollout_service.inference.local_servers.process import ServerProcess
-from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
+from rollout_service.engines.local_servers.process import ServerProcess
+from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens.errors import InvariantError
 from rollout_service.tokens.tokenizer import load_tokenizer
 from rollout_service.tokens.trajectory import check_invariants

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rollout_service.engines.shipped import model_folder
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.environments.secrets import HostSecrets
-from rollout_service.policies.shipped import model_folder
 from rollout_service.settings import DefaultEngine, Settings
 from sandboxes import ApptainerConfig, SandboxConfigError
 from sandboxes.host.facts import HostFacts, read_host_facts

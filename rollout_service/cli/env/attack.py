@@ -9,7 +9,8 @@ import anyio.to_thread
 from rich.console import Console
 from rich.text import Text
 
-from rollout_service.attacks import SCRIPTS, AttackReport, AttackVerdict, attack_environment
+from rollout_service.authoring.attacks import SCRIPTS, AttackReport, AttackVerdict, attack_environment
+from rollout_service.base.errors import did_you_mean
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.console import id_column, table
@@ -17,7 +18,6 @@ from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.cli.env.run import parse_instance
 from rollout_service.environments.secrets import HostSecrets
-from rollout_service.errors import did_you_mean
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import load_settings
 from sandboxes import make_provider

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
-from rollout_service.audit import AuditReport, InstanceAudit, audit_environment
-from rollout_service.audit.report import TrialRecord
+from rollout_service.authoring.audit import AuditReport, InstanceAudit, audit_environment
+from rollout_service.authoring.audit.report import TrialRecord
 from rollout_service.cli import common
 from rollout_service.cli.console import table
 from rollout_service.cli.env.check import load_environment, read_dataset

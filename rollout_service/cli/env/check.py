@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from rich.table import Table
 from rich.text import Text
 
+from rollout_service.base.errors import InvalidFieldError, SecretMissingError, ServiceError
 from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
 from rollout_service.cli.image.stores import unpacked_images
@@ -25,7 +26,6 @@ from rollout_service.environments.harbor.variables import REFERENCE
 from rollout_service.environments.registry import EnvironmentRegistry, explain, load_path, names_python_object
 from rollout_service.environments.secrets import HostSecrets, Secret
 from rollout_service.environments.splits import count_splits, get_split
-from rollout_service.errors import InvalidFieldError, SecretMissingError, ServiceError
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images.store import ImageStore

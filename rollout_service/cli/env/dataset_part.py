@@ -14,13 +14,13 @@ from pydantic import JsonValue, ValidationError
 
 from api_schemas.runs import DatasetTasks, FileTasks, Run
 from api_schemas.tasks import Task
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.validation import describe_problems
 from rollout_service.cli import common
 from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.splits import select_split
-from rollout_service.errors import ConfigurationError
 from rollout_service.runs.tasks.files import open_file
-from rollout_service.validation import describe_problems
 
 FILES = (".jsonl", ".parquet")
 ROWS = "rows"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollout_service.base.errors import did_you_mean
 from rollout_service.cli.common import CommandError
 from rollout_service.environments.bridges.gem.environment import GEM
 from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM
@@ -16,7 +17,6 @@ from rollout_service.environments.bridges.verifiers.library import VERIFIERS
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.libraries import Library
 from rollout_service.environments.swe.grading import SWEBENCH
-from rollout_service.errors import did_you_mean
 
 LIBRARIES: tuple[Library, ...] = (
     *(SWEBENCH, REASONING_GYM, NEMO_GYM, VERIFIERS),

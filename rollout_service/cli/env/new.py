@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from api_schemas.base import Name
+from rollout_service.base.errors import did_you_mean
 from rollout_service.cli.common import CommandError
-from rollout_service.errors import did_you_mean
 
 TEMPLATES = Path(__file__).parent / "templates"
 DEFAULT = "files"

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from rollout_service.agents.harnesses.images import harness_image
+from rollout_service.base.errors import ServiceError
 from rollout_service.cli import common
 from rollout_service.cli.env.check import instance_name
 from rollout_service.cli.env.dataset_part import DatasetPart
 from rollout_service.cli.image.dockerfiles import DockerfileFlags, build_dockerfiles
 from rollout_service.environments.contract import Environment
-from rollout_service.errors import ServiceError
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageBuildError, ImageError
 from sandboxes.images.build import ApptainerBuilder

@@ -23,7 +23,7 @@ from rollout_service.cli.env.engines.pools import PoolModels
 from rollout_service.cli.env.engines.script import read_turns, scripted_engine
 from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show.trajectory import render_rollout
-from rollout_service.inference.errors import NoBackendError
+from rollout_service.engines.errors import NoBackendError
 from rollout_service.tokens.tokenizer import load_tokenizer
 
 POOLS_HINT = (

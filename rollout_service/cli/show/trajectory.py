@@ -12,8 +12,8 @@ from rich.text import Text
 
 from api_schemas.rollouts import Rollout
 from api_schemas.trajectories import Segment, Trajectory
+from rollout_service.base.errors import format_failure
 from rollout_service.cli.console import Heading
-from rollout_service.errors import format_failure
 from rollout_service.tokens.tokenizer import ChatTokenizer
 
 CONTEXT = "dim"

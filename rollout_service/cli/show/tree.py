@@ -10,8 +10,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from api_schemas.rollouts.trees import AgentNode, RolloutNodes, Work
+from rollout_service.base.terminal_text import escape_controls
 from rollout_service.cli.common import count
-from rollout_service.terminal_text import escape_controls
 
 RESULT_CHARS = 100
 """The longest part of a result's first line that is shown."""

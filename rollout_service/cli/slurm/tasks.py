@@ -60,8 +60,8 @@ def _within_the_job(main: Callable[[], Awaitable[int]]) -> None:
 
     import anyio
 
+    from rollout_service.observability.telemetry.logging import configure_logging
     from rollout_service.settings import LogFormat
-    from rollout_service.telemetry.logging import configure_logging
 
     configure_logging(LogFormat.CONSOLE, "info")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every probe

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollout_service.base.terminal_text import escape_controls
 from rollout_service.cli import common
 from rollout_service.cli.common import AsJson
 from rollout_service.cli.slurm.jobs import JOBS, POLL_SECONDS, Folder, Job, find, state_of
-from rollout_service.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from rollout_service.cluster.slurm.folder import JobFolder

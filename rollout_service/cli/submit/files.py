@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, Self
 from pydantic import ValidationError
 
 from api_schemas.rollouts import Rollout, RolloutRequest
-from rollout_service import strict_json
-from rollout_service.validation import describe_problems
+from rollout_service.base import strict_json
+from rollout_service.base.validation import describe_problems
 
 LONGEST_STEM = 64
 BEGIN = b'{"rollout_id":'

@@ -17,8 +17,8 @@ from api_schemas.events import EventKind
 from api_schemas.rollouts.steps import RolloutAttempts
 from rollout_client.client import NotFoundError, RolloutClient
 from rollout_service.cli.common import CommandError
-from rollout_service.tracing.perfetto import RolloutTrace
-from rollout_service.tracing.perfetto.events import Write
+from rollout_service.observability.tracing.perfetto import RolloutTrace
+from rollout_service.observability.tracing.perfetto.events import Write
 
 _EARLIER_SECONDS = 60.0
 """How much before the first rollout the time line begins, since nodes' clocks differ."""

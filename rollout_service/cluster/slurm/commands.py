@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 
 ANSWER_SECONDS = 60.0
 """How long Slurm may take to answer; a busy controller takes many seconds."""

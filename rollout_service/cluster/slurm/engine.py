@@ -16,6 +16,7 @@ import anyio
 import httpx
 import structlog
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm.addresses import node_name, own_address
 from rollout_service.cluster.slurm.children import (
     ENGINE_GIVEN_UP,
@@ -25,7 +26,6 @@ from rollout_service.cluster.slurm.children import (
 )
 from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure
 from rollout_service.cluster.slurm.spec import Engines
-from rollout_service.errors import ConfigurationError
 from sandboxes.host.ports import free_port
 
 log = structlog.get_logger(__name__)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.private_files import write_private
 from rollout_service.cluster.slurm.spec import JobSpec
-from rollout_service.errors import ConfigurationError
-from rollout_service.private_files import write_private
 
 KEY_BYTES = 32
 

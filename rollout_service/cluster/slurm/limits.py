@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.cluster.slurm.commands import PartitionNode
 from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of
-from rollout_service.errors import ConfigurationError, did_you_mean
 
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 

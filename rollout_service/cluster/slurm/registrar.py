@@ -13,8 +13,8 @@ import structlog
 
 from api_schemas.inference import BackendSpec
 from rollout_client.client import ClientError, RolloutClient
+from rollout_service.base.private_files import write_private
 from rollout_service.cluster.slurm.folder import JobFolder
-from rollout_service.private_files import write_private
 
 log = structlog.get_logger(__name__)
 

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.abc
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm.folder import JobFolder
-from rollout_service.errors import ConfigurationError
 
 CONNECT_SECONDS = 5.0
 _BROKEN = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, RuntimeError)

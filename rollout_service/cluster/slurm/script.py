@@ -10,8 +10,8 @@ import re
 import shlex
 from pathlib import Path
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm.spec import JobSpec, Resources
-from rollout_service.errors import ConfigurationError
 
 HEADER = """\
 #!/bin/bash

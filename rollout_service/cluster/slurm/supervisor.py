@@ -19,6 +19,7 @@ import anyio
 import structlog
 
 from rollout_client.client import ClientError, RolloutClient
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm import commands
 from rollout_service.cluster.slurm.addresses import node_name
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, ENGINE_GIVEN_UP, KeptProcess
@@ -26,7 +27,6 @@ from rollout_service.cluster.slurm.folder import JobFolder, Submitted
 from rollout_service.cluster.slurm.redis_server import redis_child
 from rollout_service.cluster.slurm.registrar import Registrar
 from rollout_service.cluster.slurm.spec import JobSpec
-from rollout_service.errors import ConfigurationError
 from sandboxes.host.children import start_process
 
 log = structlog.get_logger(__name__)

@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from rollout_service.errors import EnvironmentFailedError
+from rollout_service.base.errors import EnvironmentFailedError
 from sandboxes import RunningProgram, Sandbox
 from sandboxes.host.children import start_process
 

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.turns import sample_turn, why_truncated
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import EnvironmentFailedError
 
 REWARDS: Final = "turn_rewards"
 """The key of what was earned, in an episode's state."""

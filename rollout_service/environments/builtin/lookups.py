@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import EnvironmentFailedError
 
 HELD_OUT_SHARE: Final = 16  # one task in this many is held out
 HELD_OUT_PROBLEMS: Final = 128

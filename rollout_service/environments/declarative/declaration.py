@@ -20,6 +20,8 @@ from rollout_service.agents.harnesses.registry import harnesses
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
+from rollout_service.base.errors import ConfigurationError, did_you_mean
+from rollout_service.base.validation import known_fields
 from rollout_service.environments.contract import (
     AgentProcesses,
     EnvironmentSettings,
@@ -30,8 +32,6 @@ from rollout_service.environments.contract import (
     Size,
 )
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.errors import ConfigurationError, did_you_mean
-from rollout_service.validation import known_fields
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -22,6 +22,8 @@ from secrets import token_hex
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from api_schemas.rollouts import StopReason
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
+from rollout_service.base.masking import mask_texts
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
@@ -38,8 +40,6 @@ from rollout_service.environments.declarative.files import PackedFile, archive, 
 from rollout_service.environments.declarative.from_image import empty_folder
 from rollout_service.environments.submission import encode_runs, read_inputs, run_submission
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError
-from rollout_service.masking import mask_texts
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
 from sandboxes.image_names import find_own_file

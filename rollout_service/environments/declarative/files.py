@@ -10,7 +10,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from sandboxes import Sandbox
 from sandboxes.errors import FileMissingError, FileTooLargeError
 

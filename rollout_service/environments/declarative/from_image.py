@@ -8,8 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.declarative.declaration import INSIDE
-from rollout_service.errors import ConfigurationError
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.host.facts import find_apptainer
 from sandboxes.images.cache import default_cache

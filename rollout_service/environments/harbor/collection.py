@@ -15,15 +15,15 @@ from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
-from rollout_service.environments.contract import Environment, EnvironmentSpec
-from rollout_service.environments.harbor import FILE_NAME
-from rollout_service.episodes import Episode, Score
-from rollout_service.errors import (
+from rollout_service.base.errors import (
     ConfigurationError,
     EnvironmentFailedError,
     InvalidFieldError,
     did_you_mean,
 )
+from rollout_service.environments.contract import Environment, EnvironmentSpec
+from rollout_service.environments.harbor import FILE_NAME
+from rollout_service.episodes import Episode, Score
 from rollout_service.settings.harbor import HarborSettings
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from rollout_service.base.errors import ConfigurationError, did_you_mean
+from rollout_service.base.validation import known_fields
 from rollout_service.environments.harbor import variables
 from rollout_service.environments.harbor.task_toml import HealthcheckTable, TaskSection
-from rollout_service.errors import ConfigurationError, did_you_mean
-from rollout_service.validation import known_fields
 
 FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 MAIN = "main"

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.harnesses.agent import ProgramSilentError
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.agent_environment import AgentEnvironment, check_artifact
 from rollout_service.environments.contract import EvaluateIn
 from rollout_service.environments.declarative.files import archive
@@ -30,7 +31,6 @@ from rollout_service.environments.harbor.task_folder import SETUP, SOLUTION, Har
 from rollout_service.environments.harbor.task_toml import HealthcheckTable
 from rollout_service.environments.harbor.verifier import Verifier
 from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Score
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.settings.harbor import HarborSettings
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxError

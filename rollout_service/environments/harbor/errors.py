@@ -11,7 +11,7 @@ EnvironmentFailedError
 
 from __future__ import annotations
 
-from rollout_service.errors import EnvironmentFailedError
+from rollout_service.base.errors import EnvironmentFailedError
 
 
 class HealthcheckFailedError(EnvironmentFailedError):

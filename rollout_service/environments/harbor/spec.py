@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.mcp.settings import McpSettings
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
 from rollout_service.environments.harbor import FILE_NAME, variables
 from rollout_service.environments.harbor.task_folder import HarborTask, artifact_paths
@@ -17,7 +18,6 @@ from rollout_service.environments.harbor.task_toml import (
     NetworkKeys,
 )
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.errors import ConfigurationError
 from rollout_service.settings.harbor import HarborSettings
 
 TOOLS = ["bash", "read", "write", "edit", "finish"]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.declarative.declaration import TEXT_HINT
 from rollout_service.environments.declarative.files import PackedFile, read_folder
 from rollout_service.environments.harbor import FILE_NAME
@@ -28,7 +29,6 @@ from rollout_service.environments.harbor.task_toml import (
     read_task_toml,
 )
 from rollout_service.environments.harbor.variables import Allowed
-from rollout_service.errors import ConfigurationError
 from sandboxes.errors import ImageError, ImagePathError
 from sandboxes.image_names import find_own_file, read_image_name
 from sandboxes.images.dockerfiles import dockerfile_at

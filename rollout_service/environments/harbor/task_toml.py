@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.validation import describe_problems
 from rollout_service.environments.contract import parse_size
 from rollout_service.environments.declarative.declaration import TOML_HINT
-from rollout_service.errors import ConfigurationError
-from rollout_service.validation import describe_problems
 
 STEP_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 SIZE = r"^\d+(\.\d+)?[KMGT]$"

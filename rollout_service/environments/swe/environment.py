@@ -17,6 +17,8 @@ from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
+from rollout_service.base.templates import PromptTemplate
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import dataset_files, load_table
@@ -25,8 +27,6 @@ from rollout_service.environments.swe.evaluation import SweEvaluation
 from rollout_service.environments.swe.repository import StartState, apply_patch, make_ready, read_changes
 from rollout_service.environments.swe.tasks import SweTask, read_task
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
-from rollout_service.templates import PromptTemplate
 from sandboxes.errors import ImagePathError, LimitExceededError, SandboxClosedError
 from sandboxes.image_names import read_image_name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.swe.grading import TestVerdict, judge_log
 from rollout_service.environments.swe.patches import separate_forbidden
 from rollout_service.environments.swe.repository import (
@@ -16,7 +17,6 @@ from rollout_service.environments.swe.repository import (
 from rollout_service.environments.swe.scripts import PlantedScript, plant_canary
 from rollout_service.environments.swe.tasks import SweTask
 from rollout_service.episodes import Score
-from rollout_service.errors import EnvironmentFailedError
 from sandboxes import Sandbox
 
 LOG_BYTES = 16 * 1024 * 1024

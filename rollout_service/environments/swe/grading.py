@@ -16,9 +16,9 @@ from typing import Any
 
 import anyio
 
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, did_you_mean
 from rollout_service.environments.libraries import Library
 from rollout_service.environments.swe.tasks import SweTask
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, did_you_mean
 
 GRADING_SECONDS = 60.0
 FOLDER = Path(__file__).parent

@@ -12,8 +12,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.swe.tasks import SweTask
-from rollout_service.errors import EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
 
 GIT_SECONDS = 300.0

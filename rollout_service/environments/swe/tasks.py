@@ -20,10 +20,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import FieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.environments.swe.patches import changed_paths, split_patch
 from rollout_service.environments.swe.scripts import make_script
-from rollout_service.errors import InvalidFieldError
 from sandboxes.errors import ImagePathError
 from sandboxes.image_names import read_image_name
 

@@ -15,6 +15,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, ToolCall, Trajectory
+from rollout_service.engines.contract import NOTHING_RETURNED, Generation
 from rollout_service.gateway.capture.history import Head, as_messages
 from rollout_service.gateway.capture.lanes import find_roles, quotes, role_of_new
 from rollout_service.gateway.capture.length import check_length
@@ -31,7 +32,6 @@ from rollout_service.gateway.contract import (
     TokenLogprob,
 )
 from rollout_service.gateway.roles import map_roles
-from rollout_service.inference.contract import NOTHING_RETURNED, Generation
 from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
 
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 import orjson
 
 from api_schemas.errors import sentences
-from rollout_service.errors import ServiceError, TryLaterError, describe
+from rollout_service.base.errors import ServiceError, TryLaterError, describe
 from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import AnswerEvent, Dialect, Lane, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer

@@ -16,8 +16,8 @@ import orjson
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
-from rollout_service.errors import InvalidFieldError, MalformedBodyError, TooLargeError
-from rollout_service.strict_json import MAX_DEPTH, has_more, measure_depth
+from rollout_service.base.errors import InvalidFieldError, MalformedBodyError, TooLargeError
+from rollout_service.base.strict_json import MAX_DEPTH, has_more, measure_depth
 
 MAX_VALUES = 500_000
 """The most values of a document. They take up to 200 bytes each, where the document has three: `{},`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.dialects.base import ErrorAnswer, ListedModel, describe_failure, retry_after
 from rollout_service.gateway.dialects.fields import Fields, invalid, kind
 from rollout_service.gateway.errors import ContextOverflowError

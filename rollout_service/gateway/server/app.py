@@ -16,7 +16,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_service.errors import NotFoundError, ServiceError, TooLargeError
+from rollout_service.base.errors import NotFoundError, ServiceError, TooLargeError
 from rollout_service.gateway.bounds import check_call
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.gateway.dialects import CODECS, DialectCodec, ListedModel, client_name

@@ -14,7 +14,7 @@ import anyio
 import uvicorn
 from starlette.types import ASGIApp
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.http.connections import ConnectionLimits, Connections
 from rollout_service.http.protocol import Observe, RequestLimits
 from rollout_service.http.server import Server

@@ -13,9 +13,9 @@ from math import inf
 import anyio
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import Generation, TokenChunk
 from rollout_service.gateway.contract import AnswerEvent, CallEnd, ModelCall, PlannedAnswer, TurnObserver
-from rollout_service.inference.contract import Generation, TokenChunk
-from rollout_service.signals import ChangeSignal
 
 
 class LiveAnswer:

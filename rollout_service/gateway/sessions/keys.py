@@ -11,7 +11,7 @@ from hashlib import sha256
 from time import monotonic
 from typing import Protocol
 
-from rollout_service.errors import UnauthorizedError
+from rollout_service.base.errors import UnauthorizedError
 from rollout_service.gateway.errors import RolloutEndedError
 from rollout_service.gateway.sessions.session import GatewaySession
 

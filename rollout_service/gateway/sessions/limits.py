@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import FinishReason
+from rollout_service.base.signals import ChangeSignal
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.contract import (
     AnswerBegin,
@@ -23,7 +24,6 @@ from rollout_service.gateway.contract import (
     TextDelta,
 )
 from rollout_service.gateway.sessions.answer import LiveAnswer
-from rollout_service.signals import ChangeSignal
 
 _TEXTS = {
     StopReason.MAX_TURNS: "The limit of turns for this task is reached.",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from rollout_service.base.masking import mask, mask_texts
 from rollout_service.gateway.contract import ClientMessage, ModelCall
-from rollout_service.masking import mask, mask_texts
 
 
 def masked_call(call: ModelCall, hidden: Collection[str]) -> ModelCall:

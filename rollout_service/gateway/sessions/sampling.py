@@ -15,8 +15,8 @@ import orjson
 from pydantic import JsonValue
 
 from api_schemas.rollouts import Sampling, TokenExtras
+from rollout_service.engines import contract as inference
 from rollout_service.gateway.contract import ModelCall, PlannedAnswer
-from rollout_service.inference import contract as inference
 
 UNSTREAMED_CHUNK = 32
 """The tokens of a chunk that no client waits for: few enough that little is sampled again if the engine is lost."""
@@ -25,7 +25,7 @@ _OBEYED = {"temperature": (0.0, 100.0), "top_p": (1e-6, 1.0), "top_k": (-1, 2**3
 
 
 class StreamingGenerator(Protocol):
-    """The part of a pool that a session needs; `inference.pool.BackendPool` implements it."""
+    """The part of a pool that a session needs; `engines.pool.BackendPool` implements it."""
 
     async def generate(
         self,

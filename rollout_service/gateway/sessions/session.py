@@ -24,8 +24,11 @@ from anyio.abc import TaskGroup
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.activity import current_activity, current_lane, in_lane
+from rollout_service.base.errors import EnvironmentFailedError, ServiceError, without_message
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import Generation
+from rollout_service.engines.errors import BackendRejected, InferenceError, PromptTooLong
 from rollout_service.episodes import EpisodeLimits, PolicyTurn
-from rollout_service.errors import EnvironmentFailedError, ServiceError, without_message
 from rollout_service.gateway.contract import (
     AnswerBegin,
     CallObserver,
@@ -47,9 +50,6 @@ from rollout_service.gateway.sessions.limits import (
 from rollout_service.gateway.sessions.masked_call import masked_call
 from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.threads import in_thread
-from rollout_service.inference.contract import Generation
-from rollout_service.inference.errors import BackendRejected, InferenceError, PromptTooLong
-from rollout_service.signals import ChangeSignal
 from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RecordError
 

@@ -11,8 +11,8 @@ from collections.abc import Hashable
 
 import anyio
 
-from rollout_service.errors import TooManyBytesError
-from rollout_service.signals import ChangeSignal
+from rollout_service.base.errors import TooManyBytesError
+from rollout_service.base.signals import ChangeSignal
 
 WAIT_SECONDS = 10.0
 """How long a body waits for room. Its sender is not read meanwhile, so it need not repeat what it has sent."""

@@ -17,7 +17,7 @@ import structlog
 
 from api_schemas.rollouts.sessions import Hint
 from api_schemas.trajectories import Message
-from rollout_service.errors import ServiceError, describe
+from rollout_service.base.errors import ServiceError, describe
 from rollout_service.judging.contract import Judge, Vote
 from rollout_service.judging.rubric import Rubric
 from rollout_service.judging.verdicts import without_reasoning

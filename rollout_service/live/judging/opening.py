@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import anyio.to_thread
 
-from rollout_service.errors import NotFoundError
+from rollout_service.base.errors import NotFoundError
+from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.judging.contract import Judge
 from rollout_service.live.contract import LiveStore, TurnRecord
 from rollout_service.live.judging.hindsight import JudgedHints, PromptOf, RecordedPrompt
@@ -19,7 +20,6 @@ from rollout_service.live.judging.stage import JudgeObserver, JudgeStage
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.judging.turn_judge import TurnJudge
 from rollout_service.live.replay import prompt_of
-from rollout_service.policies.serving import PolicyServing
 from rollout_service.settings.live import LiveJudgeSettings
 
 

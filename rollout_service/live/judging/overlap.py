@@ -11,13 +11,13 @@ from typing import Final
 
 import anyio
 
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     RequestedExtras,
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.inference.errors import BackendProtocolError
+from rollout_service.engines.errors import BackendProtocolError
 from rollout_service.live.judging.teacher import PoolEngines
 from sandboxes.task_groups import open_task_group
 

@@ -13,11 +13,11 @@ from typing import Final, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.validation import describe_problems
 from rollout_service.judging.rubric import Rubric, RubricSettings
 from rollout_service.live.contract import NextStateRecord
 from rollout_service.settings.live import LiveJudgeSettings
-from rollout_service.validation import describe_problems
 
 VALUES: Final = {"1": 1.0, "0": 0.0, "-1": -1.0}
 """The values of a turn, by the judge's vote."""

@@ -20,12 +20,12 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from api_schemas.rollouts.sessions import MarkReason
-from rollout_service.errors import StoreError, describe
-from rollout_service.inference.errors import InferenceError, NoBackendError
+from rollout_service.base.errors import StoreError, describe
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.errors import InferenceError, NoBackendError
 from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import LOOKBACK
 from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
-from rollout_service.signals import ChangeSignal
 
 log = structlog.get_logger(__name__)
 

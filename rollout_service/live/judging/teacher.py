@@ -15,15 +15,15 @@ import anyio
 
 from api_schemas.inference import BackendView
 from api_schemas.rollouts.sessions import Teacher
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     Generation,
     RequestedExtras,
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.inference.errors import InferenceError
-from rollout_service.policies.serving import ServedModel
+from rollout_service.engines.errors import InferenceError
+from rollout_service.engines.serving.policies import ServedModel
 
 READ_SECONDS: Final = 60.0
 """How long a teacher may take to read an answer."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api_schemas.rollouts.sessions import MarkReason, Votes
-from rollout_service.inference.errors import InferenceError
+from rollout_service.engines.errors import InferenceError
 from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.live.judging.prompt import VALUES
 

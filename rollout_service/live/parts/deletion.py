@@ -16,8 +16,8 @@ import structlog
 
 from api_schemas.rollouts import Rollout
 from api_schemas.sessions import DeletedSessions, LeasedPart
-from rollout_service.errors import UnavailableError
-from rollout_service.ids import SampleId
+from rollout_service.base.errors import UnavailableError
+from rollout_service.base.ids import SampleId
 from rollout_service.live.contract import LiveStore, PartRecord
 from rollout_service.store.contract import Store
 

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from api_schemas.runs import RunState
 from api_schemas.tasks import Task
-from rollout_service.errors import ConflictError
+from rollout_service.base.errors import ConflictError
 from rollout_service.groups.shares import Owner, next_window
 from rollout_service.live.contract import LiveStore, PartRecord, SessionRecord
 from rollout_service.live.parts.orders import live_runs, order_of

@@ -20,10 +20,10 @@ from api_schemas.errors import FieldError
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
 from api_schemas.rollouts.sessions import Hint, SessionInfo, TurnMark
 from api_schemas.trajectories import ForkReason, Message, Trajectory
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
+from rollout_service.base.ids import SampleId
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, PolicyTurn, Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
-from rollout_service.ids import SampleId
 from rollout_service.live import replay
 from rollout_service.live.contract import LiveStore, PartRecord, SessionRecord, TurnRecord
 from rollout_service.live.judging.teacher import TeacherReader

@@ -12,6 +12,7 @@ from typing import Self
 
 import anyio
 
+from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.live.contract import LiveStore
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.metrics import LiveMetrics
@@ -20,7 +21,6 @@ from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
 from rollout_service.live.parts.orders import TrainedPool
-from rollout_service.policies.serving import PolicyServing
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.tokens import ChatRenderer

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_service.errors import ServiceError, without_message
+from rollout_service.base.errors import ServiceError, without_message
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.gateway.dialects import DialectCodec, client_name
 from rollout_service.gateway.metrics import GatewayMetrics

@@ -11,22 +11,22 @@ import anyio
 from anyio.abc import TaskGroup
 
 from api_schemas.rollouts import Sampling, TokenExtras
+from rollout_service.base.errors import UnavailableError
+from rollout_service.engines.contract import Generation
+from rollout_service.engines.errors import NoBackendError
+from rollout_service.engines.serving.policies import ServedModel
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.errors import UnavailableError
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.contract import CallObserver, ModelCall, PlannedAnswer
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
-from rollout_service.inference.contract import Generation
-from rollout_service.inference.errors import NoBackendError
 from rollout_service.live.contract import SessionRecord
 from rollout_service.live.errors import PoolHeldError
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.replay import LIVE
 from rollout_service.live.serving.holding import HeldPool, PausablePool
-from rollout_service.policies.serving import ServedModel
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.settings.live import LiveSettings
 from rollout_service.tokens import ChatRenderer
@@ -39,7 +39,7 @@ _NO_ENGINE_SECONDS = 5.0
 
 
 class LivePolicies(Protocol):
-    """The models and engines of the pools; `policies.serving.PolicyServing` has them."""
+    """The models and engines of the pools; `engines.serving.policies.PolicyServing` has them."""
 
     def check(self, pool: str) -> None:
         """Check that a pool is served.

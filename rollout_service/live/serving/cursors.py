@@ -7,7 +7,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 import orjson
 
 from api_schemas.errors import FieldError
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 
 
 def encode_cursor(last: tuple[float, str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from api_schemas.rollouts.sessions import MarkReason, TurnKind
 from api_schemas.sessions import FeedbackAnswer, SessionFeedback
-from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.live.contract import LiveStore, NextStateRecord, TurnMarkRecord, TurnRecord
 from rollout_service.live.recorder import RecordingParts
 

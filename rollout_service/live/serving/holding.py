@@ -13,15 +13,15 @@ from typing import Protocol
 
 import anyio
 
+from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, TokenSink
+from rollout_service.engines.errors import NoBackendError, PoolPaused
 from rollout_service.gateway.sessions.sampling import StreamingGenerator
-from rollout_service.inference.contract import GenerateRequest, Generation, TokenChunk, TokenSink
-from rollout_service.inference.errors import NoBackendError, PoolPaused
 from rollout_service.live.errors import PoolHeldError
 from rollout_service.live.metrics import LiveMetrics
 
 
 class PausablePool(StreamingGenerator, Protocol):
-    """A pool that can be paused; `inference.pool.BackendPool` is one."""
+    """A pool that can be paused; `engines.pool.BackendPool` is one."""
 
     @property
     def paused(self) -> bool:

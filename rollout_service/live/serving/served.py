@@ -18,7 +18,7 @@ import anyio.to_thread
 from api_schemas.errors import FieldError
 from api_schemas.rollouts.sessions import ClosedBecause, TurnKind
 from api_schemas.sessions import SessionRequest
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.sessions.keys import unknown_key
 from rollout_service.gateway.sessions.session import GatewaySession

@@ -11,8 +11,8 @@ import json
 import secrets
 from pathlib import Path
 
-from rollout_service.errors import ConfigurationError
-from rollout_service.private_files import write_private
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.private_files import write_private
 
 _SALT_BYTES = 32
 _HASH_BYTES = 16

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import orjson
 
 from api_schemas.errors import FieldError
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.gateway.dialects.fields import parse_json
 

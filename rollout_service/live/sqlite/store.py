@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 from api_schemas.rollouts.sessions import ClosedBecause, MaskReason
 from api_schemas.sessions import FeedbackByVersion
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import (
     Deleted,
     LiveStore,

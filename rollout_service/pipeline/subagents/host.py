@@ -13,12 +13,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
+from rollout_service.engines.serving.masked import without_secrets
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Policy, SubagentSlot
 from rollout_service.pipeline.context import AttemptContext, PolicyFactory
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.subagents.fair_slots import DEFAULT_SUBAGENT_SLOTS, FairSlots
-from rollout_service.policies.masked import without_secrets
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox
 from sandboxes.scheduling.admission import Purpose

@@ -15,12 +15,12 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
+from rollout_service.base.errors import StoreError
+from rollout_service.engines.serving.saved_turns import SavedTurn, UnreadableTurnError, decode
+from rollout_service.engines.serving.turn_log import AnewReason, CannotResumeError, TurnLog
 from rollout_service.environments.contract import Environment
-from rollout_service.errors import StoreError
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.turns.writer import NOT_REPLAYABLE
-from rollout_service.policies.saved_turns import SavedTurn, UnreadableTurnError, decode
-from rollout_service.policies.turn_log import AnewReason, CannotResumeError, TurnLog
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored
 

@@ -15,12 +15,12 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from rollout_service.policies.saved_turns import SavedTurn, encode
-from rollout_service.signals import BatchQueue
+from rollout_service.base.signals import BatchQueue
+from rollout_service.engines.serving.saved_turns import SavedTurn, encode
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.turns_contract import TurnStore, UnsavedTurn
-from rollout_service.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 

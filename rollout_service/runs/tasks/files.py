@@ -26,9 +26,9 @@ from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.runs import FileTasks
-from rollout_service import strict_json
+from rollout_service.base import strict_json
+from rollout_service.base.errors import InvalidFieldError, ServiceError
 from rollout_service.environments.dataset_files import MAX_INSTANCE_BYTES, parse_instance
-from rollout_service.errors import InvalidFieldError, ServiceError
 
 FIELD = "body.source"
 R = TypeVar("R")

@@ -25,7 +25,7 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, StopReason
 from api_schemas.rollouts.trees import NodeDetail, RolloutNodes
 from api_schemas.trajectories import Trajectory
-from rollout_service.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError
 from rollout_service.store.codec import trees, turn_marks
 from rollout_service.store.codec.row import Row
 from rollout_service.store.contract import Lease

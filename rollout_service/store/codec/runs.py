@@ -13,9 +13,9 @@ from api_schemas.exports import ExportedSample
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardWeights
-from rollout_service.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError
+from rollout_service.base.ids import BatchId, GroupId
 from rollout_service.groups.shares import Owner
-from rollout_service.ids import BatchId, GroupId
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec.row import Row
 from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupClosure, RunRecord

@@ -14,7 +14,7 @@ from typing import Any
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.views.summaries import RolloutSummary, SummaryOrder
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.store.codec.rollouts import reading, when
 from rollout_service.store.codec.row import Row
 

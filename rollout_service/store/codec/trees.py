@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.rollouts.trees import AgentNode, NodeDetail
 from api_schemas.trajectories import Segment, Trajectory
-from rollout_service.errors import DefectError
+from rollout_service.base.errors import DefectError
 from rollout_service.store.codec import record
 from rollout_service.store.codec import trajectories as trajectory_codec
 

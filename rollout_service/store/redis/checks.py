@@ -16,7 +16,7 @@ import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.redis.config import Durability, RedisConfig
 from rollout_service.store.redis.library import FunctionLibrary
 

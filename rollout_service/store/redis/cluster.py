@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from api_schemas.nodes import NodeState
-from rollout_service.signals import MonotonicCounter
+from rollout_service.base.signals import MonotonicCounter
 from rollout_service.store.cluster_contract import (
     DEAD_SECONDS,
     LEADER_SECONDS,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from rollout_service.errors import ConfigurationError
-from rollout_service.private_files import OTHERS
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.private_files import OTHERS
 from rollout_service.settings import StoreSettings
 
 SCHEMES = ("redis", "rediss", "unix")

@@ -23,7 +23,7 @@ from typing import Any
 import anyio
 import redis
 
-from rollout_service.errors import DefectError, ServiceError, StoreError
+from rollout_service.base.errors import DefectError, ServiceError, StoreError
 from rollout_service.store.jobs import JobResult, commit_times
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.config import RedisConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import redis
 
-from rollout_service.errors import DefectError, ServiceError, StoreError
+from rollout_service.base.errors import DefectError, ServiceError, StoreError
 from rollout_service.store.redis.config import RedisConfig
 
 _REPORT = "Report it with the log's traceback; the store was not changed."

@@ -20,8 +20,8 @@ import anyio
 import redis
 import structlog
 
-from rollout_service.errors import ServiceError, StoreError
-from rollout_service.signals import MonotonicCounter
+from rollout_service.base.errors import ServiceError, StoreError
+from rollout_service.base.signals import MonotonicCounter
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.health import RedisHealth

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import anyio
 
 from api_schemas.rollouts import RolloutState
-from rollout_service.signals import ChangeSignal, KeyedEvents
+from rollout_service.base.signals import ChangeSignal, KeyedEvents
 from rollout_service.store.redis.reader import StreamEvent
 
 _NEVER_SEEN = -1

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from prometheus_client import Histogram
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.redis.cluster import RedisCluster
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.connection import RedisConnection

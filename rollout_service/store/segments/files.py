@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from rollout_service.private_files import OWNER_ONLY
+from rollout_service.base.private_files import OWNER_ONLY
 from rollout_service.store.segments.reference import DRAFT_SUFFIX
 
 

@@ -15,7 +15,7 @@ from typing import Self
 import anyio
 import anyio.to_thread
 
-from rollout_service.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError
 from rollout_service.store.segments import collector
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentLedger, SegmentTotals

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from rollout_service.errors import RecordLostError, StoreError
+from rollout_service.base.errors import RecordLostError, StoreError
 
 _HINTS = {
     errno.ENOSPC: "Free space on the file system of [store] folder; no restart is needed.",

@@ -19,7 +19,7 @@ from uuid import uuid4
 import anyio
 import anyio.to_thread
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentLedger
 from rollout_service.store.segments.problems import BEGIN_AGAIN_HINT, folder_failed, folder_lost

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import anyio
 import anyio.to_thread
 
-from rollout_service.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.problems import folder_failed, record_lost
 from rollout_service.store.segments.proof import FolderProof

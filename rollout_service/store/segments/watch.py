@@ -13,7 +13,7 @@ from collections.abc import Callable
 import anyio
 import anyio.to_thread
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.segments.ledger import SegmentLedger
 from rollout_service.store.segments.problems import folder_hangs
 from rollout_service.store.segments.proof import FolderMark, FolderProof

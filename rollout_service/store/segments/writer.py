@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from rollout_service.errors import ServiceError, StoreError
+from rollout_service.base.errors import ServiceError, StoreError
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentLedger
 from rollout_service.store.segments.problems import LOST_HINT, folder_failed, folder_lost

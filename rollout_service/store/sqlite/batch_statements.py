@@ -7,9 +7,9 @@ import math
 import sqlite3
 from collections.abc import Sequence
 
-from rollout_service.errors import NotFoundError
+from rollout_service.base.errors import NotFoundError
+from rollout_service.base.ids import BatchId
 from rollout_service.groups import SURPLUS
-from rollout_service.ids import BatchId
 from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.rules import BatchState

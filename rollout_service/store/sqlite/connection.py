@@ -13,8 +13,8 @@ import os
 import sqlite3
 from pathlib import Path
 
-from rollout_service.errors import DefectError, ServiceError, StoreError
-from rollout_service.private_files import make_private
+from rollout_service.base.errors import DefectError, ServiceError, StoreError
+from rollout_service.base.private_files import make_private
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema, migrate
 
 IN_MEMORY = ":memory:"

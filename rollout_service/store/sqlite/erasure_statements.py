@@ -12,8 +12,8 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rollout_service.base.ids import BatchId, SampleId
 from rollout_service.groups import DELETED
-from rollout_service.ids import BatchId, SampleId
 from rollout_service.store import rules
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec

@@ -13,7 +13,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.history import encode_record

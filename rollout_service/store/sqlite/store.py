@@ -28,8 +28,8 @@ from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutSt
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder, SummaryPage
-from rollout_service.errors import InvalidFieldError, StoreError
-from rollout_service.signals import KeyedEvents, MonotonicCounter, ResettableEvent
+from rollout_service.base.errors import InvalidFieldError, StoreError
+from rollout_service.base.signals import KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import anyio
 import structlog
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.jobs import JobResult, commit_times
 from rollout_service.store.sqlite.connection import Database, FileLostError, explain_job
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema

@@ -10,9 +10,9 @@ import aiohttp
 import anyio
 import pytest
 
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
 
 pytestmark = [
     pytest.mark.anyio,
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.slow(seconds=400),
 ]
 
-POLICIES = Path(__file__).parents[3] / "rollout_service" / "policies" / "checkpoints"
+POLICIES = Path(__file__).parents[3] / "rollout_service" / "engines" / "checkpoints"
 RECOMPUTE = Path(__file__).parents[2] / "support" / "engines" / "recompute_logprobs.py"
 ENGINES_TOLERANCE = 1e-4
 TRANSFORMERS_TOLERANCE = 1e-4

@@ -7,10 +7,10 @@ from tokenizers import Tokenizer
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import Generation
-from rollout_service.inference.engines.sglang.wire import generate_body
-from rollout_service.inference.errors import BackendRejected, PromptTooLong
-from rollout_service.inference.pool.continuation import Continuation
+from rollout_service.engines.contract import Generation
+from rollout_service.engines.errors import BackendRejected, PromptTooLong
+from rollout_service.engines.kinds.sglang.wire import generate_body
+from rollout_service.engines.pool.continuation import Continuation
 from tests.support.engines.engine_under_test import ATTEMPTS, LONG
 
 pytestmark = pytest.mark.anyio

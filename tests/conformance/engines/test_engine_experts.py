@@ -10,20 +10,20 @@ import anyio.to_thread
 import numpy as np
 import pytest
 
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     RequestedExtras,
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
-from rollout_service.inference.pool.continuation import Continuation
-from rollout_service.inference.pool.probe import check_backend
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.engines.pool.continuation import Continuation
+from rollout_service.engines.pool.probe import check_backend
 from rollout_service.testing import Shape, write_random_checkpoint
 
 pytestmark = [
-    pytest.mark.extended("rollout_service/inference/", "rollout_service/tokens/"),
+    pytest.mark.extended("rollout_service/engines/", "rollout_service/tokens/"),
     pytest.mark.anyio,
     pytest.mark.sglang,
     pytest.mark.xdist_group("sglang"),

@@ -4,9 +4,9 @@ from math import exp
 
 import pytest
 
-from rollout_service.inference.contract import RequestedExtras
-from rollout_service.inference.pool.continuation import Continuation
-from rollout_service.inference.pool.probe import check_backend
+from rollout_service.engines.contract import RequestedExtras
+from rollout_service.engines.pool.continuation import Continuation
+from rollout_service.engines.pool.probe import check_backend
 
 pytestmark = pytest.mark.anyio
 

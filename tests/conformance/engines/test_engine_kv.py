@@ -10,7 +10,7 @@ ENGINES = [
     pytest.param(
         "sglang",
         marks=[
-            pytest.mark.extended("rollout_service/inference/"),
+            pytest.mark.extended("rollout_service/engines/"),
             pytest.mark.sglang,
             pytest.mark.xdist_group("sglang"),
             pytest.mark.timeout(480),

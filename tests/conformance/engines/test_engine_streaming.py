@@ -5,8 +5,8 @@ import pytest
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import RequestedExtras
-from rollout_service.inference.errors import SchemaRefused
+from rollout_service.engines.contract import RequestedExtras
+from rollout_service.engines.errors import SchemaRefused
 from tests.support.engines.engine_under_test import ATTEMPTS, LONG, until_idle
 
 pytestmark = pytest.mark.anyio

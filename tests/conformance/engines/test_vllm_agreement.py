@@ -10,10 +10,10 @@ import anyio.to_thread
 import pytest
 
 from api_schemas.inference import PauseMode
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.engines.vllm.backend import VllmBackend
-from rollout_service.inference.errors import BackendRejected
-from rollout_service.inference.local_servers.vllm_cpu import DEFAULT_ENVIRONMENT
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.errors import BackendRejected
+from rollout_service.engines.kinds.vllm.backend import VllmBackend
+from rollout_service.engines.local_servers.vllm_cpu import DEFAULT_ENVIRONMENT
 
 pytestmark = [
     pytest.mark.anyio,

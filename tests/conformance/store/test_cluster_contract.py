@@ -12,7 +12,7 @@ from api_schemas.events import Event
 from api_schemas.nodes import NodeState
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.store.cluster_contract import (
     DEAD_SECONDS,
     LEADER_SECONDS,

@@ -10,7 +10,7 @@ import pytest
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
-from rollout_service.policies.serving import backend_id_of_spec
+from rollout_service.engines.serving.policies import backend_id_of_spec
 from rollout_service.store.engines_contract import BackendStore, CommandKind, PoolRecord, SharedBackend
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.store.redis import RedisConnection

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import DIGEST_BYTES, LiveStore, OptOuts
 from rollout_service.live.sqlite.consent_statements import MAX_DIGESTS
 from rollout_service.live.sqlite.schema import LIVE

@@ -17,8 +17,8 @@ from api_schemas.runs import FileTasks, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from api_schemas.runs.history import GroupRow
 from api_schemas.views.summaries import SummaryOrder
+from rollout_service.base.errors import RequestError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import RequestError
 from rollout_service.store import Store
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.store import RedisStore

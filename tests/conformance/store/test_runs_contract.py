@@ -14,8 +14,8 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import FileTasks, Group, InlineTasks, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
+from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.store import Store, rules
 from rollout_service.store.codec.heads import group_json
 from rollout_service.store.codec.trajectories import encode

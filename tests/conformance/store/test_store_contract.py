@@ -35,8 +35,8 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
-from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.store import Lease, Store
 from rollout_service.store.redis import RedisStore
 from rollout_service.store.runs_contract import NewGroup, RetentionPolicy

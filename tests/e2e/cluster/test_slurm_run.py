@@ -17,8 +17,8 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.engines.shipped import policy_folder
 from sandboxes.images.store import ImageStore
 from tests.support.redis_server import program as redis_program
 from tests.support.slurm import trainer
@@ -116,7 +116,7 @@ class TrainedRun:
 
 def embedded() -> list[str]:
     """Return the options for an embedded engine beside the service."""
-    command = "python -m rollout_service.inference.engines.embedded --host {host} --port {port} --model "
+    command = "python -m rollout_service.engines.kinds.embedded --host {host} --port {port} --model "
     return ["--engine-command", command + shlex.quote(str(MODEL))]
 
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing.faults import Fault
 from rollout_service.testing.script import Replies
 from rollout_service.testing.sglang_engine import ScriptedEngine

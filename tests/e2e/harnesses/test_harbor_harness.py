@@ -17,8 +17,8 @@ from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
-from rollout_service.api.app import create_app
 from rollout_service.environments.harbor.collection import load_harbor
+from rollout_service.server.api.app import create_app
 from rollout_service.settings import PipelineSettings, SandboxesSettings, Settings
 from rollout_service.settings.harbor import HarborSettings
 from rollout_service.testing import ScriptedEngine

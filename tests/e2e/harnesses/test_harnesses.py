@@ -21,8 +21,8 @@ from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Segment
 from rollout_client.client import RolloutClient
-from rollout_service.api.app import create_app
 from rollout_service.gateway.contract import ModelCall
+from rollout_service.server.api.app import create_app
 from rollout_service.settings import PipelineSettings, PoolSettings, SandboxesSettings, Settings
 from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.inference.engines.embedded.weights import read_tensors
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.kinds.embedded.weights import read_tensors
+from rollout_service.engines.shipped import policy_folder
 
 pytestmark = [
     pytest.mark.extended("training/", "examples/", "rollout_service/live/"),

@@ -19,7 +19,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, TokenExtras
 from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from tests.support.api.server import api_server
 from tests.support.processes.children import killed
 
@@ -70,7 +70,7 @@ async def roll_out(folder: Path, environment: str, instance: dict[str, object], 
     script = [part for turn in turns for part in ("--turn", turn)]
     with (
         engine(folder / "policy", "rollout_service.testing", *script) as policy,
-        engine(folder / "frozen", "rollout_service.inference.engines.embedded") as frozen,
+        engine(folder / "frozen", "rollout_service.engines.kinds.embedded") as frozen,
         api_server(folder, "--backend", policy) as server,
     ):
         task = Task.model_validate({"environment": environment, "instance": instance})

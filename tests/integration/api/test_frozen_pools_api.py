@@ -18,7 +18,7 @@ from rollout_client.client import RolloutClient
 from rollout_client.errors import ConflictError, InvalidRequestError
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli.server_child import running_server
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 
 pytestmark = pytest.mark.anyio
 

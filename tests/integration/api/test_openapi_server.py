@@ -210,7 +210,9 @@ def test_the_other_routes_answer_as_documented(documented: Documented, server: S
     [
         ("examples,fuzzing,stateful", FEW_EXAMPLES),
         pytest.param(
-            "examples,coverage,fuzzing,stateful", EXAMPLES, marks=pytest.mark.extended("rollout_service/api/")
+            "examples,coverage,fuzzing,stateful",
+            EXAMPLES,
+            marks=pytest.mark.extended("rollout_service/server/api/"),
         ),
     ],
 )

@@ -19,7 +19,7 @@ from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_client.errors import InvalidRequestError
 from rollout_service.cli.server_child import running_server
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from sandboxes.host.ports import free_port
 

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from rollout_client.client import CaFileError, RolloutClient, UnreachableError
 from rollout_client.sync import SyncRolloutClient
-from rollout_service.api.serve import load_certificate
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app as cli
-from rollout_service.errors import ConfigurationError
 from rollout_service.http.tls import Certificate
+from rollout_service.server.api.serve import load_certificate
 from rollout_service.settings import load_settings
 from tests.support.api.server import api_server, make_certificate
 

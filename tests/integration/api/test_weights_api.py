@@ -20,7 +20,7 @@ from rollout_client.client import RolloutClient
 from rollout_client.errors import ConflictError, OrderError, WeightsError
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli.server_child import running_server
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 
 pytestmark = pytest.mark.anyio

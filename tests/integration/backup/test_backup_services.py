@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_service import state_files
 from rollout_service.backup.manifest import STATES
+from rollout_service.base import state_files
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 from tests.support.redis_server import RedisServer, redis_server
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from api_schemas.rollouts import RolloutState
-from rollout_service import state_files
 from rollout_service.backup import make_backup, restore_backup
 from rollout_service.backup.slurm_jobs import job_places
+from rollout_service.base import state_files
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.private_files import write_private
 from rollout_service.cluster.identity import is_gone
 from rollout_service.cluster.slurm.folder import JobFolder, Submitted
 from rollout_service.cluster.slurm.spec import JobSpec, Resources
-from rollout_service.errors import ConfigurationError
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from rollout_service.private_files import write_private
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import program, redis_server

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from rollout_service.backup import redis_dump
-from rollout_service.errors import ConfigurationError, StoreError
+from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.store.redis import RedisConfig
 from tests.support.redis_server import RedisServer, redis_server
 

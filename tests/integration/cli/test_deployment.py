@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_service.api.routes import rollouts, runs
 from rollout_service.backup import Places, make_backup, restore_backup
 from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.server.api.routes import rollouts, runs
 from rollout_service.settings import Settings
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore

@@ -83,7 +83,7 @@ def test_each_wheel_has_its_own_packages(wheels):
         assert {f"{package}/py.typed" for package in packages} <= names
         assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
         assert not [name for name in names if "__pycache__" in name]
-    page = ROOT / "rollout_service" / "dashboard" / "static"
+    page = ROOT / "rollout_service" / "server" / "dashboard" / "static"
     assert {str(path.relative_to(ROOT)) for path in page.rglob("*") if path.is_file()} <= server
 
 

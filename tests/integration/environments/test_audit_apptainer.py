@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rollout_service.audit import audit_environment
+from rollout_service.authoring.audit import audit_environment
 from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.registry import load_path

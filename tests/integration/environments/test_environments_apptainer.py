@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api_schemas.rollouts import StopReason
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
@@ -17,7 +18,6 @@ from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
 from rollout_service.environments.registry import load_path
-from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

@@ -8,12 +8,12 @@ import pytest
 from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.games.environment import GameEnvironment
 from rollout_service.environments.bridges.games.library import GameLibrary
 from rollout_service.environments.bridges.gem.environment import GEM, GemGame
 from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM, GymnasiumToyText
 from rollout_service.environments.splits import count_splits
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli import app
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.harbor.collection import load_harbor
@@ -31,7 +32,6 @@ from rollout_service.environments.harbor.errors import (
 )
 from rollout_service.environments.reference import Solving
 from rollout_service.episodes import PolicyTurn
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.settings.harbor import HarborSettings

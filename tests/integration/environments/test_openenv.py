@@ -12,10 +12,10 @@ import pytest
 from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
+from rollout_service.base.errors import EnvironmentFailedError, ServiceError
 from rollout_service.environments.bridges.openenv.environment import OpenEnv, load_openenv
 from rollout_service.environments.bridges.openenv.session import OpenEnvServer, OpenEnvServerError
 from rollout_service.episodes import PolicyTurn
-from rollout_service.errors import EnvironmentFailedError, ServiceError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn

@@ -19,6 +19,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from rollout_service.authoring.openenv_server.server import EnvironmentServer
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.cli import app
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.bridges.openenv.declaration import OpenEnvDeclaration
@@ -28,8 +30,6 @@ from rollout_service.environments.bridges.verifiers.library import VERIFIERS
 from rollout_service.environments.builtin.calc.environment import environment as calc
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError
-from rollout_service.openenv_server.server import EnvironmentServer
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

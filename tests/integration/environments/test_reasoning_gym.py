@@ -13,12 +13,12 @@ from typing import Any, cast
 import anyio
 import pytest
 
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.bridges.reasoning_gym.environment import ReasoningGym
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, WORKER, generate
 from rollout_service.environments.splits import count_splits
 from rollout_service.episodes import Score
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

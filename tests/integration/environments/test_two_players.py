@@ -14,10 +14,10 @@ from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import RolloutRequest, RolloutState, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.bridges.textarena.two_players import TextArenaMatch
 from rollout_service.episodes import ContextFullError
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.judging.contract import SampledText
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import OtherModels, Trial, play

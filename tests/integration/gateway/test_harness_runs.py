@@ -13,7 +13,7 @@ import pytest
 from api_schemas.runs import DatasetTasks, FilterSpec, GroupSample, Run, RunRequest
 from rollout_client.client import ClientRun, InvalidRequestError
 from rollout_client.run_export import RunExport
-from rollout_service.attacks import Attack, attack_environment
+from rollout_service.authoring.attacks import Attack, attack_environment
 from rollout_service.cli.env.check import check_environment
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource

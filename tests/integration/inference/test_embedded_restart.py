@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from api_schemas.inference import BackendState
-from rollout_service.inference.engines.embedded.process import EmbeddedEngine
-from rollout_service.inference.local_servers.keep_running import kept_running
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
+from rollout_service.engines.local_servers.keep_running import kept_running
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.shipped import policy_folder
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from api_schemas.nodes import NodePatch, StagePatch
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from sandboxes.host.ports import free_port
 

@@ -10,10 +10,10 @@ import pytest
 from api_schemas.inference import PauseMode
 from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
 from api_schemas.trajectories import ForkReason, Message, Segment
-from rollout_service.inference.errors import ExtraUnsupported
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.policies.session import PolicySession
+from rollout_service.engines.errors import ExtraUnsupported
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.serving.session import PolicySession
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm
 from rollout_service.testing.figures import experts, likeliest, prompt_logprob
 from rollout_service.tokens import Conversation, ParsedTurn, check_invariants

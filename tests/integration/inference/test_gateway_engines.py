@@ -13,9 +13,9 @@ from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec, BackendState
 from rollout_client.client import NotFoundError, RolloutClient
-from rollout_service.api.app import create_app
-from rollout_service.inference.pool.pools import backend_id_of
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.pool.pools import backend_id_of
+from rollout_service.engines.shipped import policy_folder
+from rollout_service.server.api.app import create_app
 from rollout_service.settings import Settings
 from rollout_service.testing import Counting, ScriptedEngine
 from sandboxes.config import LocalConfig

@@ -12,19 +12,19 @@ import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.engines.embedded.process import EmbeddedEngine
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.local_servers.process import EngineStartError
-from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
-from rollout_service.inference.local_servers.vllm_cpu import VllmCpuServer
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.local_servers.process import EngineStartError
+from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.engines.local_servers.vllm_cpu import VllmCpuServer
 from rollout_service.testing import write_random_checkpoint
 
 pytestmark = pytest.mark.anyio
 
 PARENT = """
 import anyio, sys
-from rollout_service.inference.engines.embedded.process import EmbeddedEngine
+from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 
 async def main():
     async with EmbeddedEngine(sys.argv[1]) as engine:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.errors import BackendUnreachable
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.errors import BackendUnreachable
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.testing import (
     Counting,
     Fault,

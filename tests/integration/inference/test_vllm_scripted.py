@@ -7,21 +7,21 @@ import anyio
 import pytest
 
 from api_schemas.inference import BackendState, EngineKind, PauseMode
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     RequestedExtras,
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.inference.errors import (
+from rollout_service.engines.errors import (
     BackendProtocolError,
     BackendRejected,
     BackendUnreachable,
     ExtraUnsupported,
     PromptTooLong,
 )
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
 from rollout_service.testing import Counting, Fault, ScriptedEngine, ScriptedVllm
 
 pytestmark = pytest.mark.anyio

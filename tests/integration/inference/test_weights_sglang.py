@@ -23,16 +23,16 @@ from api_schemas.inference import (
     WeightsRequest,
 )
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.errors import WeightsConflict
-from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.errors import WeightsConflict
+from rollout_service.engines.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
 from rollout_service.testing import write_random_checkpoint
 from sandboxes.host.ports import free_port
 
 pytestmark = [
-    pytest.mark.extended("rollout_service/inference/"),
+    pytest.mark.extended("rollout_service/engines/"),
     pytest.mark.anyio,
     pytest.mark.sglang,
     pytest.mark.xdist_group("sglang"),
@@ -202,7 +202,7 @@ async def _seconds_to_end(pool):
 
 
 async def test_an_engine_without_process_groups_says_so(checkpoints, tmp_path):
-    from rollout_service.inference.engines.embedded.process import EmbeddedEngine
+    from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 
     port = free_port()
     group = WeightsGroupRequest(

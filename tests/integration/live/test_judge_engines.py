@@ -14,17 +14,19 @@ from pydantic import HttpUrl
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts.sessions import MarkReason
 from api_schemas.trajectories import FinishReason, Message
-from rollout_service.gateway.capture import TurnCapture
-from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     Generation,
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.inference.engines.embedded.process import EmbeddedEngine
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
+from rollout_service.engines.serving.text_sampler import PoolTextSampler
+from rollout_service.gateway.capture import TurnCapture
+from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnMarkRecord
@@ -32,8 +34,6 @@ from rollout_service.live.judging.opening import make_judge_stage, make_teacher
 from rollout_service.live.next_state import next_state
 from rollout_service.live.replay import LIVE, pack
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from rollout_service.policies.serving import PolicyServing, backend_id_of_spec
-from rollout_service.policies.text_sampler import PoolTextSampler
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.testing import Fault, ScriptedEngine

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import OptOuts
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.testing import ScriptedEngine

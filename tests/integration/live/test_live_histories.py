@@ -23,8 +23,8 @@ from pydantic import SecretStr
 
 from api_schemas.runs import Batch
 from api_schemas.sessions import SessionFeedback, SessionRequest
+from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.gateway.contract import ClientMessage
 from rollout_service.settings.live import LiveKey, LiveSettings
 from rollout_service.store import Store

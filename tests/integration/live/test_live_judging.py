@@ -12,7 +12,7 @@ from pydantic import HttpUrl
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts.sessions import MarkReason
 from api_schemas.sessions import LiveSession
-from rollout_service.errors import ConfigurationError, root_cause
+from rollout_service.base.errors import ConfigurationError, root_cause
 from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import scripted
 from tests.support.live.service import LiveService, live_service

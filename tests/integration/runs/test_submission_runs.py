@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

@@ -21,7 +21,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.store.disks import SmallDisk, small_disk
 
 pytestmark = [
-    pytest.mark.extended("rollout_service/hangs/", "rollout_service/cli/doctor/", "rollout_service/service/"),
+    pytest.mark.extended("rollout_service/cli/doctor/", "rollout_service/server/"),
     pytest.mark.slow(seconds=60),
     pytest.mark.timeout(180),
 ]

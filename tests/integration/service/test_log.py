@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from sandboxes.host.ports import free_port
 from tests.support.processes.service import Running, eventually, running, service
 

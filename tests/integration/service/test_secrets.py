@@ -23,8 +23,8 @@ from pydantic import HttpUrl
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest
 from rollout_service.backup import Places, make_backup
+from rollout_service.observability.telemetry.logging import configure_logging
 from rollout_service.settings import LogFormat, Settings
-from rollout_service.telemetry.logging import configure_logging
 from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import GatewayService, gateway_service, scripted
 from tests.support.hangs.service import engine_of

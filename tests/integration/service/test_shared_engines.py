@@ -28,17 +28,17 @@ from api_schemas.inference import (
 )
 from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.pool_commands import SharedCommands
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.errors import (
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.errors import (
     PoolFrozen,
     UnknownPool,
     WeightsConflict,
     WeightsPartlyLoaded,
 )
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.policies.serving import PolicyServing
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisConnection
 from rollout_service.store.redis.cluster import RedisCluster

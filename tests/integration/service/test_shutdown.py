@@ -157,9 +157,9 @@ import uvicorn
 from rollout_service.http.draining import DrainingServer
 from rollout_service.http.connections import ConnectionLimits, Connections
 from rollout_service.http.protocol import RequestLimits
-from rollout_service.shutdown import Shutdown
+from rollout_service.base.shutdown import Shutdown
 from rollout_service.settings import LogFormat
-from rollout_service.telemetry.logging import configure_logging
+from rollout_service.observability.telemetry.logging import configure_logging
 
 configure_logging(LogFormat.CONSOLE, "info")
 

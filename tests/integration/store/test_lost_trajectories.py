@@ -10,8 +10,8 @@ import pytest
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
+from rollout_service.base.errors import ConfigurationError, RecordLostError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import ConfigurationError, RecordLostError
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis.trajectories.lost import begin_again, look
 from rollout_service.store.segments.files import SharedFiles

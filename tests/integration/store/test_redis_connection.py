@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from rollout_service.errors import ConfigurationError, ServiceError, StoreError
+from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import Durability, RedisConfig, RedisConnection, RedisStore, reader
 from rollout_service.store.redis.library import library_name

@@ -25,7 +25,7 @@ import anyio
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.tasks import Task
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.redis import RedisConfig, RedisStore
 
 def acknowledge(*words):

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from api_schemas.rollouts import Rollout, RolloutState
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.redis import RedisStore
 from rollout_service.store.redis.reader import StreamEvent
 from tests.support.redis_failover import RedisPair, redis_pair

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from api_schemas.rollouts import Rollout, RolloutState
+from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import StoreError
 from rollout_service.store import Lease
 from rollout_service.store.redis import RedisStore
 from tests.support.redis_server import RedisServer, redis_server

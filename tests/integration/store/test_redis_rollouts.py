@@ -12,8 +12,8 @@ import pytest
 from api_schemas.nodes import NodeState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
+from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
-from rollout_service.errors import StoreError
 from rollout_service.store import Lease
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore

@@ -10,8 +10,14 @@ import pytest
 
 from api_schemas.runs import FileTasks, InlineTasks, RunState
 from api_schemas.tasks import Task
+from rollout_service.base.errors import (
+    ConflictError,
+    DefectError,
+    LeadershipLostError,
+    NotFoundError,
+    StoreError,
+)
 from rollout_service.cluster.identity import is_gone
-from rollout_service.errors import ConflictError, DefectError, LeadershipLostError, NotFoundError, StoreError
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis import RedisConfig, RedisConnection
 from rollout_service.store.redis.runs.database import RunDatabase

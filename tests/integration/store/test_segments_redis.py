@@ -11,7 +11,7 @@ import pytest
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_service.errors import ConfigurationError, RecordLostError
+from rollout_service.base.errors import ConfigurationError, RecordLostError
 from rollout_service.store.cluster_contract import DEAD_SECONDS, NodeReport
 from rollout_service.store.contract import Lease
 from rollout_service.store.redis import RedisConfig, RedisStore

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from api_schemas.rollouts import RolloutState
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.sqlite.schema import Disk
 

@@ -13,8 +13,8 @@ import pytest
 
 from api_schemas.errors import Problem
 from api_schemas.runs import InlineTasks, RunRequest
-from rollout_service.api.app import create_app
-from rollout_service.service import Service
+from rollout_service.server.api.app import create_app
+from rollout_service.server.lifecycle import Service
 from rollout_service.settings import Settings
 from sandboxes.config import LocalConfig
 

@@ -11,7 +11,7 @@ import pytest
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunState
 from api_schemas.views.summaries import SummaryFilter
-from rollout_service.errors import NotFoundError, StoreError
+from rollout_service.base.errors import NotFoundError, StoreError
 from rollout_service.store.runs_contract import (
     GroupClosure,
     RetentionPolicy,

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_service.errors import DefectError, StoreError
+from rollout_service.base.errors import DefectError, StoreError
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.sqlite import SqliteStore, thread
 from rollout_service.store.sqlite.schema import APPLICATION_ID, MIGRATIONS

@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from api_schemas.views.summaries import SummaryFilter
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.schema import MIGRATIONS, STORE, migrations

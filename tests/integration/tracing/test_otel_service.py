@@ -13,7 +13,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from tests.support.otel.collector import Collector, attributes, collector
 from tests.support.processes.service import GREETING, Running, eventually, service

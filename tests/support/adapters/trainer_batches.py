@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.runs import Batch, Group, GroupSample
 from api_schemas.tasks import Task
-from rollout_service.inference.engines.embedded.model import KVStore, Qwen3
+from rollout_service.engines.kinds.embedded.model import KVStore, Qwen3
 
 NOW = datetime(2025, 1, 1, tzinfo=UTC)
 PROMPT = 4

@@ -20,7 +20,7 @@ from rollout_client.adapters.submit import RolloutSubmitter
 from rollout_client.adapters.trl import RolloutHook, rows, service_reward
 from tests.support.adapters.rollouts import TASK, rollout, segment
 
-POLICY = Path(__file__).parents[3] / "rollout_service" / "policies" / "checkpoints" / "calc-base"
+POLICY = Path(__file__).parents[3] / "rollout_service" / "engines" / "checkpoints" / "calc-base"
 REWARDS = json.loads(f"[{','.join(sys.argv[1:])}]")
 
 

@@ -22,7 +22,7 @@ import anyio
 import httpx
 from anyio.abc import SocketStream
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 
 PATIENCE = 60.0

@@ -152,9 +152,7 @@ def finding(number: int = 1, verdict: HangVerdict = HangVerdict.STUCK) -> HangFi
         detail={"request": "req-8f2c"} if engine else {},
         stack=[
             StackFrame(file="rollout_service/pipeline/stage_runner.py", line=118, function="run", ours=True),
-            StackFrame(
-                file="rollout_service/inference/pool/calls.py", line=71, function="generate", ours=True
-            ),
+            StackFrame(file="rollout_service/engines/pool/calls.py", line=71, function="generate", ours=True),
             StackFrame(file="asyncio/locks.py", line=213, function="Event.wait"),
         ]
         if engine

@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 from pydantic import BaseModel
 
-from rollout_service.dashboard.saved_page import saved_page
+from rollout_service.server.dashboard.saved_page import saved_page
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import CannedRollout
 

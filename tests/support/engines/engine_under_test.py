@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     Generation,
     ModelInfo,
@@ -20,8 +20,8 @@ from rollout_service.inference.contract import (
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.engines.vllm.backend import VllmBackend
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.kinds.vllm.backend import VllmBackend
 
 LONG = 1_200
 """Tokens of a request that is interrupted."""

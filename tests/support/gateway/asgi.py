@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from api_schemas.rollouts import Sampling, TokenExtras
 from api_schemas.trajectories import FinishReason
+from rollout_service.engines.contract import GenerateRequest, Generation, TokenSink
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.contract import Dialect
@@ -24,7 +25,6 @@ from rollout_service.gateway.sessions.keys import OneSession
 from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.requests.bodies import BodiesInFlight
-from rollout_service.inference.contract import GenerateRequest, Generation, TokenSink
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.engines.contract import Generation
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import (
     AnswerEnd,
@@ -20,7 +21,6 @@ from rollout_service.gateway.contract import (
     ReasoningDelta,
     TextDelta,
 )
-from rollout_service.inference.contract import Generation
 from rollout_service.tokens import ChatRenderer
 
 BASH = {

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from api_schemas.trajectories import Trajectory
 from rollout_service.agents.harnesses.registry import get_harness
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply
 from rollout_service.tokens import ChatRenderer
 

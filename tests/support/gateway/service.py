@@ -17,8 +17,8 @@ from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
-from rollout_service.api.app import create_app
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
+from rollout_service.server.api.app import create_app
 from rollout_service.settings import Settings
 from rollout_service.testing import Replies, Reply, ScriptedEngine
 from rollout_service.tokens import ChatRenderer

@@ -21,7 +21,7 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.runs.live import LiveDelivery
 from rollout_client.client import ClientRun, RolloutClient
 from rollout_service.cli.server_child import running_child
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply, Script, ScriptedEngine
 from rollout_service.testing.chunks import ChunkStream
 from rollout_service.testing.figures import ScriptedRequest

@@ -6,7 +6,8 @@ import anyio
 from prometheus_client import CollectorRegistry
 
 from api_schemas.trajectories import Message
-from rollout_service.inference.errors import NoBackendError
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.errors import NoBackendError
 from rollout_service.judging.contract import SampledText
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
@@ -15,7 +16,6 @@ from rollout_service.live.judging.overrides import Overrides
 from rollout_service.live.judging.prompt import value_rubric
 from rollout_service.live.judging.turn_judge import HintFinder, TurnJudge
 from rollout_service.settings.live import LiveJudgeSettings
-from rollout_service.signals import ChangeSignal
 
 Said = str | Exception | None
 

@@ -13,10 +13,12 @@ from anyio.abc import TaskGroup
 from prometheus_client import CollectorRegistry
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import GenerateRequest, Generation, TokenSink
+from rollout_service.engines.kinds.token_stream import as_one_chunk
+from rollout_service.engines.serving.policies import ServedModel
 from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.inference.contract import GenerateRequest, Generation, TokenSink
-from rollout_service.inference.engines.token_stream import as_one_chunk
 from rollout_service.live.consent import MessageHashes
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
@@ -26,10 +28,8 @@ from rollout_service.live.serving.connecting import SessionEngines
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sessions import LiveSessionParts, LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from rollout_service.policies.serving import ServedModel
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.settings.live import LiveSettings
-from rollout_service.signals import ChangeSignal
 from rollout_service.store import Store
 from tests.support.live.parts import LiveBench
 from tests.unit.live.test_replay import RENDERER

@@ -16,15 +16,16 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.runs import Batch, InlineTasks, RunRequest
+from rollout_service.base.errors import describe
 from rollout_service.cluster.identity import is_gone
 from rollout_service.environments.registry import EnvironmentRegistry
-from rollout_service.errors import describe
 from rollout_service.groups import FilterRegistry
 from rollout_service.live.contract import LiveStore
 from rollout_service.live.parts.closing import PartCloser
 from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
 from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.attempt import Attempt
 from rollout_service.pipeline.context import PolicyFactory
 from rollout_service.runs import Delivery, RunManager
@@ -34,7 +35,6 @@ from rollout_service.store.contract import Lease
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.runs_contract import BatchLeaseRequest, RunStore
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.telemetry.metrics import Metrics
 from tests.support.attempts import attempt_context
 from tests.support.live.store import a_session, a_state, judged
 from tests.unit.live.test_replay import RENDERER, Stored

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     NOTHING_RETURNED,
     GenerateRequest,
     Generation,
     ReturnedExtras,
 )
-from rollout_service.inference.errors import NoBackendError
-from rollout_service.policies.serving import ServedModel
+from rollout_service.engines.errors import NoBackendError
+from rollout_service.engines.serving.policies import ServedModel
 from rollout_service.tokens import ChatRenderer
 
 Answers = Callable[[GenerateRequest], ReturnedExtras]

@@ -44,7 +44,7 @@ PARTS = (
         "vllm",
         2,
         "starts the real vLLM on the CPU",
-        ("rollout_service/inference/engines/", "deploy/vllm-cpu/"),
+        ("rollout_service/engines/kinds/", "deploy/vllm-cpu/"),
     ),
     Part(
         "trl",
@@ -56,7 +56,7 @@ PARTS = (
         "bridges",
         2,
         "uses the real libraries of bridges",
-        ("rollout_service/environments/bridges/", "rollout_service/openenv_server/"),
+        ("rollout_service/environments/bridges/", "rollout_service/authoring/openenv_server/"),
     ),
     Part(
         "harbor",
@@ -70,12 +70,12 @@ PARTS = (
         "starts a real Docker daemon and containers",
         ("sandboxes/providers/", "sandboxes/contract/"),
     ),
-    Part("perfetto", 2, "opens traces in Perfetto's own page", ("rollout_service/tracing/",)),
+    Part("perfetto", 2, "opens traces in Perfetto's own page", ("rollout_service/observability/tracing/",)),
     Part(
         "prometheus",
         2,
         "uses the real Prometheus and promtool",
-        ("rollout_service/telemetry/", "deploy/monitoring/"),
+        ("rollout_service/observability/telemetry/", "deploy/monitoring/"),
     ),
 )
 

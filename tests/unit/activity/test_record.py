@@ -24,7 +24,7 @@ from rollout_service.activity import (
     waits_for,
 )
 from rollout_service.activity.record import MAX_STEPS
-from rollout_service.errors import UnavailableError
+from rollout_service.base.errors import UnavailableError
 
 pytestmark = pytest.mark.anyio
 

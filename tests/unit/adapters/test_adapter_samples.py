@@ -38,7 +38,7 @@ def test_adapters_import_neither_their_trainers_nor_the_server():
         "import importlib, sys\n"
         f"for name in {ADAPTERS}:\n"
         "    importlib.import_module(f'rollout_client.adapters.{name}')\n"
-        "heavy = ['torch', 'fastapi', 'aiohttp', 'uvicorn', 'transformers', 'ray', 'rollout_service.service']\n"
+        "heavy = ['torch', 'fastapi', 'aiohttp', 'uvicorn', 'transformers', 'ray', 'rollout_service.server']\n"
         f"assert not set(heavy + {ADAPTERS}) & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -14,7 +14,7 @@ from rollout_service.agents.tool_calling.tools import (
     ToolResult,
     by_name,
 )
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from sandboxes.errors import SandboxClosedError
 
 pytestmark = pytest.mark.anyio

@@ -22,11 +22,11 @@ from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.harnesses.registry import get_harness, harnesses, read_preset
 from rollout_service.agents.harnesses.servers import with_servers
 from rollout_service.agents.mcp.settings import McpSettings
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from rollout_service.engines.errors import NoBackendError
 from rollout_service.environments.declarative.declaration import read_declaration
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.episodes import Episode, EpisodeLimits
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
-from rollout_service.inference.errors import NoBackendError
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, SandboxSpec, make_provider
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.agents.tool_calling.builtin_tools import builtin_tools
-from rollout_service.errors import ConfigurationError
-from rollout_service.policies.shipped import POLICIES, policy_folder
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.engines.shipped import POLICIES, policy_folder
 from rollout_service.tokens import ChatRenderer
 
 MAX_BYTES = 6_000_000

@@ -8,10 +8,10 @@ import pytest
 
 from api_schemas.rollouts import Sampling
 from api_schemas.trajectories import FinishReason, ForkReason, Message
+from rollout_service.engines import contract as inference
+from rollout_service.engines.errors import BackendUnreachable, PromptTooLong
+from rollout_service.engines.serving.session import INLINE_CHARS, PolicySession
 from rollout_service.episodes import ContextFullError
-from rollout_service.inference import contract as inference
-from rollout_service.inference.errors import BackendUnreachable, PromptTooLong
-from rollout_service.policies.session import INLINE_CHARS, PolicySession
 from rollout_service.tokens import Conversation, ParsedTurn, check_invariants
 
 pytestmark = pytest.mark.anyio

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall
-from rollout_service.inference.contract import Generation, ReturnedExtras, TopLogprob
-from rollout_service.policies.saved_turns import (
+from rollout_service.engines.contract import Generation, ReturnedExtras, TopLogprob
+from rollout_service.engines.serving.saved_turns import (
     GivenMessages,
     SavedTurn,
     UnreadableTurnError,

@@ -11,10 +11,10 @@ from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import ToolContext
 from rollout_service.agents.web import search
 from rollout_service.agents.web.search import SearchFailedError, SearchSettings, search_tool
+from rollout_service.base.errors import ConfigurationError, describe
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.declarative.declaration import read_declaration
-from rollout_service.errors import ConfigurationError, describe
 from tests.support.web_server import web_server
 
 pytestmark = pytest.mark.anyio

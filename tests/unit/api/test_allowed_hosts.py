@@ -5,8 +5,8 @@ import socket
 import httpx
 import pytest
 
-from rollout_service.api.app import create_app
 from rollout_service.http.allowed_hosts import AllowedHosts
+from rollout_service.server.api.app import create_app
 from rollout_service.settings import load_settings
 
 pytestmark = pytest.mark.anyio

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.api.app import create_app
-from rollout_service.api.routes.support.strict import MAX_CONTAINERS
-from rollout_service.errors import TooManyBytesError
+from rollout_service.base.errors import TooManyBytesError
 from rollout_service.http.requests.bodies import BodiesInFlight, HeldBytes
+from rollout_service.server.api.app import create_app
+from rollout_service.server.api.routes.support.strict import MAX_CONTAINERS
 from rollout_service.settings import load_settings
 
 pytestmark = pytest.mark.anyio

@@ -12,14 +12,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from rollout_service.api.app import create_app
-from rollout_service.dashboard import routes
+from rollout_service.server.api.app import create_app
+from rollout_service.server.dashboard import routes
 from rollout_service.settings import load_settings
 
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[3]
-STATIC = ROOT / "rollout_service" / "dashboard" / "static"
+STATIC = ROOT / "rollout_service" / "server" / "dashboard" / "static"
 KEY = "a-key-of-enough-characters-for-anyone"
 IMPORT = re.compile(r"""(?:\bfrom|\bimport)\s*\(?\s*["']([\w@./-]+)["']""")
 SOURCES = [path for path in STATIC.rglob("*") if path.suffix in (".js", ".html", ".css")]
@@ -167,7 +167,7 @@ def test_a_changed_library_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "scripts" / "vendor"
     script.parent.mkdir()
     script.write_text((ROOT / "scripts" / "vendor").read_text())
-    vendor = tmp_path / "rollout_service" / "dashboard" / "static" / "vendor"
+    vendor = tmp_path / "rollout_service" / "server" / "dashboard" / "static" / "vendor"
     vendor.mkdir(parents=True)
     for path in (STATIC / "vendor").iterdir():
         (vendor / path.name).write_bytes(path.read_bytes())

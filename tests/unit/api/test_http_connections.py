@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.http.connections import (
     ConnectionLimits,
     Connections,

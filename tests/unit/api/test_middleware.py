@@ -6,7 +6,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from rollout_service.api.app import create_app
+from rollout_service.server.api.app import create_app
 from rollout_service.settings import load_settings
 
 pytestmark = pytest.mark.anyio

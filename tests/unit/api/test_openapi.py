@@ -9,11 +9,11 @@ import jsonschema_rs
 import pytest
 
 from api_schemas.errors import Problem
-from rollout_service.api.app import create_app
-from rollout_service.api.openapi.document import build
-from rollout_service.api.openapi.responses import raises
-from rollout_service.errors import ConflictError, NotFoundError
-from rollout_service.inference.errors import UnknownBackend
+from rollout_service.base.errors import ConflictError, NotFoundError
+from rollout_service.engines.errors import UnknownBackend
+from rollout_service.server.api.app import create_app
+from rollout_service.server.api.openapi.document import build
+from rollout_service.server.api.openapi.responses import raises
 from rollout_service.settings import load_settings
 
 pytestmark = pytest.mark.slow

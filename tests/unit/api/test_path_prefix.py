@@ -9,8 +9,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from rollout_service.api.app import create_app
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.server.api.app import create_app
 from rollout_service.settings import load_settings
 
 pytestmark = pytest.mark.anyio

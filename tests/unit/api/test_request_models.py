@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, Strict
 
-from rollout_service.api import routes
+from rollout_service.server.api import routes
 
 
 def bodies() -> set[Any]:

@@ -9,8 +9,8 @@ import pytest
 from fastapi import APIRouter, FastAPI, Response
 from httpx import ASGITransport, AsyncClient
 
-from rollout_service.api.routes.support import shared_answers
-from rollout_service.api.routes.support.shared_answers import (
+from rollout_service.server.api.routes.support import shared_answers
+from rollout_service.server.api.routes.support.shared_answers import (
     MAX_AGE_SECONDS,
     MAX_ANSWERS,
     SharedAnswers,

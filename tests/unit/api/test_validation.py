@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from api_schemas.runs import RunRequest
-from rollout_service.validation import describe_problems
+from rollout_service.base.validation import describe_problems
 
 SOURCE = {"kind": "file", "path": "/x.jsonl", "environment": "calc"}
 

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from rollout_service.attacks import SCRIPTS, AttackOutcome, AttackReport, AttackVerdict
-from rollout_service.attacks.scripts import CAUSES
+from rollout_service.authoring.attacks import SCRIPTS, AttackOutcome, AttackReport, AttackVerdict
+from rollout_service.authoring.attacks.scripts import CAUSES
 from rollout_service.cli.env.attack import show
 from rollout_service.environments.contract import EvaluateIn
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from rollout_service.audit import audit_environment
-from rollout_service.audit.leaks import Needle, in_prompt, needles
-from rollout_service.audit.report import AuditReport, InstanceAudit, TrialRecord
+from rollout_service.authoring.audit import audit_environment
+from rollout_service.authoring.audit.leaks import Needle, in_prompt, needles
+from rollout_service.authoring.audit.report import AuditReport, InstanceAudit, TrialRecord
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli.env.audit import show
 from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import make_provider
 from sandboxes.config import LocalConfig

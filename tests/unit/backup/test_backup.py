@@ -12,12 +12,12 @@ import pytest
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_service import state_files
 from rollout_service.backup import Places, make_backup, restore_backup
 from rollout_service.backup.databases import pinned
 from rollout_service.backup.manifest import MANIFEST, STATES
 from rollout_service.backup.places import ONLY
-from rollout_service.errors import ConfigurationError, ServiceError, StoreError
+from rollout_service.base import state_files
+from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.store.sqlite import SqliteStore

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.tasks import Task
+from rollout_service.base.strict_json import NOT_FINITE
 from rollout_service.cli.submit.files import RequestFile, ResultFile
-from rollout_service.strict_json import NOT_FINITE
 
 LINE = '{"task": {"environment": "calc", "instance": {"question": "1+1", "answer": 2}}}'
 

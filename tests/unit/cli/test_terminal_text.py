@@ -24,13 +24,13 @@ from typer.testing import CliRunner
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.tasks import Task
+from rollout_service.base.terminal_text import escape_controls, escape_controls_in_json
 from rollout_service.cli import app, common
 from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.observability.telemetry.logging import configure_logging
 from rollout_service.settings import LogFormat
-from rollout_service.telemetry.logging import configure_logging
-from rollout_service.terminal_text import escape_controls, escape_controls_in_json
 
 pytestmark = pytest.mark.slow
 

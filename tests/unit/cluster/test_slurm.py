@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, EndRequests, KeptProcess
 from rollout_service.cluster.slurm.commands import PartitionNode, _partition_node
 from rollout_service.cluster.slurm.folder import JobFolder, Published
@@ -20,7 +21,6 @@ from rollout_service.cluster.slurm.node import JobNode
 from rollout_service.cluster.slurm.relay import relay
 from rollout_service.cluster.slurm.script import render
 from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of
-from rollout_service.errors import ConfigurationError
 from sandboxes.host.ports import free_port
 
 pytestmark = pytest.mark.anyio

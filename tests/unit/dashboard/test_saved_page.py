@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout_service.dashboard.saved_page import json_block, saved_page
+from rollout_service.server.dashboard.saved_page import json_block, saved_page
 
 ATTACK = "</script><script>alert(1)</script><!-- <script> \u2028 \x00 ]]> &lt;/script&gt;"
 HOSTILE = st.lists(

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, model_validator
 
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.declarative.declaration import read_declaration, read_table
 from rollout_service.environments.declarative.environment import DeclarativeEnvironment, load_folder
 from rollout_service.environments.kinds import load_declared
 from rollout_service.environments.splits import count_splits
-from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 MINIMAL = 'name = "e"\nimage = "base"\n[evaluate]\ncommand = "true"\n'
 

@@ -9,9 +9,9 @@ import pytest
 
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.declarative.environment import load_folder, parse_score
 from rollout_service.episodes import Episode
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

@@ -6,12 +6,12 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from api_schemas.rollouts import StopReason
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.cli.env.check import load_environment
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import GROUP, EnvironmentRegistry, load_path
 from rollout_service.environments.splits import count_splits, select_split
 from rollout_service.episodes import Score
-from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 
 class Plain(Environment):

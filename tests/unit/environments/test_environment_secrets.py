@@ -8,17 +8,17 @@ import pytest
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
-from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings, SecretSource
-from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.environments.secrets import HostSecrets
-from rollout_service.episodes import Episode, Score
-from rollout_service.errors import (
+from rollout_service.base.errors import (
     ConfigurationError,
     EnvironmentFailedError,
     SecretMissingError,
     SecretTooShortError,
 )
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings, SecretSource
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.environments.secrets import HostSecrets
+from rollout_service.episodes import Episode, Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.settings.pipeline import SecretsSettings

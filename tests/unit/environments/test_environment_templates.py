@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.errors import ConfigurationError, InvalidFieldError
-from rollout_service.templates import PromptTemplate
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
+from rollout_service.base.templates import PromptTemplate
 
 
 def render(source, instance):

@@ -9,11 +9,11 @@ from zipfile import ZipFile
 
 import pytest
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.install import install_library
 from rollout_service.environments.bridges.verifiers.environment import load_verifiers
 from rollout_service.environments.libraries import AddedPackages, Library, find_interpreter
-from rollout_service.errors import ConfigurationError
 
 UV = Path(__file__).parents[3] / ".cache" / "bootstrap" / "bin"
 

@@ -10,10 +10,10 @@ import subprocess
 import pytest
 import structlog
 
-from rollout_service.errors import EnvironmentFailedError
-from rollout_service.masking import mask, mask_error, mask_texts, spellings
+from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.base.masking import mask, mask_error, mask_texts, spellings
+from rollout_service.observability.telemetry.logging import configure_logging, hidden_in_log
 from rollout_service.settings import LogFormat
-from rollout_service.telemetry.logging import configure_logging, hidden_in_log
 
 QUOTED = "a'b\"c$d\\e`f-1234"
 LINES = "-----BEGIN-----\nMIIBVgIBADANBgk\n  qhkiG9w0BAQEFAAS\n}"

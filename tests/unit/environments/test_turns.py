@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.turns import Consequence, score_turns, take_turns
 from rollout_service.episodes import ContextFullError, Episode, EpisodeLimits
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, turn
 
 pytestmark = pytest.mark.anyio

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.bounds import MAX_NAME_CHARS, MAX_SCHEMA_BYTES, MAX_STOP_CHARS
 from rollout_service.gateway.contract import Dialect
-from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.asgi import COUNTS, PATHS, gateway_bench
 

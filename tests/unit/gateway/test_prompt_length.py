@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.engines.contract import Generation
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
 from rollout_service.gateway.errors import ContextOverflowError
-from rollout_service.inference.contract import Generation
-from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 
 CONTEXT = 4_096

@@ -3,7 +3,7 @@
 import pytest
 
 from api_schemas.trajectories import ForkReason, SegmentRole
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.recordings import NAMES
 from tests.support.gateway.replaying import replay

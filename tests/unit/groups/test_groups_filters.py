@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.runs.auxiliary import RewardPart
-from rollout_service.errors import ConfigurationError, InvalidFieldError
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.groups import (
     STALE,
     FilterChain,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict, UsualTimes
 from rollout_service.cli.console import HANG_STYLES
-from rollout_service.hangs.rules import (
+from rollout_service.server.hangs.rules import (
     FACTOR,
     FLOORS,
     GONE_SECONDS,

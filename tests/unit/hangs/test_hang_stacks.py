@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from rollout_service.hangs.stacks import MAX_FRAMES, culprit, stack_of_task, stack_of_thread
+from rollout_service.server.hangs.stacks import MAX_FRAMES, culprit, stack_of_task, stack_of_thread
 
 pytestmark = pytest.mark.anyio
 
@@ -99,7 +99,7 @@ async def test_deep_stacks_keep_their_innermost_frames() -> None:
 
 
 async def test_frames_say_whether_they_are_ours() -> None:
-    from rollout_service.signals import ResettableEvent
+    from rollout_service.base.signals import ResettableEvent
 
     async def wait(event: anyio.Event) -> None:
         ours = ResettableEvent()
@@ -117,7 +117,7 @@ async def test_frames_say_whether_they_are_ours() -> None:
         frames = [frame for one in waiting for frame in stack_of_task(one)]
         event.set()
     ours = [frame for frame in frames if frame.ours]
-    assert [frame.file for frame in ours] == ["rollout_service/signals.py"]
+    assert [frame.file for frame in ours] == ["rollout_service/base/signals.py"]
     assert all(not frame.file.startswith("/") for frame in frames if "anyio" in frame.file)
 
 

@@ -17,9 +17,9 @@ import anyio.to_thread
 import pytest
 
 from api_schemas.views.hangs import HangReport
-from rollout_service.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbeat
-from rollout_service.hangs.last_report import FILE, STACKS, LastReport, read_last_report
-from rollout_service.hangs.watch import dumping_stacks
+from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbeat
+from rollout_service.server.hangs.last_report import FILE, STACKS, LastReport, read_last_report
+from rollout_service.server.hangs.watch import dumping_stacks
 
 pytestmark = pytest.mark.anyio
 

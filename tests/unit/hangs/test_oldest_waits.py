@@ -7,7 +7,7 @@ import pytest
 from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import Activity, OpenStep
-from rollout_service.hangs.waits import StepWait, oldest_of_stages
+from rollout_service.server.hangs.waits import StepWait, oldest_of_stages
 
 pytestmark = pytest.mark.anyio
 

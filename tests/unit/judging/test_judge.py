@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from api_schemas.trajectories import Message
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
-from rollout_service.inference.errors import BackendUnreachable
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from rollout_service.engines.errors import BackendUnreachable
 from rollout_service.judging.cache import JudgmentCache
 from rollout_service.judging.contract import JudgeTimeoutError, NoVerdictError, SampledText
 from rollout_service.judging.judge import PoolJudge

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.sessions import Canary
-from rollout_service.errors import ConfigurationError, InvalidFieldError
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.live import canary as module
 from rollout_service.live.canary import Canaries
 

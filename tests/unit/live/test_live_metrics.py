@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from api_schemas.rollouts.sessions import MarkReason, MaskReason, TurnKind
 from api_schemas.sessions import FeedbackByVersion
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.live import metrics as module
 from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics

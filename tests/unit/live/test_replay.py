@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import TurnKind
 from api_schemas.trajectories import FinishReason
-from rollout_service.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError
+from rollout_service.engines.contract import Generation
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, Lane, ModelCall
-from rollout_service.inference.contract import Generation
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.replay import LIVE, pack, prompt_of, rebuild
-from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import BASH, OTHER, write
 

@@ -8,9 +8,9 @@ import anyio
 import psutil
 import pytest
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.builtin.code.environment import Code
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
-from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.artifacts import IN_MEMORY_BYTES, Artifacts, DiskBudget, require_safe
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import LocalConfig, SandboxSpec, make_provider

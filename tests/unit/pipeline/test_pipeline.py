@@ -20,20 +20,20 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, S
 from api_schemas.rollouts.trees import Assigns, Work
 from api_schemas.tasks import Limits, Task
 from rollout_service.agents.parallel.settings import ParallelSettings
+from rollout_service.base.errors import MAX_FRAMES, EnvironmentFailedError, StoreError, UnavailableError
+from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, Policy, Score
-from rollout_service.errors import MAX_FRAMES, EnvironmentFailedError, StoreError, UnavailableError
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.semaphore import ResizableSemaphore, acquire_available
 from rollout_service.pipeline.stage import Slot, StageLimiter
-from rollout_service.policies.turn_log import TurnLog
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import retrying
 from rollout_service.store.contract import Lease
 from rollout_service.store.sqlite.store import SqliteStore
-from rollout_service.telemetry.metrics import Metrics
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport

@@ -17,16 +17,16 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling, Stage, StopReason
 from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message
+from rollout_service.engines import contract as inference
+from rollout_service.engines.errors import BackendUnreachable
+from rollout_service.engines.serving import turn_log
+from rollout_service.engines.serving.session import PolicySession
+from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EnvironmentSpec, Replayable
 from rollout_service.episodes import Episode, Policy, Score, WorkClock
-from rollout_service.inference import contract as inference
-from rollout_service.inference.errors import BackendUnreachable
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.settling import keeps_turns
 from rollout_service.pipeline.turns.writer import TurnWriter
-from rollout_service.policies import turn_log
-from rollout_service.policies.session import PolicySession
-from rollout_service.policies.turn_log import TurnLog
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite.store import SqliteStore
 from rollout_service.store.turns_contract import UnsavedTurn

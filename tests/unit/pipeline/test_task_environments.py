@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from api_schemas.rollouts import StopReason
-from rollout_service.attacks import attack_environment
-from rollout_service.audit import audit_environment
+from rollout_service.authoring.attacks import attack_environment
+from rollout_service.authoring.audit import audit_environment
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli.env.solutions import try_tasks
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.api.app import create_app
+from rollout_service.server.api.app import create_app
 from rollout_service.settings import Settings
 from tests.support.sources import parse
 
@@ -155,7 +155,9 @@ def test_the_page_on_metrics_lists_every_metric_and_only_log_lines_that_exist() 
     code = "".join(
         (ROOT / name).read_text() for name in tracked("rollout_service/**/*.py", "sandboxes/**/*.py")
     )
-    telemetry = "".join((ROOT / name).read_text() for name in tracked("rollout_service/telemetry/*.py"))
+    telemetry = "".join(
+        (ROOT / name).read_text() for name in tracked("rollout_service/observability/telemetry/*.py")
+    )
     metrics = set(re.findall(r'"(rollout_\w+)"', telemetry)) - {"rollout_id", "rollout_ids"}
     assert len(metrics) > 30
     assert not {name for name in metrics if not re.search(rf"`{name}(_total)?\b", page)}
@@ -198,4 +200,4 @@ def test_the_page_on_architecture_has_the_layers_of_the_script() -> None:
     ]
     page = (ROOT / "docs" / "architecture.md").read_text().partition("## The layers")[2]
     rows = re.findall(r"^\| (`[^|]+) \|", page.partition("## The folder tree")[0], re.MULTILINE)
-    assert [tuple(re.findall(r"`(\w+)`", row)) for row in rows] == list(layers)
+    assert [tuple(re.findall(r"`([\w.]+)`", row)) for row in rows] == list(layers)

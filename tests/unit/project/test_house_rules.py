@@ -30,10 +30,20 @@ def architecture() -> ModuleType:
         ({"api_schemas/a.py": "from sandboxes import b"}, "api_schemas/a.py imports sandboxes"),
         ({"sandboxes/a.py": FOR_TYPES}, "sandboxes/a.py imports rollout_service"),
         (
-            {"rollout_service/errors.py": "def f():\n    from rollout_service.api import app"},
-            "rollout_service/errors.py imports api, which is above it",
+            {"rollout_service/base/errors.py": "def f():\n    from rollout_service.server.api import app"},
+            "rollout_service/base/errors.py imports server.api, which is above it",
+        ),
+        (
+            {"rollout_service/engines/a.py": "from rollout_service.engines.serving import b"},
+            "rollout_service/engines/a.py imports engines.serving, which is above it",
+        ),
+        (
+            {"rollout_service/server/__init__.py": "from rollout_service.base import errors"},
+            "rollout_service/server/__init__.py imports base.errors, which is above it",
         ),
         ({"rollout_service/attic.py": ""}, "rollout_service/attic.py has no layer"),
+        ({"rollout_service/attic/__init__.py": ""}, "rollout_service/attic/__init__.py has no layer"),
+        ({"rollout_service/server/attic/a.py": ""}, "rollout_service/server/attic/a.py has no layer"),
         (
             {"rollout_service/cli/a.py": "from rollout_service.client import X"},
             "rollout_service/cli/a.py imports client, which is above it",
@@ -41,6 +51,13 @@ def architecture() -> ModuleType:
         (
             {"sandboxes/a.py": "from sandboxes.b import y", "sandboxes/b/c.py": "import sandboxes.a"},
             "sandboxes.a and sandboxes.b import each other",
+        ),
+        (
+            {
+                "rollout_service/server/api/a.py": "import rollout_service.server.dashboard.b",
+                "rollout_service/server/dashboard/b.py": "import rollout_service.server.api.a",
+            },
+            "rollout_service.server.api and rollout_service.server.dashboard import each other",
         ),
         ({f"sandboxes/m{number}.py": "" for number in range(14)}, "sandboxes holds 14 modules, over 13"),
         (
@@ -65,6 +82,6 @@ def test_a_broken_rule_is_named(
 
 
 def test_types_may_come_from_a_higher_layer(architecture: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "rollout_service").mkdir()
-    (tmp_path / "rollout_service" / "errors.py").write_text(FOR_TYPES)
+    (tmp_path / "rollout_service" / "base").mkdir(parents=True)
+    (tmp_path / "rollout_service" / "base" / "errors.py").write_text(FOR_TYPES)
     assert architecture.main(["--root", str(tmp_path)]) == 0

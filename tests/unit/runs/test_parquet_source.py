@@ -13,8 +13,8 @@ from pyarrow import parquet
 from pydantic import JsonValue
 
 from api_schemas.runs import FileTasks
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.builtin.calc.environment import environment
-from rollout_service.errors import InvalidFieldError
 from rollout_service.runs.tasks.files import Rows, SourceChangedError, open_file, reopen_file
 
 

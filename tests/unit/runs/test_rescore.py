@@ -15,16 +15,16 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReas
 from api_schemas.rollouts.trees import Assigns
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from rollout_service.engines.serving.replay import RecordedPolicy
+from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.episodes import Episode, Policy, Score
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
-from rollout_service.policies.replay import RecordedPolicy
-from rollout_service.policies.turn_log import TurnLog
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite import SqliteStore

@@ -16,6 +16,7 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
 from rollout_service.groups import FilterChain, FilterRegistry, parallel_figures, work_sums
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import RunManager
 from rollout_service.runs.api import RunService
 from rollout_service.runs.closing import close_group
@@ -25,7 +26,6 @@ from rollout_service.store import rules
 from rollout_service.store.codec.runs import encode_summary
 from rollout_service.store.runs_contract import GroupClosure, GroupMember
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.telemetry.metrics import Metrics
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 
 REQUEST = RunRequest(source=InlineTasks(), batch_size=1)

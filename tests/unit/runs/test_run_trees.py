@@ -21,13 +21,13 @@ from rollout_client.arrays import BatchArrays
 from rollout_client.run_export import BadExportError, RunExport
 from rollout_service.environments.contract import Environment
 from rollout_service.groups import FilterRegistry
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import Delivery, RunManager
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.tasks.dataset import reopening
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.telemetry.metrics import Metrics
 from tests.support.store.trees import WORK, bare, rollout
 
 pytestmark = pytest.mark.anyio

@@ -29,10 +29,10 @@ from api_schemas.runs import (
 )
 from api_schemas.tasks import Task
 from rollout_client.arrays import BatchArrays
+from rollout_service.base.errors import InvalidFieldError, RecordLostError, StoreError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import InvalidFieldError, RecordLostError, StoreError
 from rollout_service.runs import Delivery
 from rollout_service.runs.nothing_kept import RunStoppedError
 from rollout_service.runs.tasks.dataset import open_dataset

@@ -15,7 +15,7 @@ from api_schemas.rollouts.steps import StepKind
 from api_schemas.runs import RunState
 from api_schemas.views.hangs import HangFinding, HangVerdict
 from api_schemas.views.overview import Overview, RunOverview, StageOverview
-from rollout_service.service.overview.bottleneck import WINDOW_SECONDS, StageLoads, bottleneck
+from rollout_service.server.overview.bottleneck import WINDOW_SECONDS, StageLoads, bottleneck
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 WORKERS = {Stage.INIT: 8, Stage.ROLLOUT: 64, Stage.EVALUATE: 16}

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from api_schemas.base import RolloutId
 from api_schemas.runs import BatchId as BatchIdField
 from api_schemas.runs import RunId
-from rollout_service.ids import BatchId, GroupId, SampleId
+from rollout_service.base.ids import BatchId, GroupId, SampleId
 
 KINDS = (GroupId, SampleId, BatchId)
 run_ids = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.errors import ConfigurationError
-from rollout_service.private_files import make_private, open_state_folder, write_private
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.private_files import make_private, open_state_folder, write_private
 from rollout_service.store.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.settings import Settings, is_loopback, load_settings
 from rollout_service.settings.keys import iter_tables, known_keys
 from rollout_service.settings.sources import variable_name

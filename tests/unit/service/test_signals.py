@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from rollout_service.signals import BatchQueue, ChangeSignal
+from rollout_service.base.signals import BatchQueue, ChangeSignal
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-import rollout_service.api.app
+import rollout_service.server.api.app
 
 UNNEEDED = {
     "aiohttp": "environments of OpenEnv",
@@ -18,11 +18,11 @@ UNNEEDED = {
     "math_verify": "the environment math, in processes of its own",
     "redis": "a store in Redis",
     "renderers": "the first backend",
-    "rollout_service.attacks": "env attack",
-    "rollout_service.audit": "env audit",
+    "rollout_service.authoring.attacks": "env attack",
+    "rollout_service.authoring.audit": "env audit",
     "rollout_service.environments.bridges.openenv": "environments of OpenEnv",
     "rollout_service.environments.bridges.verifiers": "environments of verifiers",
-    "rollout_service.openenv_server": "env serve",
+    "rollout_service.authoring.openenv_server": "env serve",
     "rollout_service.store.redis": "a store in Redis",
     "rollout_service.testing": "tests",
     "spython": "images of Apptainer",
@@ -46,19 +46,19 @@ def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path:
                 break
         process.terminate()
         process.communicate()
-    assert "rollout_service.api.app" in imported
+    assert "rollout_service.server.api.app" in imported
     assert {name: user for name, user in UNNEEDED.items() if name in imported} == {}
 
 
 def test_no_model_reads_its_source_as_it_is_defined() -> None:
     """Pydantic would look through all modules for it; `field_docstrings` reads it when someone asks."""
-    assert rollout_service.api.app
+    assert rollout_service.server.api.app
     models = [BaseModel]
     for model in models:
         models += model.__subclasses__()
     wrong = {model.__module__ for model in models if model.model_config.get("use_attribute_docstrings")}
     ours = {name for name in wrong if name.split(".")[0] in ("api_schemas", "rollout_service", "sandboxes")}
-    assert ours <= {"rollout_service.openenv_server.messages"}  # which few processes import
+    assert ours <= {"rollout_service.authoring.openenv_server.messages"}  # which few processes import
 
 
 @pytest.mark.slow

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
-from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.errors import InvalidFieldError
-from rollout_service.inference.errors import NoBackendError
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.policies.subagent_pools import (
+from rollout_service.base.errors import InvalidFieldError
+from rollout_service.engines.errors import NoBackendError
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.serving.subagent_pools import (
     check_own_pool,
     check_subagent_pool,
     check_trained_pool,
     subagent_pool,
 )
+from rollout_service.environments.contract import EnvironmentSpec
 
 ALONE = EnvironmentSpec(name="alone")
 TOGETHER = EnvironmentSpec(

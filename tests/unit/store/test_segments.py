@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from rollout_service.errors import ConfigurationError, RecordLostError, StoreError
+from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
 from rollout_service.store.segments import SegmentFolder
 from rollout_service.store.segments.collector import sweep
 from rollout_service.store.segments.files import SharedFiles

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from rollout_service.errors import RecordLostError, StoreError
+from rollout_service.base.errors import RecordLostError, StoreError
 from rollout_service.store.segments import SegmentFolder
 from rollout_service.store.segments import watch as watching
 from rollout_service.store.segments.files import SharedFiles

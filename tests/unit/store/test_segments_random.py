@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.segments import SegmentFolder
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.proof import MARK_FILE

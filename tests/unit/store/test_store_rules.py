@@ -16,7 +16,7 @@ import rollout_service
 from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus
 from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Task
-from rollout_service.errors import ConflictError
+from rollout_service.base.errors import ConflictError
 from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
 from rollout_service.store.codec.runs import decode_samples, encode_samples

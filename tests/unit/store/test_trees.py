@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts import Rollout, RolloutRequest, TokenExtras
 from api_schemas.rollouts.trees import AgentNode, NodeDetail, RolloutNodes
-from rollout_service.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import trajectories as trajectory_codec

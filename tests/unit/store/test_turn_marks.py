@@ -24,7 +24,7 @@ from api_schemas.rollouts.sessions import (
     Votes,
 )
 from api_schemas.tasks import Task
-from rollout_service.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec.rollouts import Shown

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.errors import InferenceError
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.telemetry.engines import PoolMetrics
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.errors import InferenceError
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.observability.telemetry.engines import PoolMetrics
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.anyio

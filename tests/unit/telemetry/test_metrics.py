@@ -9,7 +9,7 @@ import pytest
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Stage
 from api_schemas.tasks import Task
-from rollout_service.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
+from rollout_service.observability.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
 from sandboxes.egress.counts import EgressCounts
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer, Conversation, check_invariants
 from rollout_service.tokens.errors import ConversationStateError, RecordError
 

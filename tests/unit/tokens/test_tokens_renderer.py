@@ -7,8 +7,8 @@ import pytest
 
 from api_schemas.errors import Boundary
 from api_schemas.trajectories import Message
-from rollout_service.errors import ServiceError, describe
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.base.errors import ServiceError, describe
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from rollout_service.tokens.errors import (
     RendererMismatchError,

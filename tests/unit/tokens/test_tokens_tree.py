@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, Trajectory
-from rollout_service.inference.contract import ReturnedExtras, TopLogprob
+from rollout_service.engines.contract import ReturnedExtras, TopLogprob
 from rollout_service.store.codec import trajectories as codec
 from rollout_service.tokens import TurnTree, check_invariants
 from rollout_service.tokens.errors import RecordError

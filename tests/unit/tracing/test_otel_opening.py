@@ -14,10 +14,10 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rollout_service.activity import ActivityBoard
-from rollout_service.errors import ConfigurationError
-from rollout_service.tracing.otel import opening
-from rollout_service.tracing.otel.export import FLUSH_SECONDS, Exporter, queue_size
-from rollout_service.tracing.otel.opening import is_wanted, tracing
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.observability.tracing.otel import opening
+from rollout_service.observability.tracing.otel.export import FLUSH_SECONDS, Exporter, queue_size
+from rollout_service.observability.tracing.otel.opening import is_wanted, tracing
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_exported_is_refused_with_a_hint(environ: dict[str, str])
 @pytest.mark.anyio
 async def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening.os, "environ", ENDPOINT)
-    monkeypatch.setitem(sys.modules, "rollout_service.tracing.otel.export", None)
+    monkeypatch.setitem(sys.modules, "rollout_service.observability.tracing.otel.export", None)
     with pytest.raises(ConfigurationError, match="not installed") as refused:
         async with tracing(ActivityBoard(), CollectorRegistry(), "node", tuple):
             pass

@@ -17,10 +17,10 @@ from api_schemas.rollouts.steps import StepKind
 from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import FinishReason
 from rollout_service.activity import ActivityBoard, in_lane, note_outcome, waits_for
-from rollout_service.errors import EnvironmentFailedError
-from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
-from rollout_service.tracing.otel.ids import RolloutIds
-from rollout_service.tracing.otel.observer import TraceObserver
+from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.observability.tracing.otel.ids import RolloutIds
+from rollout_service.observability.tracing.otel.observer import TraceObserver
 
 pytestmark = pytest.mark.anyio
 

@@ -16,11 +16,11 @@ from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import RolloutAttempts, StepKind
 from api_schemas.tasks import Task
 from rollout_service.activity import Activity, ActivityBoard, OpenStep, in_lane, note_outcome, waits_for
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
+from rollout_service.observability.tracing.steps import StepArchive, StepWriter, encoding, writer
 from rollout_service.store import retrying
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.steps_contract import EncodedSteps
-from rollout_service.tracing.steps import StepArchive, StepWriter, encoding, writer
 
 pytestmark = pytest.mark.anyio
 

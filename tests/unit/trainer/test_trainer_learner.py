@@ -15,7 +15,7 @@ from trainer.learner import Learner, Recipe
 from trainer.policy import Sample, sampled_logprobs, samples_of
 
 from rollout_client.arrays import BatchArrays
-from rollout_service.inference.engines.embedded.weights import read_tensors
+from rollout_service.engines.kinds.embedded.weights import read_tensors
 from rollout_service.testing import Shape, write_random_checkpoint
 from tests.support.adapters.trainer_batches import PROMPT, write_batch
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from training.data import Example, Examples
 

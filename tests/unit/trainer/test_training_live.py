@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from training.live import talk
 from training.live.task import MAX_TURNS, LiveTask, session

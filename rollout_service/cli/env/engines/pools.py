@@ -18,19 +18,19 @@ from prometheus_client import CollectorRegistry
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec, BackendState
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError, name_value_pairs
 from rollout_service.cli.env.engines.script import read_turns, scripted_engine
-from rollout_service.errors import EnvironmentFailedError
-from rollout_service.inference.engines.embedded.process import EmbeddedEngine
-from rollout_service.inference.pool.pool import BackendPool
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
+from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.serving.policies import PolicyServing, ServedModel, backend_id_of_spec
+from rollout_service.engines.serving.text_sampler import PoolTextSampler
+from rollout_service.engines.shipped import model_folder
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.pipeline.trial import OtherModels
-from rollout_service.policies.serving import PolicyServing, ServedModel, backend_id_of_spec
-from rollout_service.policies.shipped import model_folder
-from rollout_service.policies.text_sampler import PoolTextSampler
 from rollout_service.store.file_backends import FileBackends
 
 

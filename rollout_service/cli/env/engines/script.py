@@ -11,11 +11,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from rollout_service.base.validation import describe_problems
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.submit.inputs import read_whole
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
-from rollout_service.validation import describe_problems
 
 POLICY = "calc-tuned"
 END = "<|im_end|>"

@@ -17,6 +17,7 @@ from pydantic import Field, JsonValue
 from api_schemas.base import Name
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
+from rollout_service.base.templates import PromptTemplate
 from rollout_service.environments.bridges.games.environment import SYSTEM, GamePartner
 from rollout_service.environments.bridges.process import library_in_sandbox
 from rollout_service.environments.bridges.turns import score_turns, take_actions, take_turns
@@ -43,7 +44,6 @@ from rollout_service.environments.declarative.environment import (
 )
 from rollout_service.environments.declarative.files import read_folder
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.templates import PromptTemplate
 
 KIND: Final = "game"
 NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)")

@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
+from rollout_service.base.validation import describe_problems
 from rollout_service.environments.bridges.games.library import GameLibrary
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
 from rollout_service.environments.bridges.turns import Consequence, score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
-from rollout_service.validation import describe_problems
 
 BEGIN_SECONDS: Final = 60.0
 STEP_SECONDS: Final = 30.0

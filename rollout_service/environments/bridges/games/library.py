@@ -14,10 +14,10 @@ from typing import Final
 import anyio
 from pydantic import JsonValue
 
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.libraries import Library
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 
 WORKER: Final = Path(__file__).with_name("worker.py")
 """The program that runs a library's games."""

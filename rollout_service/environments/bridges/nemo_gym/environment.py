@@ -17,6 +17,7 @@ from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
 from rollout_service.environments.bridges.nemo_gym.library import NAME, NEMO_GYM, TASKS, binds, servers
 from rollout_service.environments.bridges.nemo_gym.rows import GymTask
 from rollout_service.environments.bridges.nemo_gym.server import Beginning, GymServer, GymTool, open_server
@@ -26,7 +27,6 @@ from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
 
 SCORE: Final = "nemo_gym_score"
 """The key of the verdict, in an episode's state."""

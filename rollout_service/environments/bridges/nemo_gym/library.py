@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import anyio
 
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.libraries import Library
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 
 NAME: Final = "nemo-gym"
 TASKS: Final = "tasks.jsonl"

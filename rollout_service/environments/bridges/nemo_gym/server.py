@@ -20,12 +20,12 @@ from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.text import with_notes
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.nemo_gym.library import NAME, PACKAGES, PYTHON, WORKER
 from rollout_service.environments.bridges.nemo_gym.responses import as_response
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
 from rollout_service.environments.bridges.turns import Consequence
 from rollout_service.episodes import Score
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox
 

@@ -13,10 +13,10 @@ import orjson
 
 from rollout_service.agents.tool_calling.text import cut_middle
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.openenv.session import InvalidActionError, Observed, OpenEnvSession
 from rollout_service.environments.bridges.turns import Consequence, Earned
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
 
 METADATA: Final = "metadata"

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, field_validator
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
+from rollout_service.base.templates import PromptTemplate
 from rollout_service.environments.bridges.openenv.acting import ActTool, OpenEnvActor
 from rollout_service.environments.bridges.openenv.declaration import OpenEnvDeclaration
 from rollout_service.environments.bridges.openenv.session import OpenEnvServer
@@ -24,7 +25,6 @@ from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import dataset_files, load_table
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import Episode, Score
-from rollout_service.templates import PromptTemplate
 
 
 class ResetArguments(BaseModel):

@@ -19,7 +19,7 @@ import orjson
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from api_schemas.errors import Boundary
-from rollout_service.errors import EnvironmentFailedError, ServiceError
+from rollout_service.base.errors import EnvironmentFailedError, ServiceError
 from sandboxes.task_groups import open_task_group
 
 CONNECT_SECONDS: Final = 15.0

@@ -17,6 +17,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import FieldError
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.bridges.reasoning_gym.generate import (
     LEFT_OUT,
@@ -29,7 +30,6 @@ from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from sandboxes import ExecResult
 
 INSIDE: Final = "/opt/reasoning-gym"

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import anyio
 
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, did_you_mean
 from rollout_service.environments.bridges.process import LibraryProcess, library_process
 from rollout_service.environments.libraries import Library
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, did_you_mean
 
 NAME: Final = "reasoning-gym"
 TASKS: Final = "tasks.jsonl"

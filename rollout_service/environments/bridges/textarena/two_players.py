@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from api_schemas.base import Name
 from api_schemas.trajectories import Message
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.games.environment import (
     SYSTEM,
     GameEnvironment,
@@ -27,7 +28,6 @@ from rollout_service.environments.bridges.turns import Consequence
 from rollout_service.environments.contract import Replayable
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import ContextFullError, Episode
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.judging.contract import SampledText, TextSampler
 
 MAX_MOVES = 64

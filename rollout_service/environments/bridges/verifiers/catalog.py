@@ -17,10 +17,10 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from api_schemas.trajectories import Message
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.bridges.verifiers.declaration import TasksetTable
 from rollout_service.environments.bridges.verifiers.library import NAME, WORKER
 from rollout_service.environments.libraries import Library
-from rollout_service.errors import ConfigurationError
 from rollout_service.tokens import ToolSpec
 from sandboxes.images.cache import default_cache
 

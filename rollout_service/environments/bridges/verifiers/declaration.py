@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 from pydantic import Field, field_validator
 
 from api_schemas.base import Name
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.contract import (
     EnvironmentSettings,
     EnvironmentSpec,
@@ -16,7 +17,6 @@ from rollout_service.environments.contract import (
 )
 from rollout_service.environments.declarative.declaration import FILE_NAME, load_table
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.errors import ConfigurationError
 
 KIND: Final = "verifiers"
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
+from rollout_service.base.errors import InvalidFieldError, did_you_mean
 from rollout_service.environments.bridges.process import library_in_sandbox
 from rollout_service.environments.bridges.verifiers.catalog import ListedTask, Listing, list_tasksets
 from rollout_service.environments.bridges.verifiers.conversation import library_messages, library_turns
@@ -32,7 +33,6 @@ from rollout_service.environments.instance_fields import read_instance
 from rollout_service.environments.libraries import AddedPackages, Library
 from rollout_service.environments.splits import SPLIT
 from rollout_service.episodes import Episode, Score
-from rollout_service.errors import InvalidFieldError, did_you_mean
 from rollout_service.tokens import ToolSpec
 
 INSIDE: Final = "/opt/verifiers"

@@ -7,9 +7,9 @@ from typing import Final
 
 import anyio
 
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.libraries import Library
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 
 NAME: Final = "verifiers"
 WORKER: Final = Path(__file__).with_name("worker.py")

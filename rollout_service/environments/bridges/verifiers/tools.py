@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from rollout_service.agents.tool_calling.text import with_notes
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.process import LibraryProcess
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
 
 OPEN_SECONDS: Final = 240.0

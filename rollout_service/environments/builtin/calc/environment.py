@@ -8,12 +8,12 @@ from functools import cache
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.calc.problems import CalcProblem, sample_problems
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable, SandboxSettings
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import InvalidFieldError
 
 INTEGER = re.compile(r"-?\d{1,1000}", re.ASCII)
 DATASET_SEED = 20_260

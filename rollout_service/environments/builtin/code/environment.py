@@ -16,6 +16,7 @@ import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from api_schemas.errors import FieldError
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.code.hidden_tests import (
     HARNESS,
@@ -29,7 +30,6 @@ from rollout_service.environments.builtin.code.problems import instances
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
 from rollout_service.environments.splits import SPLIT
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxFileError, SandboxStartError
 

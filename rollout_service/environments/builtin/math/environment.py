@@ -9,6 +9,7 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.math.problems import splits
@@ -16,7 +17,6 @@ from rollout_service.environments.builtin.math.verifier import MAX_CHARS, MathVe
 from rollout_service.environments.builtin.math.worker import MathVerdict
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import InvalidFieldError
 
 SPEC = EnvironmentSpec(
     name="math",

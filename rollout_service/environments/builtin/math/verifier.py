@@ -17,8 +17,8 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.builtin.math.worker import MathVerdict
-from rollout_service.errors import EnvironmentFailedError
 
 CPU_SECONDS: Final = 5
 MAX_CHARS: Final = 4_096

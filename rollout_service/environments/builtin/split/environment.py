@@ -10,13 +10,13 @@ from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.builtin import lookups
 from rollout_service.environments.builtin.lookup_environment import LookupEnvironment
 from rollout_service.environments.builtin.lookups import LookupInstance
 from rollout_service.environments.builtin.split.problems import SIZES, make_problem
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
 from rollout_service.environments.instance_fields import read_instance
-from rollout_service.errors import InvalidFieldError
 
 DATASET_SEED = 40_260
 

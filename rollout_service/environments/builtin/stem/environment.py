@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from api_schemas.errors import FieldError
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.math.verifier import MathVerifier
@@ -30,7 +31,6 @@ from rollout_service.environments.builtin.stem.units import Unit, read_unit
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.environments.dataset_files import read_instances
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.judging.rubric import Rubric, RubricSettings
 
 TASKS: Final = Path(__file__).with_name("tasks.jsonl")

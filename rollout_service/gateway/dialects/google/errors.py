@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.dialects.base import ErrorAnswer, describe_failure, retry_after
 from rollout_service.gateway.errors import ContextOverflowError
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pydantic_core import from_json, to_json
 
 from api_schemas.inference import BackendSpec
-from rollout_service.signals import MonotonicCounter
+from rollout_service.base.signals import MonotonicCounter
 from rollout_service.store.engines_contract import CommandKind, EnginesStore, PoolRecord, SharedBackend
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.reader import StreamEvent

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span
-from rollout_service.errors import ConflictError, RecordLostError, StoreError, describe
+from rollout_service.base.errors import ConflictError, RecordLostError, StoreError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trees

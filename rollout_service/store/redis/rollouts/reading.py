@@ -14,7 +14,7 @@ from api_schemas.rollouts import Rollout, RolloutPage, RolloutState
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.trajectories import Trajectory
 from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec

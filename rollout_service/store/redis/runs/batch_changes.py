@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from rollout_service.errors import NotFoundError
+from rollout_service.base.errors import NotFoundError
+from rollout_service.base.ids import BatchId
 from rollout_service.groups import SURPLUS
 from rollout_service.groups.shares import Owner
-from rollout_service.ids import BatchId
 from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.redis.runs import run_changes

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import anyio
 
 from api_schemas.tasks import Task
-from rollout_service.errors import ConflictError, LeadershipLostError
+from rollout_service.base.errors import ConflictError, LeadershipLostError
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.runs.draft import RunDraft

@@ -13,9 +13,9 @@ import anyio.to_thread
 
 from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.runs import Group
-from rollout_service.errors import NotFoundError
+from rollout_service.base.errors import NotFoundError
+from rollout_service.base.ids import SampleId
 from rollout_service.groups.shares import Owner
-from rollout_service.ids import SampleId
 from rollout_service.store import rules
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import heads as head_codec

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rollout_service.errors import NotFoundError
-from rollout_service.ids import BatchId, SampleId
+from rollout_service.base.errors import NotFoundError
+from rollout_service.base.ids import BatchId, SampleId
 from rollout_service.store import rules
 from rollout_service.store.redis.runs import run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase

@@ -19,9 +19,9 @@ from api_schemas.runs import Group, InlineTasks, RunRequest, RunState
 from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.tasks import Task
 from api_schemas.views.summaries import SummaryOrder
-from rollout_service.errors import ConflictError
+from rollout_service.base.errors import ConflictError
+from rollout_service.base.signals import MonotonicCounter
 from rollout_service.groups import SURPLUS
-from rollout_service.signals import MonotonicCounter
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import rollouts as rollout_codec

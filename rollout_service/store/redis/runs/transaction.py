@@ -14,8 +14,8 @@ from pydantic import JsonValue
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import RunState
 from api_schemas.tasks import Task
-from rollout_service.errors import NotFoundError
-from rollout_service.ids import BatchId, GroupId
+from rollout_service.base.errors import NotFoundError
+from rollout_service.base.ids import BatchId, GroupId
 from rollout_service.store import rules
 from rollout_service.store.codec import history
 from rollout_service.store.codec.fingerprint import fingerprint

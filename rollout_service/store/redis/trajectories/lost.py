@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import anyio.to_thread
 from pydantic_core import from_json
 
-from rollout_service.errors import ConfigurationError, StoreError
+from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import decode_row
 from rollout_service.store.redis.rollouts.reading import ROWS_AT_ONCE

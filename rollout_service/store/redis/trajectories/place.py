@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from rollout_service.errors import DefectError, RecordLostError, StoreError
+from rollout_service.base.errors import DefectError, RecordLostError, StoreError
 from rollout_service.store.segments import SegmentFolder
 
 _MARK = b"@"

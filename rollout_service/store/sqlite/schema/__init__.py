@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from rollout_service.errors import StoreError
+from rollout_service.base.errors import StoreError
 from rollout_service.store.sqlite.schema.lists import (
     AFTER_ENVIRONMENTS,
     BEFORE_ENVIRONMENTS,

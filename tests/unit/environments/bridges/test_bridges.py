@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.games.library import WORKER, GameLibrary
 from rollout_service.environments.bridges.games.library import write_tasks as write_games
 from rollout_service.environments.bridges.gem.environment import GEM, GemGame
@@ -32,7 +33,6 @@ from rollout_service.environments.bridges.reasoning_gym.generate import REASONIN
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
 from rollout_service.environments.contract import Environment
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
 
 pytestmark = pytest.mark.anyio

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.bridges.openenv.declaration import OpenEnvDeclaration
 from rollout_service.environments.bridges.openenv.environment import OpenEnv, load_openenv
 from rollout_service.environments.kinds import load_declared
-from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "how-to" / "bridge-openenv.md").read_text()

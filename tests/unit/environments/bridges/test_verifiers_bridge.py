@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, ToolCall, Trajectory
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.bridges.verifiers.catalog import Listing, list_tasksets
 from rollout_service.environments.bridges.verifiers.conversation import library_messages, library_turns
@@ -17,7 +18,6 @@ from rollout_service.environments.bridges.verifiers.library import VERIFIERS, co
 from rollout_service.environments.bridges.verifiers.tools import open_tools, read_state
 from rollout_service.environments.kinds import load_declared
 from rollout_service.environments.libraries import Library
-from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
 
 pytestmark = pytest.mark.anyio

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.builtin.code.environment import environment
 from rollout_service.environments.builtin.code.hidden_tests import (
     BadAssertionError,
@@ -10,7 +11,6 @@ from rollout_service.environments.builtin.code.hidden_tests import (
     same_output,
 )
 from rollout_service.environments.builtin.code.problems import instances, problems
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.builtin.stem.environment import Stem, read_task
 from rollout_service.environments.builtin.stem.quantities import read_quantity
 from rollout_service.environments.builtin.stem.rules import RuleVerdict, compare_choice, compare_quantity
 from rollout_service.environments.builtin.stem.units import read_unit
 from rollout_service.environments.splits import count_splits
 from rollout_service.episodes import Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.judging.contract import Judge, Judgment, NoVerdictError
 from rollout_service.judging.rubric import Rubric
 from rollout_service.pipeline.sandbox_source import SandboxSource

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.harbor.task_toml import read_task_toml
 from rollout_service.environments.harbor.variables import missing, resolve
-from rollout_service.errors import ConfigurationError
 
 
 def read(text: str):

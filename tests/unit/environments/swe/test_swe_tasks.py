@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.swe.declaration import SweDeclaration
 from rollout_service.environments.swe.environment import SweEnvironment, environment
 from rollout_service.environments.swe.scripts import END, START
 from rollout_service.environments.swe.tasks import SweFamily, read_task
-from rollout_service.errors import InvalidFieldError
 
 BASE = "0123456789abcdef0123456789abcdef01234567"
 TEST_PATCH = (

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.errors import InvalidFieldError, UnauthorizedError
+from rollout_service.base.errors import InvalidFieldError, UnauthorizedError
 from rollout_service.gateway.contract import (
     AnswerBegin,
     ClientMessage,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.errors import InvalidFieldError, MalformedBodyError
+from rollout_service.base.errors import InvalidFieldError, MalformedBodyError
 from rollout_service.gateway.contract import (
     AnswerEnd,
     ClientMessage,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.errors import InvalidFieldError, MalformedBodyError
+from rollout_service.base.errors import InvalidFieldError, MalformedBodyError
 from rollout_service.gateway.contract import Dialect, ModelCall, ReasoningDelta, TextDelta
 from rollout_service.gateway.dialects import CODECS, WholeAnswer
 from tests.support.gateway import answers

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import (
     AnswerBegin,
     AnswerEvent,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout_service.errors import InvalidFieldError, TooLargeError
+from rollout_service.base.errors import InvalidFieldError, TooLargeError
 from rollout_service.gateway.capture.history import as_messages
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect
 from rollout_service.gateway.dialects import CODECS

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout_service.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import CODECS
 from rollout_service.gateway.dialects.parameters import Parameter, Treatment

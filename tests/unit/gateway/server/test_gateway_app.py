@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
+from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.gateway import Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server import serving
 from rollout_service.gateway.sessions.session import GatewaySession
-from rollout_service.policies.serving import ServedModel
-from rollout_service.policies.shipped import policy_folder
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.testing.gateway import CharacterCapture, ManualPool
 from rollout_service.tokens import ChatRenderer

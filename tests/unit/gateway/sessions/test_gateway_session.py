@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from api_schemas.rollouts import Sampling, StopReason, TokenExtras
+from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.engines.errors import NoBackendError, PromptTooLong
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.errors import EnvironmentFailedError
 from rollout_service.gateway.contract import (
     AnswerEnd,
     ClientMessage,
@@ -32,7 +33,6 @@ from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.limits import TokenBudget, TokensSpentError
 from rollout_service.gateway.sessions.sampling import UNSTREAMED_CHUNK, PolicyEngines
 from rollout_service.gateway.sessions.session import INLINE_BYTES, GatewaySession, SessionPlace
-from rollout_service.inference.errors import NoBackendError, PromptTooLong
 from rollout_service.testing.gateway import CharacterAnswer, CharacterCapture, ManualPool
 
 pytestmark = pytest.mark.anyio

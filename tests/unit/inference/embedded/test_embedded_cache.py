@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.engines.embedded.cache import PrefixCache
+from rollout_service.engines.kinds.embedded.cache import PrefixCache
 
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from rollout_service.inference.engines.embedded.model import KVStore, Qwen3
-from rollout_service.inference.engines.embedded.weights import ModelError, read_config, read_tensors
+from rollout_service.engines.kinds.embedded.model import KVStore, Qwen3
+from rollout_service.engines.kinds.embedded.weights import ModelError, read_config, read_tensors
 from rollout_service.testing import Shape, write_random_checkpoint
 
 SMALL = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=300, context=600)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.engines.embedded.sampler import SamplerSettings, sample
+from rollout_service.engines.kinds.embedded.sampler import SamplerSettings, sample
 
 VOCAB = 20
 LOGITS = np.random.default_rng(0).standard_normal((1, VOCAB)).astype(np.float32) * 3

@@ -7,11 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api_schemas.inference import PauseMode
-from rollout_service.inference.engines.embedded.extras import PromptReading
-from rollout_service.inference.engines.embedded.job import EngineJob
-from rollout_service.inference.engines.embedded.sampler import SamplerSettings
-from rollout_service.inference.engines.embedded.scheduler import EngineBusyError, EngineCore, EngineOptions
-from rollout_service.inference.engines.embedded.weights import ModelError
+from rollout_service.engines.kinds.embedded.extras import PromptReading
+from rollout_service.engines.kinds.embedded.job import EngineJob
+from rollout_service.engines.kinds.embedded.sampler import SamplerSettings
+from rollout_service.engines.kinds.embedded.scheduler import EngineBusyError, EngineCore, EngineOptions
+from rollout_service.engines.kinds.embedded.weights import ModelError
 from rollout_service.testing import Shape, write_random_checkpoint
 
 SMALL = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=300, context=512)

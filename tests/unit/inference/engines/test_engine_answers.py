@@ -8,16 +8,16 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from api_schemas.inference import BackendSpec
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     RequestedExtras,
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.inference.engines.answer_size import CEILING_BYTES, generation_bytes
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.errors import BackendProtocolError, BackendRejected, InferenceError
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.errors import BackendProtocolError, BackendRejected, InferenceError
+from rollout_service.engines.kinds.answer_size import CEILING_BYTES, generation_bytes
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.pool.pools import Pools
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ import anyio
 import anyio.abc
 import pytest
 
-from rollout_service.inference.engines import http_client
-from rollout_service.inference.engines.http_client import AnswerTooLargeError, HttpClient
+from rollout_service.engines.kinds import http_client
+from rollout_service.engines.kinds.http_client import AnswerTooLargeError, HttpClient
 
 pytestmark = pytest.mark.anyio
 

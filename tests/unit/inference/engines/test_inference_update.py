@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.errors import BackendRejected
+from rollout_service.engines.errors import BackendRejected
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 
 pytestmark = pytest.mark.anyio
 

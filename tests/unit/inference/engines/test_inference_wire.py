@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import GenerateRequest, ModelInfo, SamplingOptions, new_request_id
-from rollout_service.inference.engines.checks import parse_version
-from rollout_service.inference.engines.sglang.wire import generate_body, parse_generation
-from rollout_service.inference.errors import BackendProtocolError
+from rollout_service.engines.contract import GenerateRequest, ModelInfo, SamplingOptions, new_request_id
+from rollout_service.engines.errors import BackendProtocolError
+from rollout_service.engines.kinds.checks import parse_version
+from rollout_service.engines.kinds.sglang.wire import generate_body, parse_generation
 
 REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8))
 

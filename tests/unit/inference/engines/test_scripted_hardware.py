@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.testing import Counting, Hardware, ScriptedEngine
 from rollout_service.testing.kv_cache import KVCache
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     Generation,
     ModelInfo,
@@ -20,10 +20,10 @@ from rollout_service.inference.contract import (
     TopLogprob,
     new_request_id,
 )
-from rollout_service.inference.engines.sglang import wire as sglang_wire
-from rollout_service.inference.engines.vllm import wire as vllm_wire
-from rollout_service.inference.errors import BackendProtocolError, ExtraUnsupported
-from rollout_service.inference.pool.continuation import Continuation
+from rollout_service.engines.errors import BackendProtocolError, ExtraUnsupported
+from rollout_service.engines.kinds.sglang import wire as sglang_wire
+from rollout_service.engines.kinds.vllm import wire as vllm_wire
+from rollout_service.engines.pool.continuation import Continuation
 
 LAYERS, WIDTH = 2, 3
 INFO = ModelInfo(

@@ -7,23 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import (
+from rollout_service.engines.contract import (
     GenerateRequest,
     ModelInfo,
     RequestedExtras,
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.inference.engines.sglang.stream import SGLangStream, stream_interval
-from rollout_service.inference.engines.sglang.wire import generate_body
-from rollout_service.inference.engines.vllm.stream import VllmStream
-from rollout_service.inference.engines.vllm.wire import engine_request_id
-from rollout_service.inference.errors import (
+from rollout_service.engines.errors import (
     BackendProtocolError,
     BackendRejected,
     BackendUnreachable,
     InferenceError,
 )
+from rollout_service.engines.kinds.sglang.stream import SGLangStream, stream_interval
+from rollout_service.engines.kinds.sglang.wire import generate_body
+from rollout_service.engines.kinds.vllm.stream import VllmStream
+from rollout_service.engines.kinds.vllm.wire import engine_request_id
 
 REQUEST = GenerateRequest(
     new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8), RequestedExtras(top_logprobs=1)

@@ -5,16 +5,16 @@ import copy
 import pytest
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import GenerateRequest, ModelInfo, SamplingOptions, new_request_id
-from rollout_service.inference.engines.vllm.metrics import parse_load
-from rollout_service.inference.engines.vllm.wire import (
+from rollout_service.engines.contract import GenerateRequest, ModelInfo, SamplingOptions, new_request_id
+from rollout_service.engines.errors import BackendProtocolError, BackendRejected
+from rollout_service.engines.kinds.vllm.metrics import parse_load
+from rollout_service.engines.kinds.vllm.wire import (
     LogprobsMode,
     generate_body,
     mode_of,
     parse_generation,
     refuse_other_distribution,
 )
-from rollout_service.inference.errors import BackendProtocolError, BackendRejected
 
 REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8))
 INFO = ModelInfo(model_path="m", tokenizer_path="m", weight_version=0, vocab_size=10, context_length=100)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
-from rollout_service.inference.engines.token_stream import as_one_chunk
-from rollout_service.inference.pool.continuation import Continuation
+from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.engines.kinds.token_stream import as_one_chunk
+from rollout_service.engines.pool.continuation import Continuation
 
 
 def token_at(position):

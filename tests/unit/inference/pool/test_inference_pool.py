@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from api_schemas.inference import BackendState, PauseMode
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.errors import (
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.errors import (
     BackendProtocolError,
     BackendRejected,
     BackendUnreachable,
@@ -21,8 +21,8 @@ from rollout_service.inference.errors import (
     PromptTooLong,
     UnknownBackend,
 )
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

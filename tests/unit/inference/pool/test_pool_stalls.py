@@ -7,10 +7,10 @@ import pytest
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.pool.locality import is_local
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.pool.locality import is_local
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
 from rollout_service.testing import Counting, Fault, Hardware, ScriptedEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import RequestedExtras, SamplingOptions
-from rollout_service.inference.errors import BackendProtocolError, BackendUnreachable
-from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.engines.contract import RequestedExtras, SamplingOptions
+from rollout_service.engines.errors import BackendProtocolError, BackendUnreachable
+from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.testing import AfterTokens, Fault, Reply, ScriptedEngine, ScriptedVllm
 from tests.unit.inference.pool.test_inference_pool import OPTIONS, SCRIPT, is_exact, request, running, until
 

@@ -7,9 +7,9 @@ import pytest
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.policies.serving import PolicyServing, backend_id_of_spec
-from rollout_service.policies.shipped import policy_folder
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.engines_contract import SharedBackend
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.testing import Counting, ScriptedEngine

@@ -21,10 +21,8 @@ from api_schemas.inference import (
 )
 from api_schemas.rollouts import Sampling as RolloutSampling
 from api_schemas.trajectories import Message, Trajectory
-from rollout_service.hangs.signs.versions import OtherVersions
-from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.inference.engines.sglang.backend import SGLangBackend
-from rollout_service.inference.errors import (
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.errors import (
     BackendProtocolError,
     BackendRejected,
     NoBackendError,
@@ -33,12 +31,14 @@ from rollout_service.inference.errors import (
     WeightsPartlyLoaded,
     WeightsUnusable,
 )
-from rollout_service.inference.pool import probe
-from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.pools import Pools
-from rollout_service.inference.pool.weights.outcomes import check_weights_outcome
-from rollout_service.inference.pool.weights.process_groups import ProcessGroups, buckets
-from rollout_service.policies.session import PolicySession
+from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.pool import probe
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
+from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
+from rollout_service.engines.serving.session import PolicySession
+from rollout_service.server.hangs.signs.versions import OtherVersions
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 from rollout_service.tokens import Conversation, ParsedTurn
 

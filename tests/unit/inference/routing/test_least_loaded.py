@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import GenerateRequest, new_request_id
-from rollout_service.inference.routing import Candidate, LeastLoaded
+from rollout_service.engines.contract import GenerateRequest, new_request_id
+from rollout_service.engines.routing import Candidate, LeastLoaded
 
 REQUEST = GenerateRequest(new_request_id(), [1])
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation, new_request_id
-from rollout_service.inference.routing import Candidate, CostRouter, Reason
-from rollout_service.inference.routing.block_hashes import BLOCK_TOKENS
+from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation, new_request_id
+from rollout_service.engines.routing import Candidate, CostRouter, Reason
+from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS
 
 
 class Clock:

@@ -6,9 +6,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from api_schemas.trajectories import Message
-from rollout_service.errors import RecordLostError
-from rollout_service.inference.contract import GenerateRequest, Generation, ReturnedExtras, TopLogprob
-from rollout_service.inference.errors import ExtraUnsupported
+from rollout_service.base.errors import RecordLostError
+from rollout_service.engines.contract import GenerateRequest, Generation, ReturnedExtras, TopLogprob
+from rollout_service.engines.errors import ExtraUnsupported
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
@@ -17,7 +18,6 @@ from rollout_service.live.judging.hindsight import HEADER, JudgedHints, Recorded
 from rollout_service.live.judging.overlap import POSITIONS, positions
 from rollout_service.live.judging.prompt import hint_rubric
 from rollout_service.live.replay import TurnPrompt
-from rollout_service.policies.shipped import policy_folder
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.tokens import ChatRenderer
 from tests.support.live.judge import Said, SaysNext

@@ -7,8 +7,8 @@ import anyio
 import pytest
 
 from api_schemas.rollouts.sessions import Hint, MarkReason, TurnKind
-from rollout_service.errors import StoreError
-from rollout_service.inference.errors import BackendUnreachable
+from rollout_service.base.errors import StoreError
+from rollout_service.engines.errors import BackendUnreachable
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.judging.turn_judge import FoundHint

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.live.contract import NextStateRecord, TurnRecord
 from rollout_service.live.judging import overrides
 from rollout_service.live.judging.overrides import Overrides, repeated_share

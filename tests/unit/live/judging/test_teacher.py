@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import GenerateRequest, Generation, ReturnedExtras
-from rollout_service.inference.errors import ExtraUnsupported
+from rollout_service.engines.contract import GenerateRequest, Generation, ReturnedExtras
+from rollout_service.engines.errors import ExtraUnsupported
+from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.live.judging.teacher import TeacherReader
-from rollout_service.policies.serving import ServedModel
-from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from tests.support.live.pools import FunctionEngines, FunctionModels, generation
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import MarkReason, Votes
-from rollout_service.errors import ConfigurationError
-from rollout_service.inference.errors import BackendUnreachable, NoBackendError
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.engines.errors import BackendUnreachable, NoBackendError
 from rollout_service.live.contract import NextStateRecord
 from rollout_service.live.judging.prompt import hint_rubric, question, value_rubric
 from rollout_service.live.judging.turn_judge import FoundHint

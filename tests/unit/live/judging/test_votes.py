@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import MarkReason
-from rollout_service.errors import ServiceError
-from rollout_service.inference.errors import BackendUnreachable, NoBackendError, PromptTooLong
+from rollout_service.base.errors import ServiceError
+from rollout_service.engines.errors import BackendUnreachable, NoBackendError, PromptTooLong
 from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.live.judging.prompt import VALUES
 from rollout_service.live.judging.votes import outage, tally

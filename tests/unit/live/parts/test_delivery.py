@@ -15,7 +15,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.rollouts.sessions import Hint, MaskReason, RolloutKind, Teacher
 from api_schemas.runs import AppendTasks, Batch, RunState
 from api_schemas.tasks import Task
-from rollout_service.errors import ConflictError, InvalidFieldError
+from rollout_service.base.errors import ConflictError, InvalidFieldError
 from rollout_service.live.judging.teacher import TeacherReading
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery

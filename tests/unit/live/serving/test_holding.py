@@ -11,12 +11,12 @@ import anyio.lowlevel
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rollout_service.inference.contract import GenerateRequest, Generation, TokenChunk, new_request_id
-from rollout_service.inference.errors import BackendRejected, NoBackendError
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, new_request_id
+from rollout_service.engines.errors import BackendRejected, NoBackendError
 from rollout_service.live.errors import PoolHeldError
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.serving.holding import HeldPool
-from rollout_service.signals import ChangeSignal
 from rollout_service.testing.gateway import ManualPool
 
 pytestmark = pytest.mark.anyio

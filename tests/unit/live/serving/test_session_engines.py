@@ -9,18 +9,18 @@ import anyio
 import pytest
 from prometheus_client import CollectorRegistry
 
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import GenerateRequest
+from rollout_service.engines.errors import NoBackendError
+from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.inference.contract import GenerateRequest
-from rollout_service.inference.errors import NoBackendError
 from rollout_service.live.errors import PoolHeldError
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.serving.connecting import SessionEngines, Unrecorded
-from rollout_service.policies.serving import ServedModel
-from rollout_service.policies.shipped import policy_folder
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.settings.live import LiveSettings
-from rollout_service.signals import ChangeSignal
 from rollout_service.testing.gateway import ManualPool
 from rollout_service.tokens import ChatRenderer
 

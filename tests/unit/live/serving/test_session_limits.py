@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout_service.errors import ConfigurationError, InvalidFieldError
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.live.errors import RateLimitedError
 from rollout_service.live.serving.app import split_session_path
 from rollout_service.live.serving.cursors import decode_cursor, encode_cursor

@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from rollout_service.telemetry.egress import EgressMeter
-from rollout_service.telemetry.metrics import Metrics
+from rollout_service.observability.telemetry.egress import EgressMeter
+from rollout_service.observability.telemetry.metrics import Metrics
 from sandboxes import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.contract import Sandbox
 from sandboxes.egress.counts import EgressCounts

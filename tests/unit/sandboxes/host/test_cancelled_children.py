@@ -8,7 +8,7 @@ import anyio.lowlevel
 import pytest
 
 from rollout_service.cli.server_child import running_server
-from rollout_service.inference.local_servers.process import ServerCommand, ServerProcess
+from rollout_service.engines.local_servers.process import ServerCommand, ServerProcess
 from sandboxes.runtime.export import export_tree
 from tests.support.processes.children import nothing_uncollected
 

@@ -1,0 +1,14 @@
+"""Reward hacks against an environment's grading, run in real sandboxes: `rollout-service env attack`.
+
+`attack_environment` runs them and returns a report; `SCRIPTS` are the attacks.
+"""
+
+from rollout_service.authoring.attacks.runner import (
+    AttackOutcome,
+    AttackReport,
+    AttackVerdict,
+    attack_environment,
+)
+from rollout_service.authoring.attacks.scripts import SCRIPTS, Attack
+
+__all__ = ["SCRIPTS", "Attack", "AttackOutcome", "AttackReport", "AttackVerdict", "attack_environment"]

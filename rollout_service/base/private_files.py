@@ -1,0 +1,60 @@
+"""Files that other users of the machine cannot read: they hold tasks, trajectories, and addresses.
+
+Guarantee: only the owner can read a file from the moment it exists, whatever the umask and the folder allow. A file
+that an earlier release left open to others is closed to them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rollout_service.base.errors import ConfigurationError
+
+OWNER_ONLY = 0o600
+OTHERS = 0o077
+
+
+def open_state_folder(folder: Path) -> Path:
+    """Create the service's state folder for its owner alone; leave an existing folder as it is.
+
+    Raises:
+        ConfigurationError: The folder cannot be created or written.
+    """
+    hint = "Choose another folder with --state-dir or ROLLOUT_STATE_DIR, or give the service's user write access."
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the state folder {folder} cannot be created: {error.strerror}", hint=hint
+        ) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"the state folder {folder} is not writable", hint=hint)
+    return folder
+
+
+def make_private(path: Path) -> None:
+    """Create a file that only its owner can read, or close an existing one to others.
+
+    Raises:
+        OSError: The file cannot be opened or changed.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_mode & OTHERS and found.st_uid == os.geteuid():
+            os.fchmod(descriptor, OWNER_ONLY)
+    finally:
+        os.close(descriptor)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file atomically, readable by its owner alone.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    draft = path.with_suffix(".draft")
+    make_private(draft)
+    draft.write_bytes(data)
+    draft.replace(path)

@@ -1,0 +1,147 @@
+"""The shutdown of a service, as all of its parts see it.
+
+Guarantees: once it has begun, everyone who waits gets an answer at once, no new work is accepted, and work in progress
+has `drain_seconds` to end; a second request to stop ends the drain; whatever is open after the drain is cut off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import anyio
+
+from rollout_service.base.errors import UnavailableError
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 1
+"""The `Retry-After` for clients, in seconds; they back off further by themselves."""
+
+
+class ShuttingDownError(UnavailableError):
+    """The service is about to end; the request can be repeated after its restart."""
+
+    code = "shutting_down"
+
+    def __init__(self, *, context: dict[str, Any] | None = None) -> None:
+        super().__init__(
+            "the service is shutting down",
+            hint="Repeat the request; the service answers once it has restarted.",
+            context=context,
+        )
+
+
+class Shutdown:
+    """A shutdown that begins at most once, and that every part can wait for or ask about."""
+
+    def __init__(self, drain_seconds: float) -> None:
+        self.drain_seconds = drain_seconds
+        self.reason = ""
+        """The reason why it began; empty until then."""
+        self.failed = False
+        """Whether the service is ending because a part of it failed."""
+        self.drained = False
+        """Whether the drain is over."""
+        self.began_at = 0.0
+        self._waits: set[anyio.CancelScope] = set()
+        self._requests: set[anyio.CancelScope] = set()
+        self._drain: anyio.CancelScope | None = None
+        self._hurried = False
+        self._stop_starting: anyio.CancelScope | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when a part of the service has failed."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the service is ending."""
+        return bool(self.reason)
+
+    def begin(self, reason: str, *, failed: bool = False) -> None:
+        """Begin the shutdown, or end the drain of one that has begun."""
+        if failed and not self.failed:
+            self.failed = True
+            self.on_failure()
+        if self.begun:
+            self._hurry()
+            return
+        self.reason, self.began_at = reason, time.monotonic()
+        _cancel(self._waits)
+        if self._stop_starting is not None:
+            self._stop_starting.cancel()
+
+    def _hurry(self) -> None:
+        self._hurried = True
+        if self._drain is not None:
+            self._drain.cancel()
+
+    @contextmanager
+    def starting(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """Cancel `scope`, which holds all of the service, if the shutdown begins within the block."""
+        self._stop_starting = scope
+        if self.begun:
+            scope.cancel()
+        yield
+        self._stop_starting = None
+
+    def refuse(self) -> None:
+        """Raise ShuttingDownError if the shutdown has begun."""
+        if self.begun:
+            raise ShuttingDownError
+
+    async def until_begun(self, wait: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of a wait.
+
+        Raises:
+            ShuttingDownError: The shutdown has begun, or begins first.
+        """
+        self.refuse()
+        with anyio.CancelScope() as scope:
+            self._waits.add(scope)
+            try:
+                return await wait()
+            finally:
+                self._waits.discard(scope)
+        raise ShuttingDownError
+
+    async def wait(self) -> None:
+        """Wait until the shutdown begins."""
+        try:
+            await self.until_begun(anyio.sleep_forever)
+        except ShuttingDownError:
+            return
+
+    async def drain(self, idle: Callable[[], Awaitable[None]]) -> None:
+        """Wait until the service is idle, or the time of the drain is over."""
+        seconds = 0.0 if self._hurried else self.drain_seconds - self.seconds
+        with anyio.move_on_after(seconds) as self._drain:
+            await idle()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the shutdown began."""
+        return time.monotonic() - self.began_at
+
+    @contextmanager
+    def request(self) -> Iterator[anyio.CancelScope]:
+        """Cut the block off when the drain is over; the scope says whether that happened."""
+        with anyio.CancelScope() as scope:
+            self._requests.add(scope)
+            if self.drained:
+                scope.cancel()
+            try:
+                yield scope
+            finally:
+                self._requests.discard(scope)
+
+    def end(self) -> None:
+        """End the drain, and cut off the open requests. Idempotent."""
+        self.drained = True
+        _cancel(self._requests)
+
+
+def _cancel(scopes: set[anyio.CancelScope]) -> None:
+    for scope in list(scopes):
+        scope.cancel()

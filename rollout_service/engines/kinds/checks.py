@@ -1,0 +1,194 @@
+"""Checks of engines' answers, whatever the protocol.
+
+Each function returns the value in the project's terms or raises BackendProtocolError: nothing is padded or repaired.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from api_schemas.trajectories import FinishReason
+from rollout_service.engines.contract import TopLogprob
+from rollout_service.engines.errors import BackendProtocolError, InferenceError
+
+LOGPROBS_HINT = "Use an engine that returns the logprobs of the tokens that it samples."
+_UNSET_VERSION = "default"
+_REASONS: Mapping[object, FinishReason] = {reason.value: reason for reason in FinishReason}
+_LOGPROB_SLACK = 1e-3  # a certain token's logprob may come out a little above zero in low precision
+
+
+@contextmanager
+def answer_of(backend_id: str) -> Iterator[None]:
+    """Add the backend's id to inference errors raised inside; their type, hint and context stay."""
+    try:
+        yield
+    except InferenceError as error:
+        if error.backend_id:
+            raise
+        named = type(error)(str(error), hint=error.hint, backend_id=backend_id, context=error.context)
+        raise named from error
+
+
+def mapping(value: object, what: str, hint: str = "") -> Mapping[str, Any]:
+    """Return a value that must be a JSON object."""
+    if not isinstance(value, dict):
+        raise BackendProtocolError(f"{what} is not a JSON object", hint=hint)
+    return value
+
+
+def finish_reason(value: object, name: str) -> FinishReason:
+    """Return why a generation ended."""
+    reason = _REASONS.get(value) if isinstance(value, str) else None
+    if reason is None:
+        raise BackendProtocolError(f"{name} is {value!r}, not stop, length or abort")
+    return reason
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number, 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def sampled_ids(ids: object, *, name: str, budget: int, vocab_size: int | None) -> list[int]:
+    """Return the sampled ids: at most `budget`, each in the vocabulary."""
+    if not isinstance(ids, list):
+        raise BackendProtocolError(
+            f"{name} is missing", hint="Use an engine that returns the sampled ids, not only text."
+        )
+    limit = math.inf if vocab_size is None else vocab_size
+    # All at once first, which takes a tenth of the time.
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= limit:
+        for position, token in enumerate(ids):
+            if not is_count(token) or token >= limit:
+                raise BackendProtocolError(
+                    f"output id {token!r} at {position} is outside the vocabulary of {limit}"
+                )
+    if len(ids) > budget:
+        raise BackendProtocolError(f"{name} has {len(ids)} tokens, but at most {budget} were asked for")
+    return ids
+
+
+def refuse_empty(ids: Sequence[int], reason: FinishReason) -> None:
+    """Refuse an answer without tokens, unless the request was aborted."""
+    if not ids and reason is not FinishReason.ABORT:
+        raise BackendProtocolError(f"finished with {reason.value!r} but sampled nothing")
+
+
+def expect_length(entries: Sequence[object], name: str, expected: int) -> None:
+    """Check that a list has one entry per token."""
+    if len(entries) != expected:
+        raise BackendProtocolError(f"{name} has {len(entries)} entries for {expected} tokens")
+
+
+def expect_prefix(ids: Sequence[int], delivered: Sequence[int]) -> None:
+    """Check that an answer begins with the ids that its stream has delivered."""
+    if list(ids[: len(delivered)]) != list(delivered):
+        raise BackendProtocolError("the answer does not begin with the tokens that were streamed")
+
+
+def other_token(where: str, entry: object, token: int) -> BackendProtocolError:
+    """Return the error of an entry that must belong to `token`, and does not."""
+    return BackendProtocolError(f"{where} is {entry!r}, which does not belong to token {token}")
+
+
+def expect_count(stated: object, name: str, expected: int, *, required: bool) -> None:
+    """Check that a count stated by the engine agrees with its lists."""
+    if stated is None and not required:
+        return
+    if stated != expected:
+        raise BackendProtocolError(f"{name} is {stated!r}, but should be {expected}")
+
+
+def cached_count(cached: Any, name: str, prompt_tokens: int, *, required: bool, hint: str = "") -> int:
+    """Return how many of the prompt's tokens were cached."""
+    if cached is None and not required:
+        return 0
+    if not is_count(cached) or cached > prompt_tokens:
+        raise BackendProtocolError(f"{name} is {cached!r} for a prompt of {prompt_tokens} tokens", hint=hint)
+    return int(cached)
+
+
+def are_logprobs(values: Sequence[object]) -> bool:
+    """Return whether all are logprobs; `logprob` explains a single failure."""
+    if set(map(type, values)) != {float}:
+        return False
+    numbers = cast(Sequence[float], values)
+    return all(map(math.isfinite, numbers)) and max(numbers) <= _LOGPROB_SLACK
+
+
+def logprob(value: object, where: str) -> float:
+    """Return a value that must be a logprob."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value > _LOGPROB_SLACK:  # type: ignore[arg-type, operator]
+        raise BackendProtocolError(f"{where} is {value!r}, but must be a finite number of at most 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def top_logprobs(
+    rows: Sequence[Sequence[TopLogprob]], *, wanted: int, tokens: int, vocab_size: int | None
+) -> list[list[TopLogprob]]:
+    """Return the likeliest tokens at each of `tokens` positions: `wanted` distinct ones, best first.
+
+    Tokens that cannot be sampled are left out: those whose logprob is minus infinity, which JSON writes as null.
+    """
+    expect_length(rows, "top_logprobs", tokens)
+    limit = math.inf if vocab_size is None else vocab_size
+    expected = min(wanted, limit)
+    for position, row in enumerate(rows):
+        if not all(is_count(each.token_id) and each.token_id < limit for each in row):
+            raise BackendProtocolError(
+                f"top_logprobs has a token at {position} that is outside the vocabulary of {limit}"
+            )
+        ids = {each.token_id for each in row}
+        if len(row) != expected or len(ids) != len(row):
+            raise BackendProtocolError(
+                f"top_logprobs has {len(ids)} tokens at {position}, but {expected} were asked for"
+            )
+        possible = _possible(row)
+        values = [logprob(each.logprob, f"a logprob of top_logprobs at {position}") for each in possible]
+        if values != sorted(values, reverse=True):
+            raise BackendProtocolError(f"top_logprobs at {position} does not begin with the likeliest token")
+    return [_possible(row) for row in rows]
+
+
+def _possible(row: Sequence[TopLogprob]) -> list[TopLogprob]:
+    """Return a row without the tokens at its end that cannot be sampled; one of them is always possible."""
+    end = len(row)
+    while end > 1 and row[end - 1].logprob == -math.inf:
+        end -= 1
+    return list(row[:end])
+
+
+def parse_version(raw: object) -> int:
+    """Return an engine's weight version as an integer; an engine that was never given one is at 0.
+
+    Raises:
+        BackendProtocolError: The version is a name.
+    """
+    if raw == _UNSET_VERSION:
+        return 0
+    if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
+        return raw
+    if isinstance(raw, str) and raw.isascii() and raw.isdigit():
+        return int(raw)
+    raise BackendProtocolError(
+        f"weight version {raw!r} is not an integer",
+        hint="Pass a whole number as weight_version when you update the engine's weights.",
+    )
+
+
+def versions_of_spans(spans: object, count: int) -> list[int]:
+    """Return the version of each of `count` tokens from spans `{version, start, end}` that cover them in order."""
+    versions: list[int] = []
+    for span in spans if isinstance(spans, list) else [spans]:
+        fields = mapping(span, "an entry of weight_versions")
+        start, end = fields.get("start"), fields.get("end")
+        if start != len(versions) or not isinstance(end, int) or end < start:
+            raise BackendProtocolError(
+                f"weight_versions is {spans!r}, whose spans must follow each other from 0"
+            )
+        versions.extend([parse_version(fields.get("version"))] * (end - start))
+    if len(versions) != count:
+        raise BackendProtocolError(f"weight_versions covers {len(versions)} of {count} tokens")
+    return versions

@@ -1,0 +1,126 @@
+"""The prefix cache: a radix tree of token ids whose edges hold the KV of their tokens.
+
+The tree holds copies, so evicting never disturbs a running sequence. It never holds more tokens than its budget; the
+least recently used leaves go first. Matching and inserting are exact to the token, not to a block.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout_service.engines.kinds.embedded.weights import Array
+
+
+@dataclass(slots=True, eq=False)
+class _RadixNode:
+    """An edge of the tree and its subtree. KV: `[layers, kv_heads, len(ids), head_dim]`."""
+
+    ids: tuple[int, ...]
+    keys: Array
+    values: Array
+    parent: "_RadixNode | None"
+    used: int = 0
+    children: dict[int, "_RadixNode"] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """The KV of token prefixes, at most `budget` tokens; used from one thread only."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = max(0, budget)
+        self.tokens = 0
+        self._uses = 0
+        nothing = np.zeros((0, 0, 0, 0), np.float32)
+        self._root = _RadixNode((), nothing, nothing, None)
+
+    def match(self, ids: Sequence[int]) -> tuple[int, list[tuple[Array, Array]]]:
+        """Return the length of the longest stored prefix of `ids`, and its KV in consecutive pieces."""
+        self._uses += 1
+        node, length = self._root, 0
+        pieces: list[tuple[Array, Array]] = []
+        while length < len(ids) and (child := node.children.get(ids[length])) is not None:
+            common = _common_prefix(child.ids, ids, length)
+            child.used = self._uses
+            pieces.append((child.keys[:, :, :common], child.values[:, :, :common]))
+            length += common
+            if common < len(child.ids):
+                break
+            node = child
+        return length, pieces
+
+    def insert(self, ids: Sequence[int], keys: Array, values: Array, *, start: int = 0) -> None:
+        """Store the KV of `ids[start:]`, where the first `start` ids are known to be stored.
+
+        KV that is already stored stays. If the first `start` ids were evicted meanwhile, nothing is stored.
+
+        Args:
+            ids: the ids from the first position of the sequence on.
+            keys: `[layers, kv_heads, len(ids) - start, head_dim]`, not copied.
+            values: likewise.
+            start: how many leading ids the KV leaves out.
+        """
+        self._uses += 1
+        node, length = self._root, 0
+        while length < len(ids) and (child := node.children.get(ids[length])) is not None:
+            common = _common_prefix(child.ids, ids, length)
+            length += common
+            child.used = self._uses
+            node = child
+            if common < len(child.ids):
+                node = self._split(child, common)
+                break
+        if start <= length < len(ids):
+            rest = slice(length - start, len(ids) - start)
+            leaf = _RadixNode(tuple(ids[length:]), keys[:, :, rest], values[:, :, rest], node, self._uses)
+            node.children[leaf.ids[0]] = leaf
+            self.tokens += len(leaf.ids)
+            self._evict()
+
+    def resize(self, budget: int) -> None:
+        """Change the budget, and evict what no longer fits."""
+        self.budget = max(0, budget)
+        self._evict()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._root.children.clear()
+        self.tokens = 0
+
+    def _split(self, node: _RadixNode, at: int) -> _RadixNode:
+        """Cut an edge in two, and return the upper part."""
+        upper = _RadixNode(
+            node.ids[:at], node.keys[:, :, :at].copy(), node.values[:, :, :at].copy(), node.parent, node.used
+        )
+        if node.parent is not None:
+            node.parent.children[upper.ids[0]] = upper
+        node.ids = node.ids[at:]
+        node.keys, node.values = node.keys[:, :, at:].copy(), node.values[:, :, at:].copy()
+        node.parent = upper
+        upper.children[node.ids[0]] = node
+        return upper
+
+    def _evict(self) -> None:
+        while self.tokens > self.budget:  # repeats, since inner nodes may have become leaves
+            for leaf in sorted(self._leaves(), key=lambda node: node.used):
+                self._drop(leaf)
+                if self.tokens <= self.budget:
+                    break
+
+    def _drop(self, leaf: _RadixNode) -> None:
+        if leaf.parent is not None:
+            del leaf.parent.children[leaf.ids[0]]
+        self.tokens -= len(leaf.ids)
+
+    def _leaves(self) -> Iterator[_RadixNode]:
+        pending = [self._root]
+        while pending:
+            node = pending.pop()
+            if not node.children and node is not self._root:
+                yield node
+            pending.extend(node.children.values())
+
+
+def _common_prefix(edge: Sequence[int], ids: Sequence[int], offset: int) -> int:
+    limit = min(len(edge), len(ids) - offset)
+    return next((i for i in range(limit) if edge[i] != ids[offset + i]), limit)

@@ -1,0 +1,413 @@
+"""The base of all backends over HTTP: connections, calls, and aborts.
+
+Guarantees: a call that is cancelled or times out, or whose stream cannot be trusted, aborts its request in the engine
+before it returns; an answer is JSON or an error that names engine, route and status; a prompt that leaves no room for
+its budget is never sent.
+"""
+
+import asyncio
+import json
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+import orjson
+
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import GenerateRequest, Generation, ModelInfo, TokenSink
+from rollout_service.engines.errors import (
+    BackendProtocolError,
+    BackendRejected,
+    BackendUnreachable,
+    GenerationTimeout,
+    InferenceError,
+    PromptTooLong,
+    SchemaRefused,
+)
+from rollout_service.engines.kinds.checks import answer_of, mapping
+from rollout_service.engines.kinds.http_client import (
+    ANSWER_BYTES,
+    AnswerTimeoutError,
+    AnswerTooLargeError,
+    HttpClient,
+)
+from rollout_service.engines.kinds.token_stream import TokenStream, as_one_chunk, is_streamable
+
+CONTROL_SECONDS = 30.0
+_ABORT_SECONDS = 2.0
+_END_SECONDS = 5.0
+_ABORT_AGAIN_SECONDS = 0.1
+_OK = HTTPStatus.OK.value
+_DONE = b"[DONE]"
+_ERROR_STATUSES = range(400, 600)
+_SCHEMA = re.compile("schema|grammar|structured", re.IGNORECASE)
+_PORTS = {"http": 80, "https": 443}
+_ERROR_KEYS = ("error", "message", "detail")
+QUOTED_CHARACTERS = 500
+"""How much of an engine's error message is passed on."""
+QUOTED_BYTES = 100
+"""How much of an answer that is not JSON is passed on."""
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+class HttpBackend(ABC):
+    """The part of a `Backend` that all engines behind an HTTP server share.
+
+    Use it from one event loop; `close` closes its connections.
+
+    Args:
+        url: where the server listens, `http://host:port`.
+        backend_id: its name in reports; its location by default.
+        timeout: seconds that one `generate` may take.
+    """
+
+    def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
+        self._url = normalize_url(url)
+        self._id = backend_id or location_of(url)
+        self._timeout = timeout
+        self._client = HttpClient(self._url)
+        self._is_closed = False
+        self._info: ModelInfo | None = None
+        self._open_calls = 0
+        self._call_ended = ChangeSignal()
+
+    @property
+    def id(self) -> str:
+        """Unique among the backends of the service."""
+        return self._id
+
+    @property
+    def url(self) -> str:
+        """The address of the engine."""
+        return self._url
+
+    @property
+    def keeps_kv_apart(self) -> bool:
+        """Whether a request can find only KV of the weights that the engine has when it is sent."""
+        return False
+
+    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
+        """Sample one continuation; see `Backend.generate`."""
+        if self._info is not None:
+            self._check_room(request, self._info)
+        self._open_calls += 1
+        try:
+            return await self._answer(request, on_tokens)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                await self._abort_quietly(request.request_id)
+            raise
+        except BackendRejected as error:
+            if request.sampling.json_schema is not None and _SCHEMA.search(str(error)):
+                raise self._schema_refused(error) from error
+            raise
+        except BackendProtocolError:
+            if on_tokens is not None:  # what cannot be trusted may still be under way
+                await self._abort_quietly(request.request_id)
+            raise
+        except AnswerTimeoutError as error:
+            await self._abort_quietly(request.request_id)
+            raise GenerationTimeout(
+                str(error),
+                hint="Lower max_new_tokens, or raise the generation timeout.",
+                backend_id=self._id,
+            ) from error
+        finally:
+            self._open_calls -= 1
+            self._call_ended.notify()
+
+    async def close(self) -> None:
+        """Close the connections; the engine itself keeps running."""
+        self._is_closed = True
+        await self._client.close()
+
+    @abstractmethod
+    async def abort(self, request_id: str | None = None) -> None:
+        """Abort one request, or all for None."""
+
+    @abstractmethod
+    async def _sample(
+        self, request: GenerateRequest, started: float, on_tokens: TokenSink | None
+    ) -> Generation:
+        """Ask the engine and check its answer; `started` comes from `time.perf_counter`."""
+
+    async def _answer(self, request: GenerateRequest, on_tokens: TokenSink | None) -> Generation:
+        started = time.perf_counter()
+        if on_tokens is None or is_streamable(request):
+            return await self._sample(request, started, on_tokens)
+        generation = await self._sample(request, started, None)
+        as_one_chunk(generation, on_tokens)
+        return generation
+
+    def _schema_refused(self, error: BackendRejected) -> SchemaRefused:
+        return SchemaRefused(
+            str(error).removeprefix(f"backend {self._id}: "),
+            hint="Correct the schema, or use SGLang or vLLM if the engine does not constrain what it samples.",
+            backend_id=self._id,
+        )
+
+    # ---- for subclasses
+
+    async def _end_calls(self) -> None:
+        """Abort until no call is open, since the first abort misses a request still on its way to the engine."""
+        await self.abort()
+        with anyio.move_on_after(_END_SECONDS):
+            while self._open_calls:
+                with anyio.move_on_after(_ABORT_AGAIN_SECONDS) as waiting:
+                    await self._call_ended.wait()
+                if waiting.cancelled_caught:
+                    await self.abort()
+
+    async def _get(self, path: str) -> Any:
+        return await self._call("GET", path, seconds=CONTROL_SECONDS)
+
+    async def _post(self, path: str, body: Mapping[str, Any], seconds: float = CONTROL_SECONDS) -> Any:
+        return await self._call("POST", path, content=orjson.dumps(body), seconds=seconds, is_json=None)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        seconds: float | None = None,
+        is_json: bool | None = True,
+        max_bytes: int = ANSWER_BYTES,
+        traceparent: str | None = None,
+    ) -> Any:
+        """Make one HTTP exchange, and return its JSON.
+
+        With `is_json=None`, invalid JSON becomes None; with False, the body is ignored. Without `seconds` the exchange
+        may take as long as a generation.
+
+        Raises:
+            InferenceError: The exchange failed.
+            AnswerTimeoutError: There was no answer in the time of a generation; `generate` translates it.
+        """
+        raw = await self._exchange_bytes(method, path, content, seconds, max_bytes, traceparent=traceparent)
+        return self._decode(raw, method, path, is_json) if is_json is not False else None
+
+    async def _stream(
+        self, path: str, content: bytes, stream: TokenStream, max_bytes: int, traceparent: str | None = None
+    ) -> None:
+        """Make one exchange that is answered event by event, each of at most `max_bytes`.
+
+        Raises:
+            InferenceError: The exchange failed, or broke off.
+            AnswerTimeoutError: There was no whole answer in the time of a generation.
+        """
+        is_done = False
+
+        def take(event: bytes) -> None:
+            nonlocal is_done
+            is_done = is_done or event == _DONE
+            if not is_done:
+                self._take_chunk(event, path, stream)
+
+        await self._exchange_bytes("POST", path, content, None, max_bytes, take, traceparent)
+        if not is_done:
+            raise BackendUnreachable(
+                f"{path} ended its stream before the answer",
+                hint="See the engine's log.",
+                backend_id=self._id,
+            )
+
+    def _take_chunk(self, event: bytes, path: str, stream: TokenStream) -> None:
+        with answer_of(self._id):
+            chunk = mapping(self._decode(event, "POST", path, True), "a chunk of the answer")
+            if "error" in chunk:
+                stated: Any = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
+                raise self._refusal(stated if stated in _ERROR_STATUSES else _ERROR_STATUSES[-1], path, event)
+            stream.take(chunk)
+
+    async def _exchange_bytes(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        seconds: float | None,
+        max_bytes: int = ANSWER_BYTES,
+        on_event: Callable[[bytes], None] | None = None,
+        traceparent: str | None = None,
+    ) -> bytes:
+        if self._is_closed:
+            raise BackendUnreachable("was removed from its pool", backend_id=self._id)
+        try:
+            if seconds is None:
+                status, raw = await self._client.exchange(
+                    method,
+                    path,
+                    content,
+                    seconds=self._timeout,
+                    max_bytes=max_bytes,
+                    on_event=on_event,
+                    traceparent=traceparent,
+                )
+            else:
+                with anyio.fail_after(seconds):
+                    status, raw = await self._client.exchange(method, path, content, max_bytes=max_bytes)
+        except AnswerTimeoutError:
+            raise
+        except AnswerTooLargeError as error:
+            raise BackendProtocolError(
+                f"{path} answered with more than {max_bytes} bytes",
+                hint="Register the engine's own address.",
+                backend_id=self._id,
+            ) from error
+        except OSError as error:
+            raise BackendUnreachable(
+                f"{method} {path} failed: {str(error) or type(error).__name__}",
+                hint=f"Check that an engine listens at {self._url}.",
+                backend_id=self._id,
+            ) from error
+        if status != _OK:
+            raise self._refusal(status, path, raw if method == "POST" else b"")
+        return raw
+
+    def _object(self, answer: Any, path: str) -> Mapping[str, Any]:
+        if not isinstance(answer, dict):
+            raise BackendProtocolError(f"{path} did not answer with a JSON object", backend_id=self._id)
+        return answer
+
+    async def _context_length(self) -> tuple[str, int]:
+        """Return the model's name and maximum sequence length from `/v1/models`."""
+        models = self._object(await self._get("/v1/models"), "/v1/models").get("data")
+        first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+        length = first.get("max_model_len")
+        if not isinstance(length, int):
+            raise BackendProtocolError("/v1/models does not state max_model_len", backend_id=self._id)
+        return str(first.get("root") or first.get("id") or ""), length
+
+    def _has_version(self, version: int) -> None:
+        if self._info is not None:
+            self._info = replace(self._info, weight_version=version)
+
+    # ---- private
+
+    def _check_room(self, request: GenerateRequest, info: ModelInfo) -> None:
+        length, budget = len(request.input_ids), request.sampling.max_new_tokens
+        if length + budget > info.context_length:
+            raise PromptTooLong(
+                f"{length} prompt tokens and {budget} to sample exceed the context length {info.context_length}",
+                hint="Shorten the prompt or lower max_new_tokens.",
+                backend_id=self._id,
+            )
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        """Abort within a time limit; an engine that cannot be reached sees the closed connection."""
+        with anyio.move_on_after(_ABORT_SECONDS):
+            try:
+                await self.abort(request_id)
+            except InferenceError:
+                return
+
+    def _decode(self, raw: bytes, method: str, path: str, is_json: bool | None) -> Any:
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            if is_json is None:
+                return None
+            # An address may be that of another service, of which nothing that a GET reads is passed on.
+            quoted = f": {_quoted(raw)}" if method == "POST" else ""
+            raise BackendProtocolError(
+                f"{path} answered {_OK} with something other than JSON{quoted}",
+                hint="Register the engine's own address.",
+                backend_id=self._id,
+            ) from error
+
+    def _refusal(self, status: int, path: str, raw: bytes) -> InferenceError:
+        said = _error_message(raw)
+        message = f"{path} answered {status}" + (f": {said}" if said else "")
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
+            return BackendUnreachable(message, hint="See the engine's log.", backend_id=self._id)
+        if "context length" in message:
+            return PromptTooLong(
+                message, hint="Shorten the prompt or lower max_new_tokens.", backend_id=self._id
+            )
+        if status < HTTPStatus.BAD_REQUEST:
+            return BackendProtocolError(
+                message, hint="Register the engine's own address.", backend_id=self._id
+            )
+        return BackendRejected(message, backend_id=self._id)
+
+
+def normalize_url(url: str) -> str:
+    """Return `url` as scheme, host, port and path, without a trailing slash.
+
+    Raises:
+        ValueError: `url` is not a plain http or https address.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} is not an engine's address, such as http://host:30000")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(f"an engine's address has no user, query or fragment: {parts.hostname}")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def location_of(url: str) -> str:
+    """Return an engine's location: host, port and, behind a gateway, its path.
+
+    Raises:
+        ValueError: `url` is not a plain http or https address.
+    """
+    parts = urlsplit(normalize_url(url))
+    port = "" if parts.port else f":{_PORTS[parts.scheme]}"
+    return f"{parts.netloc.lower()}{port}{parts.path}"
+
+
+def kv_key(info: ModelInfo, salt: str = "") -> str:
+    """Return the cache key that separates KV of these weights from that of other versions, and of other salts."""
+    return f"weights-{info.weight_version}{f'-{salt}' if salt else ''}"
+
+
+async def read_model_config(model_path: str) -> dict[str, Any]:
+    """Return the text model's part of a folder's `config.json`; empty if it cannot be read from here."""
+    return await anyio.to_thread.run_sync(_read_model_config, model_path)
+
+
+def routing_shape(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return layers and experts per token from a `config.json`; None unless it is a mixture of experts."""
+    layers = config.get("num_hidden_layers")
+    experts = next((config[name] for name in _EXPERTS_PER_TOKEN if isinstance(config.get(name), int)), None)
+    return (layers, experts) if isinstance(layers, int) and isinstance(experts, int) and experts else None
+
+
+def _read_model_config(model_path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(model_path, "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
+
+
+def _error_message(raw: bytes) -> str:
+    """Return the error message in an engine's answer; empty for an unknown format."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return ""
+    said = next((body[key] for key in _ERROR_KEYS if key in body), "") if isinstance(body, dict) else ""
+    if isinstance(said, dict):
+        said = said.get("message", "")
+    return _printable(said if isinstance(said, str) else str(said))
+
+
+def _quoted(raw: bytes) -> str:
+    """Return the first bytes of an answer as text, in quotes."""
+    return repr(_printable(raw[:QUOTED_BYTES].decode(errors="replace")))
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text[:QUOTED_CHARACTERS])

@@ -1,0 +1,145 @@
+"""Loading weights into an SGLang server, from a folder or over a process group.
+
+Guarantees: an update aborts no request, whatever the server's defaults are. When a load returns, the weights are in
+place and the cache is flushed if that was asked for.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from api_schemas.inference import DistributedWeights, WeightsGroupRequest
+from rollout_service.engines.errors import BackendProtocolError, BackendRejected
+from rollout_service.engines.pool.weights.process_groups import buckets
+
+_UPDATE_SECONDS = 900.0
+_FLUSH_SECONDS = 30
+_ANSWER_SECONDS = 30.0
+_NOT_FLUSHED = "the cache was not flushed"
+_NO_ROUTE = "answered 404"
+
+
+class Call(Protocol):
+    """Makes one exchange with the server."""
+
+    async def __call__(
+        self, path: str, body: Mapping[str, Any] | None, *, seconds: float = _ANSWER_SECONDS
+    ) -> Any:
+        """POST `body` to `path`, or GET `path` without a body; return the answer's JSON, None if it is not JSON.
+
+        Raises:
+            InferenceError: The exchange failed.
+        """
+
+
+class SGLangWeights:
+    """The weights of the server behind `call`."""
+
+    def __init__(self, backend_id: str, call: Call) -> None:
+        self._id = backend_id
+        self._call = call
+
+    async def from_disk(self, path: str, version: int, *, flush_cache: bool) -> None:
+        """Load the weights in a folder."""
+        body = {"model_path": path} | _about(version, flush_cache=flush_cache)
+        await self._load("/update_weights_from_disk", body)
+
+    async def from_group(self, weights: DistributedWeights, version: int, *, flush_cache: bool) -> None:
+        """Receive these tensors from a broadcast; the last part carries the version."""
+        has_sessions = await self._begin()
+        try:
+            *firsts, last = buckets(weights)
+            for part in firsts:
+                await self._load(_FROM_GROUP, _tensors(part) | _about(None, flush_cache=False))
+            await self._load(_FROM_GROUP, _tensors(last) | _about(version, flush_cache=flush_cache))
+        finally:
+            if has_sessions:
+                await self._succeed("/end_weight_update", {})
+
+    async def ranks(self) -> int:
+        """Return how many ranks the server takes in a process group: one per accelerator.
+
+        Raises:
+            BackendProtocolError: The answer is not a JSON object.
+            BackendRejected: The server has replicas, of which SGLang can reach only one.
+        """
+        info = await self._call("/server_info", None)
+        if not isinstance(info, dict):
+            raise BackendProtocolError("/server_info did not answer with a JSON object", backend_id=self._id)
+        if (replicas := info.get("dp_size", 1)) != 1:
+            raise BackendRejected(
+                f"has {replicas} replicas (dp_size), which cannot join a process group",
+                hint="Start one server for each replica, or load the weights from a folder.",
+                backend_id=self._id,
+            )
+        return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+
+    async def join(self, group: WeightsGroupRequest, first_rank: int) -> None:
+        """Join a process group."""
+        body = {
+            "master_address": group.master_address,
+            "master_port": group.master_port,
+            "rank_offset": first_rank,
+            "world_size": group.world_size,
+            "group_name": group.group_name,
+            "backend": group.backend,
+        }
+        try:
+            await self._succeed("/init_weights_update_group", body, seconds=group.timeout_seconds)
+        except BackendRejected as error:
+            if _NO_ROUTE not in str(error):
+                raise
+            raise BackendRejected(
+                "cannot take weights from a process group",
+                hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}.',
+                backend_id=self._id,
+            ) from error
+
+    async def leave(self, name: str) -> None:
+        """Leave a process group."""
+        await self._succeed("/destroy_weights_update_group", {"group_name": name})
+
+    async def _begin(self) -> bool:
+        """Open an update session, and return whether the server has them; older ones neither have nor need them."""
+        try:
+            await self._succeed("/begin_weight_update", {})
+        except BackendRejected as error:
+            if _NO_ROUTE in str(error):
+                return False
+            if "already open" not in str(error):
+                raise
+        return True
+
+    async def _load(self, path: str, body: Mapping[str, Any]) -> None:
+        try:
+            await self._succeed(path, body, seconds=_UPDATE_SECONDS)
+        except BackendRejected as error:
+            if not (body["flush_cache"] and _NOT_FLUSHED in str(error)):
+                raise
+            # The weights are in place, but a request that was aborted a moment ago still held its KV. The server
+            # takes this for a failure and still reports the previous version.
+            seconds = _FLUSH_SECONDS + _ANSWER_SECONDS
+            await self._call(f"/flush_cache?timeout={_FLUSH_SECONDS}", {}, seconds=seconds)
+            version = {"new_version": body["weight_version"], "abort_all_requests": False}
+            await self._succeed("/update_weight_version", version)
+
+    async def _succeed(self, path: str, body: Mapping[str, Any], *, seconds: float = _ANSWER_SECONDS) -> None:
+        answer = await self._call(path, body, seconds=seconds)
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise BackendProtocolError(f"{path} did not report success: {answer!r}", backend_id=self._id)
+
+
+_FROM_GROUP = "/update_weights_from_distributed"
+
+
+def _tensors(weights: DistributedWeights) -> dict[str, Any]:
+    return {
+        "names": weights.names,
+        "dtypes": weights.dtypes,
+        "shapes": weights.shapes,
+        "group_name": weights.group_name,
+    }
+
+
+def _about(version: int | None, *, flush_cache: bool) -> dict[str, Any]:
+    about: dict[str, Any] = {"flush_cache": flush_cache, "abort_all_requests": False}
+    return about if version is None else about | {"weight_version": str(version)}

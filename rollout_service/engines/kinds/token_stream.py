@@ -1,0 +1,95 @@
+"""The chunks of one streamed answer, checked one by one, delivered, and joined.
+
+Guarantees: a token is delivered once, after its own checks, with its logprob; the last chunk is delivered only after
+the checks of the whole answer, so that an answer that breaks off never delivers a token that ends it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_service.engines.contract import GenerateRequest, Generation, ModelInfo, TokenChunk, TokenSink
+from rollout_service.engines.errors import BackendProtocolError, BackendUnreachable
+from rollout_service.engines.kinds import checks as check
+
+
+class TokenStream(ABC):
+    """The chunks of one answer so far; a subclass reads an engine's protocol."""
+
+    def __init__(
+        self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink
+    ) -> None:
+        self._request = request
+        self._info = info
+        self._backend_id = backend_id
+        self._on_tokens = on_tokens
+        self._ids: list[int] = []
+        """The ids so far, all but those of the last chunk delivered."""
+
+    @abstractmethod
+    def take(self, chunk: Mapping[str, Any]) -> None:
+        """Check a chunk, and deliver its tokens.
+
+        Raises:
+            InferenceError: The chunk contradicts those before it, or reports a failure.
+        """
+
+    @abstractmethod
+    def _whole(self, engine_seconds: float) -> Generation:
+        """Check the answer as a whole."""
+
+    def end(self, engine_seconds: float) -> Generation:
+        """Deliver the last chunk, and return the answer.
+
+        Raises:
+            BackendUnreachable: The last chunk did not come.
+            BackendProtocolError: The answer as a whole cannot be trusted.
+        """
+        delivered = len(self._ids)
+        generation = self._whole(engine_seconds)
+        as_one_chunk(generation, self._on_tokens, first=delivered)
+        return generation
+
+    # ---- for subclasses
+
+    def _new_ids(self, ids: object, name: str) -> list[int]:
+        return check.sampled_ids(
+            ids,
+            name=name,
+            budget=self._request.sampling.max_new_tokens - len(self._ids),
+            vocab_size=self._info.vocab_size if self._info else None,
+        )
+
+    def _deliver(self, chunk: TokenChunk) -> None:
+        self._ids += chunk.ids
+        self._on_tokens(chunk)
+
+    def _broken_off(self) -> BackendUnreachable:
+        return BackendUnreachable(
+            "ended its stream without saying why sampling ended",
+            hint="See the engine's log.",
+            backend_id=self._backend_id,
+        )
+
+    def _refuse_more(self) -> None:
+        raise BackendProtocolError("goes on streaming after its last chunk")
+
+
+def is_streamable(request: GenerateRequest) -> bool:
+    """Return whether an answer can be delivered in parts: prompt logprobs and constrained text come as a whole."""
+    return request.extras.prompt_logprobs_from is None and request.sampling.json_schema is None
+
+
+def as_one_chunk(generation: Generation, on_tokens: TokenSink, *, first: int = 0) -> None:
+    """Deliver an answer's tokens from `first` on, if there are any."""
+    if first == len(generation.output_ids):
+        return
+    likeliest = generation.extras.top_logprobs
+    chunk = TokenChunk(
+        ids=generation.output_ids[first:],
+        logprobs=generation.logprobs[first:],
+        versions=generation.versions[first:],
+        top_logprobs=likeliest[first:] if likeliest is not None else None,
+        cached_tokens=generation.cached_tokens,
+    )
+    on_tokens(chunk)

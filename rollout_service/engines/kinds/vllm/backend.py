@@ -1,0 +1,287 @@
+"""The backend for vLLM, through its token-in, token-out route (`--enable-scale-out`).
+
+Guarantees beyond those of every backend: logprobs are those of the contract's distribution; a request is refused if
+the server's logprobs mode does not give them. Versions are the server's own, token by token, and weights change only
+while it is paused: a generation that spans an update says where. Weight updates and pauses need the server's
+development routes (`VLLM_SERVER_DEV_MODE=1`); without them it samples, but refuses both.
+"""
+
+import time
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from api_schemas.inference import EngineKind, PauseMode
+from rollout_service.engines.contract import (
+    BackendLoad,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    SamplingOptions,
+    TokenSink,
+    new_request_id,
+)
+from rollout_service.engines.errors import BackendProtocolError, BackendRejected, BackendUnreachable
+from rollout_service.engines.kinds.answer_size import generation_bytes
+from rollout_service.engines.kinds.checks import answer_of, parse_version
+from rollout_service.engines.kinds.http_backend import (
+    CONTROL_SECONDS,
+    HttpBackend,
+    kv_key,
+    read_model_config,
+    routing_shape,
+)
+from rollout_service.engines.kinds.request_json import dump_request
+from rollout_service.engines.kinds.vllm import wire
+from rollout_service.engines.kinds.vllm.metrics import parse_load
+from rollout_service.engines.kinds.vllm.stream import VllmStream
+from rollout_service.engines.pool.locality import is_local
+
+_UPDATE_SECONDS = 900.0
+_FLUSH_SECONDS = 30.0
+_FLUSH_AGAIN_SECONDS = 0.05
+_START_DEV = "Start vLLM with VLLM_SERVER_DEV_MODE=1, on a network where only this service can reach it."
+_NOT_FOUND = f"answered {HTTPStatus.NOT_FOUND.value}"
+_PROBE_PROMPT = (0,)
+
+
+class VllmBackend(HttpBackend):
+    """One vLLM server."""
+
+    def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
+        super().__init__(url, backend_id=backend_id, timeout=timeout)
+        self._mode: wire.LogprobsMode | None = None
+        self._open_ids: set[str] = set()
+        self._last_load = self._idle_load = ""
+
+    @property
+    def keeps_kv_apart(self) -> bool:
+        return True
+
+    async def _sample(
+        self, request: GenerateRequest, started: float, on_tokens: TokenSink | None
+    ) -> Generation:
+        self._mode = self._mode or await self._find_mode()
+        wire.refuse_other_distribution(request.sampling, self._mode, self._id)
+        body = wire.generate_body(request, stream=on_tokens is not None)
+        if self._info is not None:
+            body["cache_salt"] = kv_key(self._info, request.cache_salt)
+        stream = VllmStream(request, self._info, self._id, on_tokens) if on_tokens is not None else None
+        self._open_ids.add(request.request_id)
+        try:
+            max_bytes = generation_bytes(request, self._info)
+            answer = await self._ask(body, max_bytes, stream, request.traceparent)
+        finally:
+            self._open_ids.discard(request.request_id)
+        if stream is not None:
+            return stream.end(time.perf_counter() - started)
+        return wire.parse_generation(
+            answer,
+            request,
+            backend_id=self._id,
+            info=self._info,
+            engine_seconds=time.perf_counter() - started,
+        )
+
+    async def abort(self, request_id: str | None = None) -> None:
+        if request_id is not None:
+            await self._abort_ids([request_id])
+            return
+        try:
+            await self._post("/abort_requests", {})
+        except BackendRejected:
+            await self._abort_ids(sorted(self._open_ids))
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        if mode is PauseMode.ABORT:
+            await self._order("/pause?mode=abort&clear_cache=false")
+            await self._end_calls()
+            return
+        await self._order("/pause?mode=keep&clear_cache=false")
+        if mode is PauseMode.RETRACT:
+            await self._flush()
+
+    async def resume(self) -> None:
+        try:
+            await self._post("/resume", {})
+        except BackendRejected as error:
+            if _NOT_FOUND not in str(error):  # a server without the route cannot have been paused
+                raise
+
+    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
+        await self._refuse_missing(path)
+        await self._refuse_tied_on_cpu(path)
+        was_paused = await self._is_paused()
+        if not was_paused:
+            await self._order("/pause?mode=wait&clear_cache=false", seconds=_UPDATE_SECONDS)
+        # A failure from here on leaves the server paused, so that unknown weights sample nothing.
+        load = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._order("/collective_rpc", load, seconds=_UPDATE_SECONDS)
+        if flush_cache:
+            await self._flush()
+        await self._order("/update_weight_version", {"new_version": str(version)})
+        self._has_version(version)
+        if not was_paused:
+            await self.resume()
+
+    async def model_info(self) -> ModelInfo:
+        model_path, context_length = await self._context_length()
+        config = await read_model_config(model_path)
+        vocab_size = config.get("vocab_size")
+        self._info = ModelInfo(
+            model_path=model_path,
+            tokenizer_path=model_path,
+            weight_version=await self._version(),
+            vocab_size=vocab_size if isinstance(vocab_size, int) else None,
+            context_length=context_length,
+            routing_shape=routing_shape(config),
+            kind=EngineKind.VLLM,
+        )
+        return self._info
+
+    async def health(self, *, paused: bool = False) -> None:
+        del paused  # vLLM's /health samples nothing
+        await self._call("GET", "/health", seconds=CONTROL_SECONDS, is_json=False)
+
+    async def load(self) -> BackendLoad:
+        text = (await self._exchange_bytes("GET", "/metrics", None, CONTROL_SECONDS)).decode(errors="replace")
+        with answer_of(self._id):
+            load = parse_load(text)
+        # vLLM writes its gauges only in a step of the engine. After an abort they still count requests that are gone,
+        # even while the next one is on its way.
+        if not self._open_calls and load.signature == self._last_load:
+            self._idle_load = load.signature
+        self._last_load = load.signature
+        return load.as_idle() if load.signature == self._idle_load else load.load
+
+    # ---- generation
+
+    async def _ask(
+        self,
+        body: dict[str, Any],
+        max_bytes: int,
+        stream: VllmStream | None = None,
+        traceparent: str | None = None,
+    ) -> Any:
+        try:
+            if stream is not None:
+                return await self._stream(wire.GENERATE, dump_request(body), stream, max_bytes, traceparent)
+            return await self._call(
+                "POST",
+                wire.GENERATE,
+                content=dump_request(body),
+                max_bytes=max_bytes,
+                traceparent=traceparent,
+            )
+        except BackendRejected as error:
+            if _NOT_FOUND not in str(error):
+                raise
+            raise BackendProtocolError(
+                f"does not serve {wire.GENERATE}",
+                hint="Check that this is the address of a vLLM server, version 0.32 or newer, and start it with "
+                "--enable-scale-out.",
+                backend_id=self._id,
+            ) from error
+
+    async def _find_mode(self) -> wire.LogprobsMode:
+        """Return which logprobs the server gives, from a probe that tells the modes apart."""
+        request = GenerateRequest(new_request_id(), _PROBE_PROMPT, SamplingOptions(max_new_tokens=1))
+        body = wire.generate_body(request)
+        body["sampling_params"] |= {"top_k": 1, "logprobs": 2}
+        answer = await self._ask(body, generation_bytes(request, None))
+        with answer_of(self._id):
+            entries = wire.logprob_entries(wire.only_choice(answer))
+            return wire.mode_of(entries[0] if entries else None)
+
+    async def _abort_ids(self, request_ids: list[str]) -> None:
+        names = [wire.engine_request_id(each) for each in request_ids]
+        await self._post("/inference/v1/abort_requests", {"request_ids": names})
+
+    # ---- weights
+
+    async def _order(
+        self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS
+    ) -> Any:
+        try:
+            return await self._post(path, body or {}, seconds)
+        except BackendRejected as error:
+            if _NOT_FOUND not in str(error):
+                raise
+            raise BackendRejected(
+                "does not accept commands to pause or to load weights", hint=_START_DEV, backend_id=self._id
+            ) from error
+
+    async def _is_paused(self) -> bool:
+        try:
+            answer = self._object(await self._get("/is_paused"), "/is_paused")
+        except BackendRejected as error:
+            raise BackendRejected(
+                "does not accept commands to load weights", hint=_START_DEV, backend_id=self._id
+            ) from error
+        return answer.get("is_paused") is True
+
+    async def _version(self) -> int:
+        """Return the weights' version; 0 for a server without the route, whose weights cannot be updated."""
+        try:
+            answer = self._object(await self._get("/weight_info"), "/weight_info")
+        except BackendRejected:
+            return 0
+        with answer_of(self._id):
+            return parse_version(answer.get("weight_version"))
+
+    async def _flush(self) -> None:
+        """Drop all KV, including that of frozen requests, which is computed again when they resume."""
+        with anyio.move_on_after(_FLUSH_SECONDS):
+            while True:
+                answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
+                if isinstance(answer, dict) and answer.get("success") is True:
+                    return
+                await anyio.sleep(_FLUSH_AGAIN_SECONDS)
+        raise BackendUnreachable(
+            f"did not flush its KV cache within {_FLUSH_SECONDS:g} s",
+            hint="See the engine's log.",
+            backend_id=self._id,
+        )
+
+    async def _refuse_tied_on_cpu(self, path: str) -> None:
+        """Refuse a model with tied embeddings on a CPU.
+
+        There vLLM keeps the output layer in a separate format, which a reload skips if the layer is tied to the
+        embeddings: without an error, it would sample with new weights and an old last layer.
+
+        Raises:
+            BackendRejected: The embeddings are tied and the server runs on a CPU.
+        """
+        config = await read_model_config(path)
+        if config.get("tie_word_embeddings") and await self._is_on_cpu():
+            raise BackendRejected(
+                "runs on a CPU, where vLLM does not reload the output layer of a model with tied embeddings",
+                hint="Serve this model with SGLang, or with vLLM on a GPU; or untie its embeddings.",
+                backend_id=self._id,
+            )
+
+    async def _is_on_cpu(self) -> bool:
+        answer = self._object(await self._get("/server_info?config_format=json"), "/server_info")
+        config = answer.get("vllm_config")
+        device = config.get("device_config") if isinstance(config, dict) else None
+        return "cpu" in str(device)
+
+    async def _refuse_missing(self, path: str) -> None:
+        """Refuse a folder without weights, which would end vLLM; only a folder on this machine can be checked.
+
+        Raises:
+            BackendRejected: There are no weights in the folder.
+        """
+        if is_local(self._url) and not await anyio.to_thread.run_sync(_has_weights, path):
+            raise BackendRejected(
+                f"cannot load {path}, which has no config.json or no .safetensors files",
+                hint="Send the folder of a checkpoint that has both.",
+                backend_id=self._id,
+            )
+
+
+def _has_weights(path: str) -> bool:
+    folder = Path(path)
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))

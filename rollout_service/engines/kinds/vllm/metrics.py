@@ -1,0 +1,80 @@
+"""The load of a vLLM server, from the Prometheus text at its `/metrics`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from rollout_service.engines.contract import BackendLoad
+from rollout_service.engines.errors import BackendProtocolError
+
+_RUNNING = "vllm:num_requests_running"
+_WAITING = "vllm:num_requests_waiting"
+_USAGE = "vllm:kv_cache_usage_perc"
+_CAPACITY = "vllm:cache_config_info"
+_SAMPLED = "vllm:generation_tokens_total"
+_READ = "vllm:prompt_tokens_total"
+_NAMES = (_RUNNING, _WAITING, _USAGE, _CAPACITY, _SAMPLED, _READ)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedLoad:
+    """The load that a server reported."""
+
+    load: BackendLoad
+
+    @property
+    def signature(self) -> str:
+        """A text that changes with everything that the server does."""
+        return self.load.signature
+
+    def as_idle(self) -> BackendLoad:
+        """Return the same load without any requests."""
+        return replace(self.load, running=0, waiting=0)
+
+
+def parse_load(text: str) -> ReportedLoad:
+    """Return the load in a Prometheus text, summed over the engines behind one server.
+
+    Raises:
+        BackendProtocolError: A figure is missing.
+    """
+    samples = list(_samples(text))
+    capacity = sum(int(_tokens(sample)) for sample in samples if sample.name == _CAPACITY) or None
+    usage = max((sample.value for sample in samples if sample.name == _USAGE), default=0.0)
+    running, waiting = _total(samples, _RUNNING), _total(samples, _WAITING)
+    done = (_total(samples, _SAMPLED), _total(samples, _READ))
+    return ReportedLoad(
+        BackendLoad(
+            running=running,
+            waiting=waiting,
+            used_tokens=round(usage * (capacity or 0)),
+            token_usage=usage,
+            capacity_tokens=capacity,
+            signature=f"{running} {waiting} {usage} {done}",
+        )
+    )
+
+
+def _samples(text: str) -> Iterator[Sample]:
+    """Yield the few samples that are used, of the hundreds that there are."""
+    lines = "\n".join(line for line in text.splitlines() if line.startswith(_NAMES))
+    for family in text_string_to_metric_families(lines + "\n"):
+        yield from family.samples
+
+
+def _total(samples: list[Sample], name: str) -> int:
+    values = [sample.value for sample in samples if sample.name == name]
+    if not values:
+        raise BackendProtocolError(f"/metrics has no {name}", hint="Start vLLM without --disable-log-stats.")
+    return int(sum(values))
+
+
+def _tokens(sample: Sample) -> int:
+    """Return the KV tokens of one engine; 0 if it does not report them."""
+    size = sample.labels.get("kv_cache_size_tokens", "")
+    if size.isdigit():
+        return int(size)
+    blocks, length = sample.labels.get("num_gpu_blocks", ""), sample.labels.get("block_size", "")
+    return int(blocks) * int(length) if blocks.isdigit() and length.isdigit() else 0

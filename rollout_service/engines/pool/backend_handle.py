@@ -1,0 +1,212 @@
+"""A backend in a pool: its state, its open calls, and its record so far."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+import anyio
+import structlog
+
+from api_schemas.inference import BackendState, BackendView
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import (
+    Backend,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    TokenChunk,
+    TokenSink,
+)
+from rollout_service.engines.errors import BackendUnreachable
+from rollout_service.engines.pool.locality import is_local
+from rollout_service.engines.pool.probe import refuse_missing_extras
+from rollout_service.engines.pool.weights.version_watch import VersionWatch
+
+log = structlog.get_logger(__name__)
+
+OTHER_VERSION_HINT = (
+    "Find out who gave the engine weights: only this service may. Load the policy's newest version with "
+    "POST /v1/weights, with `force` if the pool has it already."
+)
+_SMALLEST_SHARE = 0.1
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class BackendHandle:
+    """One backend of a pool. `in_flight` is decremented however a call ends."""
+
+    backend: Backend
+    info: ModelInfo
+    slow_start: float
+    """Seconds over which a backend that has joined grows to its fair share."""
+    versions: VersionWatch
+    clock: Callable[[], float] = time.monotonic
+    max_in_flight: int | None = None
+    """The most requests that it is given at once."""
+    traces: bool = False
+    """Whether it is told of each request's trace."""
+    is_local: bool = False
+    """Whether it runs on this node."""
+    id: str = field(init=False)
+    """The backend's id."""
+    state: BackendState = BackendState.READY
+    in_flight: int = 0
+    served: int = 0
+    chunks: int = 0
+    """The chunks of tokens that it has streamed."""
+    failures: int = 0
+    last_error: str | None = None
+    failed_at: datetime | None = None
+    """When a call or probe failed last."""
+    tried_version: int | None = None
+    """The version of the weights that a token was last sampled with to try them."""
+    sampled_version: int | None = None
+    """The version of its newest tokens, if that is another than it was given."""
+    bad_in_a_row: int = 0
+    good_in_a_row: int = 0
+    being_checked: bool = False
+    watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _since: float = 0.0
+    _calls: dict[anyio.CancelScope, float] = field(default_factory=dict)
+    """The open calls, with their start times."""
+    _why_dropped: str = "was taken out of service during the request"
+    _call_ended: ChangeSignal = field(default_factory=ChangeSignal)
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+        self.id = self.backend.id
+        self.is_local = is_local(self.backend.url)
+
+    @property
+    def share(self) -> float:
+        """The fraction of its fair share that it may take now."""
+        if self.slow_start <= 0:
+            return 1.0
+        return min(1.0, max(_SMALLEST_SHARE, (self.clock() - self._since) / self.slow_start))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be given one more request."""
+        return self.max_in_flight is None or self.in_flight < self.max_in_flight
+
+    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
+        """Call the backend.
+
+        Raises:
+            BackendUnreachable: The backend left service during the call.
+            ExtraUnsupported: The backend does not return an extra that the request asks for.
+        """
+        refuse_missing_extras(request.extras, self.info, self.id)
+        self.in_flight += 1
+        scope = anyio.CancelScope()
+        self._calls[scope] = self.clock()
+        try:
+            with scope:
+                part = await self.backend.generate(request, on_tokens and self._counting(on_tokens))
+                self.served += 1
+                self.bad_in_a_row = 0
+                if part.versions:
+                    self.versions.saw(self.id, part.versions[-1])
+                return part
+        finally:
+            self.in_flight -= 1
+            del self._calls[scope]
+            self._call_ended.notify()
+        raise BackendUnreachable(self._why_dropped, backend_id=self.id)
+
+    def _counting(self, on_tokens: TokenSink) -> TokenSink:
+        """Return a sink that counts the chunks."""
+
+        def count(chunk: TokenChunk) -> None:
+            self.chunks += 1
+            on_tokens(chunk)
+
+        return count
+
+    def has_weights(self, version: int) -> None:
+        """Note the version of the weights that it was given."""
+        self.info = replace(self.info, weight_version=version)
+        self.sampled_version = None
+
+    def sampled_with(self, version: int) -> None:
+        """Note the version of its newest tokens; warn once of each that it was not given."""
+        other = None if version == self.info.weight_version else version
+        if other not in (None, self.sampled_version):
+            log.warning(
+                "an engine samples with another version",
+                backend_id=self.id,
+                version=other,
+                given=self.info.weight_version,
+                hint=OTHER_VERSION_HINT,
+            )
+        self.sampled_version = other
+
+    def record_failure(self, error: BaseException) -> None:
+        """Count a failed call or probe."""
+        self.failures += 1
+        self.bad_in_a_row += 1
+        self.good_in_a_row = 0
+        self.last_error = str(error) or type(error).__name__
+        self.failed_at = datetime.now(UTC)
+
+    def take_out(self) -> None:
+        """Remove it from service: it gets no new requests, and the open ones go elsewhere."""
+        if self.state is BackendState.READY:
+            self.state = BackendState.FAILED
+        self.good_in_a_row = 0
+        self.drop_calls("was taken out of service during the request")
+
+    def drop_calls(self, why: str, *, older_than: float = 0.0) -> None:
+        """End the calls that have been open for `older_than` seconds; the pool then repeats them elsewhere."""
+        self._why_dropped = why
+        latest = self.clock() - older_than
+        for scope, since in list(self._calls.items()):
+            if since <= latest:
+                scope.cancel()
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no call is open."""
+        while self.in_flight:
+            await self._call_ended.wait()
+
+    async def close(self) -> None:
+        """End the open calls, which aborts them in the engine, and close the connections."""
+        self.watch.cancel()
+        self.take_out()
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(_CLOSE_SECONDS):
+                await self.wait_until_idle()
+            await self.backend.close()
+
+    def bring_back(self, info: ModelInfo, *, is_tried: bool) -> None:
+        """Put it into service, with a small share at first; weights that are not tried are at the next resume."""
+        self.info, self.sampled_version = info, None
+        self.tried_version = info.weight_version if is_tried else None
+        self.state = BackendState.READY
+        self.bad_in_a_row, self.last_error = 0, None
+        self._since = self.clock()
+        self.versions.saw(self.id, info.weight_version)
+
+    def view(self, pool: str, *, paused: bool) -> BackendView:
+        """Return the backend as the API shows it."""
+        is_paused = paused and self.state is BackendState.READY
+        return BackendView(
+            backend_id=self.id,
+            url=self.backend.url,
+            pool=pool,
+            kind=self.info.kind,
+            state=BackendState.PAUSED if is_paused else self.state,
+            model_path=self.info.model_path,
+            tokenizer_path=self.info.tokenizer_path,
+            weight_version=self.info.weight_version,
+            sampled_version=self.sampled_version,
+            context_length=self.info.context_length,
+            exports=sorted(self.info.extras),
+            in_flight=self.in_flight,
+            served=self.served,
+            failures=self.failures,
+            last_error=self.last_error,
+            failed_at=self.failed_at,
+        )

@@ -1,0 +1,216 @@
+"""One turn from one or more engine calls: an interruptible generation.
+
+An engine may end a request early, because of an abort for a weight update or because its machine died.
+`Continuation` keeps the sampled tokens and asks for the rest. It never samples a token twice or exceeds the budget:
+however often a request for N tokens is interrupted, the result is that of one request for N tokens. What a streamed
+answer has delivered is kept even if the answer breaks off. Only text constrained by a JSON schema begins anew, because
+an engine cannot go on in the middle of it; it is delivered at its end.
+
+Where an answer was interrupted at what may begin a stop string, the next attempt is for as many tokens as may complete
+it, and is delivered once it has ended: the engine itself would not find the string.
+"""
+
+import time
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from api_schemas.trajectories import FinishReason
+from rollout_service.engines.contract import (
+    GenerateRequest,
+    Generation,
+    ReturnedExtras,
+    TokenChunk,
+    TokenSink,
+)
+from rollout_service.engines.errors import BackendProtocolError
+from rollout_service.engines.kinds.token_stream import as_one_chunk
+from rollout_service.engines.pool.merge_extras import MergedExtras
+from rollout_service.engines.stop_strings import CutStops, cut_at
+
+_MAX_ATTEMPTS = 10_000  # as many as the attempt suffix of a request id can number
+
+
+@dataclass(slots=True)
+class Continuation:
+    """The tokens sampled for `request` so far."""
+
+    request: GenerateRequest
+    on_tokens: TokenSink | None = None
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    attempts: int = 0
+    engine_seconds: float = 0.0
+    _cached_tokens: int | None = None
+    _exposed: set[int] = field(default_factory=set)
+    _extras: MergedExtras = field(init=False)
+    _streamed: list[TokenChunk] = field(default_factory=list)
+    """What the present attempt has delivered."""
+    _began: float = 0.0
+    _cut_stops: CutStops | None = field(init=False, default=None)
+    _to_complete: int = 0
+    """For how many tokens the present attempt is if they may complete a stop string; else 0."""
+
+    def __post_init__(self) -> None:
+        self._extras = MergedExtras(self.request.extras)
+        if self.request.sampling.stop and self.request.decode is not None:
+            self._cut_stops = CutStops(self.request.sampling.stop, self.request.decode)
+
+    @property
+    def sink(self) -> TokenSink | None:
+        """The sink for an attempt's chunks; None if the attempt need not stream."""
+        is_streamed = self.on_tokens is not None and self._is_resumable and not self._to_complete
+        return self._pass_on if is_streamed else None
+
+    @property
+    def has_streamed(self) -> bool:
+        """Whether the present attempt has delivered tokens."""
+        return bool(self._streamed)
+
+    def next_request(self) -> GenerateRequest:
+        """Return the request for the remaining tokens, under a new id."""
+        request_id = f"{self.request.request_id}-{self.attempts % _MAX_ATTEMPTS:04d}"
+        self.attempts += 1
+        self._began = time.perf_counter()
+        request = self.request
+        sampling, prompt = request.sampling, request.input_ids
+        if self.output_ids:
+            left = sampling.max_new_tokens - len(self.output_ids)
+            self._to_complete = 0 if self._cut_stops is None else self._cut_stops.to_complete(self.output_ids)
+            sampling = replace(sampling, max_new_tokens=min(left, self._to_complete or left))
+            prompt = [*prompt, *self.output_ids]
+        # All else stays as asked, also what is added to a request one day.
+        return replace(
+            request,
+            request_id=request_id,
+            input_ids=prompt,
+            sampling=sampling,
+            extras=self._extras.next(),
+        )
+
+    def add(self, part: Generation, read_by: int | None = None) -> Generation | None:
+        """Add an engine's answer, and return the whole generation once it is complete.
+
+        `read_by` is the only weight version whose KV the request could find when it was sent; None if it could find
+        that of any version.
+        """
+        self._streamed.clear()
+        if self._to_complete and self._cut_stops is not None:
+            part = self._completed(part, self._cut_stops)
+        exposed = set(part.versions) - {read_by}
+        is_aborted = part.finish_reason is FinishReason.ABORT
+        if self.attempts <= 1 and not exposed and not is_aborted:
+            return self._hand_over(part)  # the usual case: nothing to join
+        self.engine_seconds += part.engine_seconds
+        if is_aborted and not self._is_resumable:
+            return None
+        self._exposed |= exposed
+        self._append(part.output_ids, part.logprobs, part.versions, part.extras, part.cached_tokens)
+        if not is_aborted:
+            return self._hand_over(self._whole(part.finish_reason, part.matched, part.backend_id))
+        return self._if_spent(part.backend_id)
+
+    def keep_streamed(
+        self, backend_id: str, read_by: int | None = None, version: int | None = None
+    ) -> Generation | None:
+        """Keep what the present attempt delivered before it broke off; return the generation if nothing is missing.
+
+        `version` is the only one that can have sampled since the attempt was sent; None if there may be several.
+
+        Raises:
+            BackendProtocolError: Neither the engine nor `version` says which weights sampled what was delivered.
+        """
+        chunks, self._streamed = self._streamed, []
+        if not chunks:
+            return None
+        versions = list(chain.from_iterable(_versions(chunk, version, backend_id) for chunk in chunks))
+        likeliest = [row for chunk in chunks for row in chunk.top_logprobs or []]
+        self._exposed |= set(versions) - {read_by}
+        self.engine_seconds += time.perf_counter() - self._began
+        self._append(
+            list(chain.from_iterable(chunk.ids for chunk in chunks)),
+            list(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+            versions,
+            ReturnedExtras(top_logprobs=likeliest),
+            chunks[0].cached_tokens,
+        )
+        return self._if_spent(backend_id)
+
+    # ---- private
+
+    def _completed(self, part: Generation, stops: CutStops) -> Generation:
+        """Deliver an attempt that was to complete a stop string, and return it: as aborted if the answer goes on."""
+        self._to_complete = 0
+        if (end := stops.end_of(self.output_ids, part.output_ids)) is not None:
+            part = cut_at(part, *end)
+        elif part.finish_reason is FinishReason.LENGTH:
+            part = replace(part, finish_reason=FinishReason.ABORT)
+        if self.on_tokens is not None:
+            as_one_chunk(part, self.on_tokens)
+        return part
+
+    @property
+    def _is_resumable(self) -> bool:
+        return self.request.sampling.json_schema is None
+
+    def _pass_on(self, chunk: TokenChunk) -> None:
+        self._streamed.append(chunk)
+        if self.on_tokens is not None:
+            self.on_tokens(chunk)
+
+    def _append(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        versions: list[int],
+        extras: ReturnedExtras,
+        cached_tokens: int | None,
+    ) -> None:
+        self.output_ids.extend(ids)
+        self.logprobs.extend(logprobs)
+        self.versions.extend(versions)
+        self._extras.add(extras)
+        if self._cached_tokens is None and ids and cached_tokens is not None:
+            # A later attempt's prompt is longer, by what was sampled before.
+            self._cached_tokens = min(cached_tokens, len(self.request.input_ids))
+
+    def _if_spent(self, backend_id: str) -> Generation | None:
+        """Return the generation if it has stopped, though its end was lost, or if its budget is used up."""
+        if self.output_ids and (last := self.output_ids[-1]) in self.request.sampling.stop_token_ids:
+            return self._whole(FinishReason.STOP, last, backend_id)
+        if len(self.output_ids) < self.request.sampling.max_new_tokens:
+            return None
+        return self._whole(FinishReason.LENGTH, None, backend_id)
+
+    def _whole(self, finish_reason: FinishReason, matched: int | str | None, backend_id: str) -> Generation:
+        return Generation(
+            output_ids=self.output_ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=finish_reason,
+            matched=matched,
+            prompt_tokens=len(self.request.input_ids),
+            cached_tokens=self._cached_tokens or 0,
+            backend_id=backend_id,
+            engine_seconds=self.engine_seconds,
+            kept_kv_versions=frozenset(self._exposed),
+            extras=self._extras.whole(),
+        )
+
+    def _hand_over(self, generation: Generation) -> Generation:
+        """Return a complete generation, delivered as a whole if it could not be in parts."""
+        if self.on_tokens is not None and not self._is_resumable:
+            as_one_chunk(generation, self.on_tokens)
+        return generation
+
+
+def _versions(chunk: TokenChunk, version: int | None, backend_id: str) -> list[int]:
+    if chunk.versions is not None:
+        return chunk.versions
+    if version is None:
+        raise BackendProtocolError(
+            "broke off an answer that may span a weight update, so the versions of its tokens are unknown",
+            hint="Repeat the request; update weights with mode abort to avoid this.",
+            backend_id=backend_id,
+        )
+    return [version] * len(chunk.ids)

@@ -1,0 +1,85 @@
+"""Health checks of a pool's backends, by probes and by failed requests.
+
+Guarantees: a backend that stops answering leaves service within a few probes, and its open requests move elsewhere; it
+comes back after several successful probes, with the pool's weights and pause state.
+"""
+
+from dataclasses import replace
+
+import anyio
+import structlog
+
+from api_schemas.inference import BackendState
+from rollout_service.engines.errors import BackendUnreachable, InferenceError
+from rollout_service.engines.pool.backend_handle import BackendHandle
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.registry import BackendRegistry
+from rollout_service.engines.pool.weights.controller import PoolController
+
+log = structlog.get_logger(__name__)
+
+
+class HealthChecks:
+    """Takes the backends of a registry out of service and brings them back."""
+
+    def __init__(self, registry: BackendRegistry, controller: PoolController, options: PoolOptions) -> None:
+        self._registry = registry
+        self._controller = controller
+        self._options = options
+
+    async def watch(self, handle: BackendHandle) -> None:
+        """Probe a backend until cancelled."""
+        while True:
+            await anyio.sleep(self._options.probe_interval)
+            await self._probe(handle)
+
+    async def suspect(self, handle: BackendHandle, error: InferenceError) -> None:
+        """Count a failed request, and probe a backend that could not be reached."""
+        handle.record_failure(error)
+        if handle.bad_in_a_row >= self._options.unhealthy_after:
+            self._registry.take_out(handle)
+        elif isinstance(error, BackendUnreachable) and not handle.being_checked:
+            handle.being_checked = True
+            try:
+                if await self._probe_error(handle) is not None:
+                    self._registry.take_out(handle)
+            finally:
+                handle.being_checked = False
+
+    async def _probe(self, handle: BackendHandle) -> None:
+        error = await self._probe_error(handle)
+        if error is not None:
+            handle.record_failure(error)
+            if handle.bad_in_a_row >= self._options.unhealthy_after:
+                self._registry.take_out(handle)
+            return
+        handle.good_in_a_row += 1
+        if handle.state is not BackendState.FAILED:
+            return
+        if handle.good_in_a_row >= self._options.healthy_after:
+            await self._bring_back(handle)
+
+    async def _probe_error(self, handle: BackendHandle) -> Exception | None:
+        try:
+            with anyio.fail_after(self._options.probe_timeout):
+                await handle.backend.health(paused=self._registry.paused is not None)
+        except (InferenceError, TimeoutError) as error:
+            return error
+        return None
+
+    async def _bring_back(self, handle: BackendHandle) -> None:
+        """Give an engine the pool's weights before any request, since it may have restarted."""
+        async with self._controller.joining():
+            try:
+                info = await handle.backend.model_info()
+                version = await self._controller.synchronize(handle.backend, info.weight_version)
+            except InferenceError as error:
+                handle.record_failure(error)
+                return
+            if handle.state is BackendState.FAILED:
+                info = replace(info, weight_version=version, extras=handle.info.extras)
+                handle.bring_back(info, is_tried=self._registry.paused is None)
+                log.info(
+                    "backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version
+                )
+        self._registry.notify()

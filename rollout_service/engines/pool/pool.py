@@ -1,0 +1,294 @@
+"""A pool of backends that serve one policy: membership, requests and commands, each in its own module.
+
+`registry` knows the backends, `health` takes them out of service and brings them back, `stalls` ends calls that make no
+progress, `dispatch` sends each request where `routing` decides, and `weights.controller` runs the commands that go to
+all backends. These modules state the guarantees.
+"""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import anyio
+from anyio.abc import TaskGroup
+
+from api_schemas.inference import (
+    BackendState,
+    BackendView,
+    PauseMode,
+    PoolOutcome,
+    WeightsGroupRequest,
+    WeightsRequest,
+)
+from rollout_service.engines.contract import Backend, GenerateRequest, Generation, TokenSink
+from rollout_service.engines.pool.backend_handle import BackendHandle
+from rollout_service.engines.pool.dispatch import Dispatcher
+from rollout_service.engines.pool.health import HealthChecks
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.probe import check_backend
+from rollout_service.engines.pool.registry import BackendRegistry
+from rollout_service.engines.pool.stalls import StallDetector
+from rollout_service.engines.pool.wait_queue import WaitQueue
+from rollout_service.engines.pool.weights.controller import Exclusive, PoolController
+from rollout_service.engines.pool.weights.shared_state import PoolState
+from rollout_service.engines.pool.weights.version_watch import VersionWatch
+from rollout_service.engines.routing import CostRouter, Observer, Router
+
+
+class BackendPool:
+    """The backends of one policy; made by `Pools`, which owns the tasks that probe them."""
+
+    def __init__(
+        self,
+        name: str,
+        tasks: TaskGroup,
+        *,
+        options: PoolOptions | None = None,
+        router: Router | None = None,
+        observer: Observer | None = None,
+        on_change: Callable[[], None] | None = None,
+        exclusive: Exclusive | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start empty; `on_change` is called after every change of a backend's state or of the pause.
+
+        `exclusive` is for backends that other services command too.
+        """
+        self.name = name
+        self._tasks = tasks
+        self._options = options or PoolOptions()
+        self._clock = clock
+        router = router or CostRouter()
+        self._queue = WaitQueue()
+        self._versions = VersionWatch(name)
+        self._on_change = on_change
+        self._observer = observer
+        self._registry = BackendRegistry(name, router.forget, self._changed)
+        self._controller = PoolController(self._registry, exclusive)
+        self._health = HealthChecks(self._registry, self._controller, self._options)
+        self._stalls = StallDetector(self._registry, router, self._options)
+        self._dispatcher = Dispatcher(
+            self._registry, self._health, router, self._queue, self._options, observer
+        )
+
+    @property
+    def paused(self) -> bool:
+        """Whether requests are being held."""
+        return self._registry.paused is not None
+
+    @property
+    def in_service(self) -> bool:
+        """Whether a backend serves, or will once a pause ends."""
+        return any(handle.state is BackendState.READY for handle in self._registry)
+
+    @property
+    def paused_at(self) -> float | None:
+        """When the pause began, as Unix time; None without one."""
+        return self._registry.paused_at
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """The most requests in flight on all backends together."""
+        return self._options.max_in_flight
+
+    def handle(self, backend_id: str) -> BackendHandle | None:
+        """Return a backend with its record, or None."""
+        return self._registry.get(backend_id)
+
+    def _changed(self) -> None:
+        self._queue.wake_all()
+        if self._on_change is not None:
+            self._on_change()
+
+    @property
+    def version_changes(self) -> int:
+        """How often a backend had another version of the weights than before."""
+        return self._versions.changes
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait because the pool's limits are reached."""
+        return len(self._queue)
+
+    def __contains__(self, backend_id: object) -> bool:
+        return backend_id in self._registry
+
+    def views(self) -> list[BackendView]:
+        """Return the backends as the API shows them, in the order of their registration."""
+        return self._registry.views()
+
+    # ---- membership
+
+    async def register(
+        self,
+        backend: Backend,
+        *,
+        max_in_flight: int | None = None,
+        traces: bool = False,
+        exports: Collection[str] | None = None,
+    ) -> BackendView:
+        """Check what `backend` can do, give it the pool's weights, and put it into service.
+
+        `max_in_flight` bounds the requests that it is given at once, and with `traces` it is told of their traces. A
+        backend whose id is known is checked again and brought back, whatever its state was; `backend` is then closed
+        and the known one stays. With `exports`, another service has checked it, and it may be paused.
+
+        Raises:
+            BackendUnreachable: The backend does not answer.
+            BackendProtocolError: The backend lacks a required feature; the message names it.
+        """
+        if exports is None and self._controller.is_shared:
+            # An engine that hangs must not keep the other services from commands.
+            checked = await check_backend(backend, seconds=self._options.registration_timeout)
+            exports = checked.extras
+        async with self._controller.joining():
+            known = self._registry.get(backend.id)
+            if known is not None:
+                await backend.close()
+                backend = known.backend
+            if exports is not None:
+                info = replace(await backend.model_info(), extras=frozenset(exports))
+            else:
+                info = await check_backend(backend, seconds=self._options.registration_timeout)
+            self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
+            is_known = exports is not None and known is None
+            version = await self._controller.synchronize(
+                backend, info.weight_version, is_known=is_known, tried=info.weight_version
+            )
+            is_tried = not self.paused or version == info.weight_version
+            info = replace(info, weight_version=version)
+            handle = known or BackendHandle(
+                backend, info, self._options.slow_start, self._versions, self._clock
+            )
+            handle.bring_back(info, is_tried=is_tried)
+            handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend
+            handle.traces = traces
+            self._registry.add(handle)
+            if known is None:
+                self._tasks.start_soon(self._follow, handle)
+        return self._registry.view(handle)
+
+    async def remove(self, backend_id: str) -> None:
+        """Remove a backend for good; its open requests continue elsewhere.
+
+        Raises:
+            UnknownBackend: The pool has no such backend.
+        """
+        await self._registry.remove(backend_id).close()
+
+    def drain(self, backend_id: str) -> BackendView:
+        """Send a backend no new requests; it is done once `in_flight` is 0.
+
+        Registering it again ends the drain.
+
+        Raises:
+            UnknownBackend: The pool has no such backend.
+        """
+        return self._registry.view(self._registry.drain(backend_id))
+
+    async def close(self) -> None:
+        """Close every backend's connections."""
+        for handle in self._registry.clear():
+            await handle.close()
+
+    async def _follow(self, handle: BackendHandle) -> None:
+        with handle.watch:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._health.watch, handle)
+                tasks.start_soon(self._stalls.watch, handle)
+
+    # ---- requests
+
+    async def generate(
+        self, request: GenerateRequest, *, affinity: str | None = None, on_tokens: TokenSink | None = None
+    ) -> Generation:
+        """Sample a continuation, through pauses, weight updates and the loss of backends.
+
+        `affinity` names the rollout, which keeps its turns on the backend that holds their KV; call `release` when the
+        rollout has ended. With `on_tokens`, chunks are delivered as they arrive, each token once: when a backend is
+        lost, another goes on after what was delivered. Cancelling this call aborts the request in its engine.
+
+        Raises:
+            NoBackendError: No backend is registered, or none came back into service in time.
+            BackendRejected: The engine refused the request.
+            BackendUnreachable: The last of the backends that were tried did not answer.
+            BackendProtocolError: The last of the backends that were tried sent an invalid answer.
+            GenerationTimeout: The engine took longer than allowed.
+            PoolPaused: A pause lasted longer than allowed.
+        """
+        started = time.perf_counter()
+        answer = self._controller.kept_kv(await self._dispatcher.generate(request, affinity, on_tokens))
+        if self._observer is not None:
+            self._observer.answered(self.name, time.perf_counter() - started)
+        return answer
+
+    def release(self, affinity: str) -> None:
+        """Free the place of a rollout that has ended."""
+        self._dispatcher.release(affinity)
+
+    # ---- commands
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT, drain_seconds: float = 60.0) -> PoolOutcome:
+        """Hold every request from now on; running ones end or wait, as `mode` says, and no token is lost."""
+        return await self._controller.pause(mode, drain_seconds)
+
+    async def resume(self) -> PoolOutcome:
+        """Let the held requests continue."""
+        return await self._controller.resume()
+
+    async def abort(self) -> PoolOutcome:
+        """Make every engine return its partial answers; the requests then continue, unless the pool is paused."""
+        return await self._controller.abort()
+
+    async def update_weights(self, path: str, version: int, mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
+        """Load the weights in `path` into every backend as `version`; see `load_weights`."""
+        return await self.load_weights(WeightsRequest(path=path, version=version, mode=mode))
+
+    async def load_weights(self, request: WeightsRequest, *, is_repeated: bool = False) -> PoolOutcome:
+        """Load weights into every backend, pausing by the request's mode unless paused already.
+
+        A backend that fails while others succeed leaves service until it has the new weights. If all refuse them, all
+        keep the old ones. Once begun, the update runs to its end, even if the caller is cancelled.
+
+        Raises:
+            WeightsConflict: The version is older than the pool's, or is in use for other weights; or the backends
+                are not in the process group.
+        """
+        started = time.perf_counter()
+        outcome = await self._controller.update_weights(request, is_repeated=is_repeated)
+        if self._observer is not None and (outcome.changed or not all(each.ok for each in outcome.outcomes)):
+            self._observer.loaded(outcome, time.perf_counter() - started)
+        return outcome
+
+    # ---- services that share the backends
+
+    def hold(self, mode: PauseMode) -> None:
+        """Hold requests while another service carries out a command; `take_over` ends it."""
+        self._controller.hold(mode)
+
+    async def drained(self, seconds: float) -> None:
+        """Wait until no request is in flight, up to a time limit."""
+        await self._controller.drained(seconds)
+
+    def state(self) -> PoolState:
+        """Return what other services need to know of the pool."""
+        return self._controller.state()
+
+    def take_over(self, state: PoolState) -> None:
+        """Bring this pool to the state that another service left it in."""
+        self._controller.take_over(state)
+
+    # ---- process groups
+
+    async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
+        """Let the backends join a process group over which weights will be broadcast.
+
+        Raises:
+            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
+            BackendRejected: A backend cannot take weights from a process group.
+        """
+        return await self._controller.join_group(group)
+
+    async def leave_group(self, name: str) -> PoolOutcome:
+        """Let the backends leave a process group."""
+        return await self._controller.leave_group(name)

@@ -1,0 +1,197 @@
+"""The pools of the service by name, such as `policy`, `judge` or `frozen-1`."""
+
+from collections.abc import Callable, Collection, Mapping
+from types import TracebackType
+from typing import Self
+
+import anyio
+from anyio.abc import TaskGroup
+from pydantic_core import to_json
+
+from api_schemas.inference import BackendView, EngineKind
+from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import Backend
+from rollout_service.engines.errors import NoBackendError, UnknownBackend
+from rollout_service.engines.kinds import connect as engines
+from rollout_service.engines.kinds.http_backend import location_of, normalize_url
+from rollout_service.engines.pool.backend_handle import BackendHandle
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.pool.weights.controller import Exclusive
+from rollout_service.engines.routing import Observer, Router, make_router
+
+DEFAULT_POOL = "policy"
+
+
+def backend_id_of(url: str, pool: str) -> str:
+    """Return the id of the backend at `url` in a pool, unique among all engines and pools.
+
+    Raises:
+        ValueError: The address is malformed.
+    """
+    return f"{pool}@{location_of(url)}"
+
+
+class Pools:
+    """Named pools, with the tasks that probe their backends, and the backends' connections.
+
+    Use as an async context manager; everything ends with the context.
+
+    Args:
+        options: the options of every pool that `options_of` does not name.
+        options_of: the options of single pools, by name.
+        router: makes the router of each pool; by default its options name it.
+        observer: notified of every routing decision.
+        connect: makes a backend from its address and id, whatever its kind; `engines.connect` by default.
+        exclusive: keeps other services, if the backends are shared, from commanding a pool.
+    """
+
+    def __init__(
+        self,
+        options: PoolOptions | None = None,
+        *,
+        options_of: Mapping[str, PoolOptions] | None = None,
+        router: Callable[[], Router] | None = None,
+        observer: Observer | None = None,
+        connect: Callable[[str, str], Backend] | None = None,
+        exclusive: Exclusive | None = None,
+    ) -> None:
+        self._options = options or PoolOptions()
+        self._options_of = options_of or {}
+        self._router = router
+        self._observer = observer
+        self._connect = connect
+        self._exclusive = exclusive
+        self._pools: dict[str, BackendPool] = {}
+        self._changed = ChangeSignal()
+        self._tasks: TaskGroup | None = None
+
+    def observe(self, observer: Observer) -> None:
+        """Notify an observer of what pools do that are made from now on."""
+        self._observer = observer
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await anyio.create_task_group().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        tasks, self._tasks = self._tasks, None
+        if tasks is None:
+            return None
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            for pool in self._pools.values():
+                await pool.close()
+        return await tasks.__aexit__(exc_type, exc, traceback)
+
+    def __getitem__(self, name: str) -> BackendPool:
+        """Return the pool of that name.
+
+        Raises:
+            NoBackendError: No backend was ever registered in the pool.
+        """
+        if name not in self._pools:
+            raise NoBackendError(
+                f"there is no pool {name!r}",
+                hint="Register a backend in it: "
+                f"POST /v1/backends {to_json({'url': 'http://host:30000', 'pool': name}).decode()}",
+            )
+        return self._pools[name]
+
+    def get(self, name: str) -> BackendPool | None:
+        """Return the pool of that name, or None if no backend was ever registered in it."""
+        return self._pools.get(name)
+
+    def handle(self, backend_id: str) -> BackendHandle | None:
+        """Return a backend of any pool with its record, or None."""
+        found = (pool.handle(backend_id) for pool in self._pools.values())
+        return next((handle for handle in found if handle is not None), None)
+
+    def names(self) -> list[str]:
+        """Return the names of the existing pools, sorted."""
+        return sorted(self._pools)
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        """Return the names of the pools in service, paused ones included, and the event of the next change."""
+        return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed.next
+
+    def note_change(self) -> None:
+        """Wake everyone who waits for a change of what is in service."""
+        self._changed.notify()
+
+    def views(self) -> list[BackendView]:
+        """Return every backend of every pool as the API shows it."""
+        return [view for name in self.names() for view in self._pools[name].views()]
+
+    def version_changes(self) -> dict[str, int]:
+        """Return how often each pool's backends had another version of the weights than before."""
+        return {name: pool.version_changes for name, pool in self._pools.items()}
+
+    async def register(
+        self,
+        url: str,
+        pool: str = DEFAULT_POOL,
+        *,
+        kind: EngineKind | None = None,
+        backend_id: str | None = None,
+        max_in_flight: int | None = None,
+        traces: bool = False,
+        exports: Collection[str] | None = None,
+    ) -> BackendView:
+        """Put the engine at `url` into service in a pool.
+
+        Registering it again changes only its limit and whether it is told of traces, and ends a drain. If `kind` is
+        None, the engine is asked for it.
+        `exports` are the extras that another service found when it checked the engine.
+
+        Raises:
+            ValueError: The address is malformed.
+            BackendUnreachable: The engine does not answer.
+            BackendProtocolError: The engine lacks a required feature.
+            BackendRejected: The engine refuses the check, or does not fit the pool.
+        """
+        address = normalize_url(url)
+        name = backend_id or backend_id_of(address, pool)
+        backend = (
+            self._connect(address, name) if self._connect else await engines.connect(address, name, kind)
+        )
+        try:
+            return await self._pool(pool).register(
+                backend, max_in_flight=max_in_flight, traces=traces, exports=exports
+            )
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await backend.close()
+            raise
+
+    async def remove(self, backend_id: str) -> None:
+        """Remove a backend for good."""
+        await self._holder(backend_id).remove(backend_id)
+
+    def drain(self, backend_id: str) -> BackendView:
+        """Send a backend no new requests."""
+        return self._holder(backend_id).drain(backend_id)
+
+    def _pool(self, name: str) -> BackendPool:
+        if self._tasks is None:
+            raise RuntimeError("use `async with Pools() as pools`")
+        if name not in self._pools:
+            options = self._options_of.get(name, self._options)
+            self._pools[name] = BackendPool(
+                name,
+                self._tasks,
+                options=options,
+                router=self._router() if self._router else make_router(options.router),
+                observer=self._observer,
+                on_change=self.note_change,
+                exclusive=self._exclusive,
+            )
+        return self._pools[name]
+
+    def _holder(self, backend_id: str) -> BackendPool:
+        for pool in self._pools.values():
+            if backend_id in pool:
+                return pool
+        raise UnknownBackend(f"there is no backend {backend_id!r}", hint="List them with GET /v1/backends.")

@@ -1,0 +1,93 @@
+"""Turns the outcome of a command to a pool into an error if it failed on any backend in service.
+
+Guarantees: a returned outcome means that every backend in service succeeded; an error names the failed backends and
+has every backend's answer in its context.
+"""
+
+from __future__ import annotations
+
+from api_schemas.inference import BackendOutcome, PoolOutcome
+from rollout_service.engines.errors import (
+    BackendRejected,
+    OrderFailed,
+    WeightsNotLoaded,
+    WeightsPartlyLoaded,
+    WeightsRefused,
+    WeightsUnusable,
+)
+
+OUT_OF_SERVICE = "out_of_service"
+"""The code of a backend that was out of service before the command, and was not waited for."""
+
+
+def failed_backends(outcome: PoolOutcome) -> list[BackendOutcome]:
+    """Return the backends that failed, except those that were out of service before."""
+    return [each for each in outcome.outcomes if not each.ok and each.code != OUT_OF_SERVICE]
+
+
+def check_weights_outcome(outcome: PoolOutcome, version: int) -> PoolOutcome:
+    """Return the outcome of an update if every backend in service succeeded.
+
+    Raises:
+        WeightsRefused: All backends refused the weights, and keep their own.
+        WeightsNotLoaded: No backend has the weights, and some could not be reached or are in an unknown state.
+        WeightsPartlyLoaded: Some backends have the weights; the others are out of service.
+        WeightsUnusable: Backends have the weights, but none can sample with them.
+    """
+    failed = failed_backends(outcome)
+    if not failed:
+        return outcome
+    context = _context(outcome)
+    if outcome.changed and not any(each.ok for each in outcome.outcomes):
+        raise WeightsUnusable(
+            f"no backend of pool {outcome.pool!r} can serve version {version}: {_named(failed)}",
+            hint="They stay out of service. The weights may not be finite: look for NaN in the checkpoint and in the "
+            "trainer's loss. Then load a later version, or this one again with `force`.",
+            context=context,
+        )
+    if outcome.changed:
+        raise WeightsPartlyLoaded(
+            f"version {version} was loaded by {_some(outcome)}, but not by {_named(failed)}",
+            hint=f"Pool {outcome.pool!r} serves version {version}. The failed backends stay out of service until they "
+            "have it: the service keeps trying them, and so does the next update.",
+            context=context,
+        )
+    if all(each.code == BackendRejected.code for each in failed):
+        raise WeightsRefused(
+            f"no backend of pool {outcome.pool!r} loaded version {version}: {_named(failed)}",
+            hint="They keep their present weights. Check that the folder exists where the engines run, that they can "
+            "read it, and that it holds a checkpoint of their model.",
+            context=context,
+        )
+    raise WeightsNotLoaded(
+        f"no backend of pool {outcome.pool!r} loaded version {version}: {_named(failed)}",
+        hint="See the engines' logs, then send the same request again. Backends that do not answer are out of service.",
+        context=context,
+    )
+
+
+def check_outcome(outcome: PoolOutcome, command: str) -> PoolOutcome:
+    """Return the outcome of another command if every backend in service succeeded.
+
+    Raises:
+        OrderFailed: A backend in service failed.
+    """
+    if failed := failed_backends(outcome):
+        raise OrderFailed(
+            f"pool {outcome.pool!r} could not {command} everywhere: {_named(failed)}",
+            hint="GET /v1/backends shows which backends are in service; see the engines' logs.",
+            context=_context(outcome),
+        )
+    return outcome
+
+
+def _context(outcome: PoolOutcome) -> dict[str, object]:
+    return {"outcome": outcome.model_dump(mode="json")}
+
+
+def _some(outcome: PoolOutcome) -> str:
+    return f"{sum(each.ok for each in outcome.outcomes)} of {len(outcome.outcomes)} backends"
+
+
+def _named(failed: list[BackendOutcome]) -> str:
+    return "; ".join(f"{each.backend_id}: {each.error}" for each in failed)

@@ -1,0 +1,180 @@
+"""Process groups for weight broadcasts: which backends are in which group, at which ranks.
+
+A trainer broadcasts its tensors from rank 0 of a torch process group; each accelerator of each backend is a rank.
+Guarantees: a group is used only while every backend in service is in it and none has left service since it joined,
+because a broadcast never ends if one of them does not take part.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, runtime_checkable
+
+import anyio
+
+from api_schemas.inference import DistributedWeights, WeightsGroupRequest
+from rollout_service.engines.contract import Backend
+from rollout_service.engines.errors import BackendRejected, WeightsConflict
+from rollout_service.engines.pool.backend_handle import BackendHandle
+
+_RETRY_SECONDS = 0.2
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}  # all others have one byte
+
+
+@runtime_checkable
+class SupportsProcessGroups(Protocol):
+    """A backend that can take weights from a process group; its methods raise the errors of `Backend`."""
+
+    async def ranks(self) -> int:
+        """Return how many ranks it needs: one for each of its accelerators."""
+
+    async def join_group(self, group: WeightsGroupRequest, first_rank: int) -> None:
+        """Join with the ranks from `first_rank` on; waits for all others to join."""
+
+    async def leave_group(self, name: str) -> None:
+        """Leave a group."""
+
+    async def receive_weights(
+        self, weights: DistributedWeights, version: int, *, flush_cache: bool = True
+    ) -> None:
+        """Join the broadcast of these tensors and load them as `version`."""
+
+
+def require_process_groups(backend: Backend) -> SupportsProcessGroups:
+    """Return the backend if it can take weights from a process group.
+
+    Raises:
+        BackendRejected: The backend cannot take weights from a process group.
+    """
+    if not isinstance(backend, SupportsProcessGroups):
+        raise BackendRejected(
+            "cannot take weights from a process group",
+            hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}.',
+            backend_id=backend.id,
+        )
+    return backend
+
+
+class ProcessGroups:
+    """The process groups of one pool."""
+
+    def __init__(self) -> None:
+        self._backends: dict[str, frozenset[str]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._backends
+
+    def all(self) -> dict[str, list[str]]:
+        """Return the backends of each group."""
+        return {name: sorted(present) for name, present in self._backends.items()}
+
+    def replace(self, groups: Mapping[str, Iterable[str]]) -> None:
+        """Adopt what another service knows of the same backends."""
+        self._backends = {name: frozenset(present) for name, present in groups.items()}
+
+    def add(self, name: str, backend_ids: Iterable[str]) -> None:
+        """Record that these backends, and no others, are in the group."""
+        self._backends[name] = frozenset(backend_ids)
+
+    def remove(self, name: str) -> None:
+        """Record that the group has been torn down."""
+        self._backends.pop(name, None)
+
+    def forget(self, backend_id: str) -> None:
+        """Drop the groups of a backend that was away, since it may have restarted."""
+        for name, present in list(self._backends.items()):
+            if backend_id in present:
+                del self._backends[name]
+
+    def check(self, name: str, backend_ids: Iterable[str]) -> None:
+        """Check that exactly these backends are in the group.
+
+        Raises:
+            WeightsConflict: The group does not exist, or others are in it.
+        """
+        expected, present = frozenset(backend_ids), self._backends.get(name)
+        if present == expected:
+            return
+        what = f"has no group {name!r}"
+        if present is not None:
+            missing, gone = sorted(expected - present), sorted(present - expected)
+            what = f"has a group {name!r} that lacks {missing} and includes {gone}, which are out of service"
+        raise WeightsConflict(
+            f"the pool {what}", hint="Let the backends in service join a new one with POST /v1/weights/group."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankAssignment:
+    """The ranks of each backend."""
+
+    first: dict[BackendHandle, int]
+    count: dict[BackendHandle, int]
+
+    def of(self, handle: BackendHandle) -> list[int]:
+        """Return the ranks of a backend."""
+        return list(range(self.first[handle], self.first[handle] + self.count[handle]))
+
+
+async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> RankAssignment:
+    """Assign ranks to the backends, in order.
+
+    Raises:
+        BackendRejected: A backend cannot take weights from a process group.
+        WeightsConflict: The sum of the ranks is not `world_size`.
+    """
+    counts = [await require_process_groups(handle.backend).ranks() for handle in handles]
+    *firsts, size = accumulate(counts, initial=group.rank_offset)
+    if size != group.world_size:
+        raise WeightsConflict(
+            f"world_size is {group.world_size}, but {group.rank_offset} ranks of the trainer and {counts} of the "
+            f"backends make {size}",
+            hint=f"Set world_size to {size}, for the trainer as well.",
+        )
+    return RankAssignment(dict(zip(handles, firsts, strict=True)), dict(zip(handles, counts, strict=True)))
+
+
+async def wait_for_master(group: WeightsGroupRequest) -> None:
+    """Wait until the trainer listens, because an engine that joins a group stops all its work to wait for it.
+
+    Raises:
+        WeightsConflict: The trainer does not listen in time.
+    """
+    address = f"{group.master_address}:{group.master_port}"
+    with anyio.move_on_after(group.timeout_seconds):
+        while True:
+            try:
+                stream = await anyio.connect_tcp(group.master_address, group.master_port)
+            except (OSError, UnicodeError):  # nobody listens yet, or a name that no domain can have
+                await anyio.sleep(_RETRY_SECONDS)
+                continue
+            await stream.aclose()
+            return
+    raise WeightsConflict(
+        f"nothing listens at {address}",
+        hint="Let the trainer's rank 0 join the group first, or at the same time.",
+    )
+
+
+def buckets(weights: DistributedWeights) -> Iterator[DistributedWeights]:
+    """Yield the tensors in order, in buckets of about `bucket_bytes` with at least one tensor each."""
+    start, size = 0, 0
+    for index, (dtype, shape) in enumerate(zip(weights.dtypes, weights.shapes, strict=True)):
+        bytes_ = _ITEM_BYTES.get(dtype, 1)
+        for length in shape:
+            bytes_ *= length
+        if index > start and size + bytes_ > weights.bucket_bytes:
+            yield _part(weights, start, index)
+            start, size = index, 0
+        size += bytes_
+    yield _part(weights, start, len(weights.names))
+
+
+def _part(weights: DistributedWeights, start: int, end: int) -> DistributedWeights:
+    return weights.model_copy(
+        update={
+            "names": weights.names[start:end],
+            "dtypes": weights.dtypes[start:end],
+            "shapes": weights.shapes[start:end],
+        }
+    )

@@ -1,0 +1,151 @@
+"""The weights that the backends of a pool have, and those that they may be given next.
+
+Guarantees: versions only grow, unless forced; a version names one set of weights; a backend whose weights are not known
+for certain does not count as having them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from api_schemas.inference import DiskWeights, DistributedWeights, KvHandling, PauseMode, WeightsRequest
+from rollout_service.engines.contract import Backend
+from rollout_service.engines.errors import BackendRejected, WeightsConflict
+from rollout_service.engines.pool.weights.process_groups import require_process_groups
+
+Source = DiskWeights | DistributedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSet:
+    """Weights that every backend of a pool has, or will be given."""
+
+    source: Source
+    version: int
+
+    async def load(self, backend: Backend, kv: KvHandling) -> None:
+        """Load them into a backend."""
+        flush_cache = kv is KvHandling.FLUSHED
+        if isinstance(self.source, DiskWeights):
+            await backend.update_weights(self.source.path, self.version, flush_cache=flush_cache)
+        else:
+            await require_process_groups(backend).receive_weights(
+                self.source, self.version, flush_cache=flush_cache
+            )
+
+
+class PoolWeights:
+    """The weights of one pool; `present` is None until the first update."""
+
+    def __init__(self) -> None:
+        self.present: WeightSet | None = None
+        self._unknown: set[str] = set()
+        self._kept: frozenset[int] = frozenset()
+
+    def adopt(self, weights: WeightSet, kv: KvHandling) -> None:
+        """Make these the pool's weights."""
+        self.present = weights
+        self._kept -= {weights.version}
+        if kv is KvHandling.KEPT:
+            self._kept |= {weights.version}
+
+    def source_of(self, version: int) -> str:
+        """Return where the weights of this version came from, in words; empty if that is unknown."""
+        if self.present is None or self.present.version != version:
+            return ""
+        source = self.present.source
+        return source.path if isinstance(source, DiskWeights) else f"the process group {source.group_name}"
+
+    def kept_kv(self, versions: frozenset[int]) -> frozenset[int]:
+        """Return those of the versions that were loaded while KV of older weights stayed in use."""
+        return self._kept & versions
+
+    def mark_unknown(self, backend_id: str) -> None:
+        """Record that a failed load may have left anything in the backend."""
+        self._unknown.add(backend_id)
+
+    def mark_known(self, backend_id: str) -> None:
+        """Record that the backend has the version that it reports."""
+        self._unknown.discard(backend_id)
+
+    def is_unknown(self, backend_id: str) -> bool:
+        """Return whether the backend's weights are unknown."""
+        return backend_id in self._unknown
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The versions that were loaded while KV of older weights stayed in use."""
+        return self._kept
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """The backends whose weights are not known for certain."""
+        return frozenset(self._unknown)
+
+    def replace(self, present: WeightSet | None, kept: Iterable[int], unknown: Iterable[str]) -> None:
+        """Adopt what another service knows of the same backends."""
+        self.present = present
+        self._kept, self._unknown = frozenset(kept), set(unknown)
+
+    def plan_update(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
+        """Return the weights to load, or None if the pool has them; `versions` are those of the backends.
+
+        Raises:
+            WeightsConflict: The version is older than the present one, or the same one from another source.
+        """
+        wanted, present = WeightSet(request.weights, request.version), self.present
+        newest = present.version if present else max(versions, default=0)
+        if request.force:
+            return wanted
+        if wanted.version < newest:
+            raise WeightsConflict(
+                f"version {wanted.version} is older than the pool's version {newest}",
+                hint=f"Send a version above {newest}, or set `force` to go back.",
+                context={"version": newest},
+            )
+        if present is None or wanted.version > present.version:
+            return wanted
+        if not _is_same(wanted.source, present.source):
+            raise WeightsConflict(
+                f"the pool already has a version {wanted.version} from another source",
+                hint="Give other weights another version, or set `force` to replace them.",
+                context={"version": newest},
+            )
+        self.present = wanted
+        return None
+
+    async def bring_up_to_date(self, backend: Backend, version: int) -> int:
+        """Give the pool's weights to a backend that reports `version`, and return its version then.
+
+        Raises:
+            BackendRejected: The weights came over a process group, and cannot be sent again.
+        """
+        if self.present is None or (version == self.present.version and backend.id not in self._unknown):
+            self._refuse_unknown(backend)
+            return version
+        if isinstance(self.present.source, DistributedWeights):
+            raise BackendRejected(
+                f"lacks version {self.present.version} of the weights, which came over a process group",
+                hint="Load that version or a later one from a folder with POST /v1/weights; then it can join.",
+                backend_id=backend.id,
+            )
+        await self.present.load(backend, KvHandling.FLUSHED)
+        self.mark_known(backend.id)
+        return self.present.version
+
+    def _refuse_unknown(self, backend: Backend) -> None:
+        if backend.id in self._unknown:
+            raise BackendRejected(
+                "has unknown weights, because a load was interrupted",
+                hint="Load weights with POST /v1/weights, or restart the engine and register it again.",
+                backend_id=backend.id,
+            )
+
+
+def kv_handling(mode: PauseMode) -> KvHandling:
+    """Return what happens to the KV of older weights when requests are paused by `mode`."""
+    return KvHandling.KEPT if mode is PauseMode.IN_PLACE else KvHandling.FLUSHED
+
+
+def _is_same(wanted: Source, present: Source) -> bool:
+    """Return whether both are the same weights; a folder may stand for weights that came over a process group."""
+    return wanted == present or (isinstance(wanted, DiskWeights) and isinstance(present, DistributedWeights))

@@ -1,0 +1,35 @@
+"""Routers, which decide which backend of a pool serves a request, behind a small protocol."""
+
+from typing import Literal
+
+from rollout_service.engines.routing.contract import (
+    Candidate,
+    Cost,
+    Decision,
+    Observer,
+    Reason,
+    RequestEnd,
+    Router,
+)
+from rollout_service.engines.routing.cost_options import CostRouterOptions
+from rollout_service.engines.routing.cost_router import CostRouter
+from rollout_service.engines.routing.least_loaded import LeastLoaded
+
+__all__ = [
+    "Candidate",
+    "Cost",
+    "CostRouter",
+    "CostRouterOptions",
+    "Decision",
+    "LeastLoaded",
+    "Observer",
+    "Reason",
+    "RequestEnd",
+    "Router",
+    "make_router",
+]
+
+
+def make_router(name: Literal["cost", "least_loaded"]) -> Router:
+    """Make the router of that name; each pool needs its own."""
+    return CostRouter() if name == "cost" else LeastLoaded()

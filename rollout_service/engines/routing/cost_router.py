@@ -1,0 +1,269 @@
+"""A router that sends each request where it is expected to cost the least time.
+
+The cost of a request on an engine is the sum of
+
+- *wait*: until the engine has read the prompts that were sent to it before;
+- *prefill*: of the tokens that the engine is not expected to hold, once for the request itself and once for each
+  request that the engine works on, since reading a prompt delays all of them;
+- *move*: zero on the rollout's own engine; elsewhere a part of a turn, so that rollouts do not move for a small gain;
+- *contention*: how much this rollout and the others assigned to the engine are expected to slow each other, in this
+  turn and, for a rollout that is not assigned yet, in later ones. A rollout that waits for a tool counts, because it
+  will return.
+
+An engine that clearly has more rollouts than its fair share gets no further ones.
+
+Several nodes may route to the same engines, each for itself. The work of the others shows in the engines' own reports,
+and counts like this node's. As the samples of a group may run on several nodes, a new rollout is expected to find part
+of its prompt on the engine that all nodes try first for it (`rendezvous`): the larger the part of the work that others
+sent, the likelier one of them has been there.
+
+The turns of a rollout therefore stay where their prefix is, since any other engine would have to read all of it again.
+The samples of a group share an engine if sharing the prompt saves more than an even spread does. A rollout moves once
+its engine is so much busier that reading the prompt again elsewhere is quicker.
+
+The router learns what engines hold, their rates and the length of rollouts; see `engine_model`, `rates`, `prefixes`
+and `workload`. A decision takes time that grows with the logarithm of the prompt's length and with the number of
+candidates; only the tokens that a conversation gained are hashed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation
+from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS, Chains, extend_chain
+from rollout_service.engines.routing.contract import Candidate, Cost, Decision, Reason
+from rollout_service.engines.routing.cost_options import CostRouterOptions
+from rollout_service.engines.routing.engine_model import EngineModel
+from rollout_service.engines.routing.rates import Rates
+from rollout_service.engines.routing.rendezvous import first_choice, rank
+from rollout_service.engines.routing.workload import TrackedRollout, WorkloadStats
+
+_LEAST_DUTY_CYCLE = 0.05
+"""Bounds how many rollouts of other nodes are inferred from each of their requests in flight."""
+
+
+@dataclass(slots=True)
+class _SentRequest:
+    engine: EngineModel
+    chain: list[int]
+    at: float
+    wait: float
+    others: int
+
+
+class CostRouter:
+    """Chooses by expected cost; `clock` returns seconds."""
+
+    def __init__(
+        self, options: CostRouterOptions | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._options = options or CostRouterOptions()
+        self._clock = clock
+        self._engines: dict[str, EngineModel] = {}
+        self._rollouts: dict[str, TrackedRollout] = {}
+        self._sent: dict[Decision, _SentRequest] = {}
+        self._unsettled: tuple[Decision, list[int], float, float] | None = None
+        """The last decision that its engine's model does not know of yet, with chain, wait and time."""
+        self._chains = Chains()
+        self._workload = WorkloadStats()
+        self._rates = Rates()
+        self._decisions = 0
+
+    def choose(
+        self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
+    ) -> Decision:
+        self.settle()
+        now = self._clock()
+        chain = self._chains.of(request.input_ids, affinity)
+        rollout = self._rollouts.get(affinity) if affinity is not None else None
+        costs = [
+            self._cost(each, chain, len(request.input_ids), affinity, rollout, now) for each in candidates
+        ]
+        prompt = chain[-1] if chain else hash(tuple(request.input_ids))
+        considered = costs
+        if affinity is not None and rollout is None:
+            considered = self._expecting_others(self._with_room(candidates, costs), prompt)
+        best = self._best(candidates, considered, rollout, prompt)
+        decision = Decision(
+            backend_id=best.backend_id,
+            reason=_reason(costs, best, rollout),
+            affinity=affinity,
+            prompt_tokens=len(request.input_ids),
+            held_tokens=best.held_tokens,
+            costs=tuple(costs),
+        )
+        self._unsettled = (decision, chain, best.wait, now)
+        return decision
+
+    def settle(self) -> None:
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:
+            self._send(*unsettled)
+
+    def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
+        self.settle()
+        sent = self._sent.pop(decision)
+        now = self._clock()
+        sent.engine.end(now)
+        if answer is None or not answer.output_ids:
+            return
+        sent.engine.correct(sent.chain, decision.held_tokens, answer.cached_tokens, sent.at)
+        uncached = len(request.input_ids) - answer.cached_tokens
+        sampled = len(answer.output_ids)
+        others = (sent.others + sent.engine.busy(now)) / 2
+        sent.engine.learn(uncached, sampled, others, max(0.0, answer.engine_seconds - sent.wait))
+        rollout = self._rollouts.get(decision.affinity) if decision.affinity is not None else None
+        if rollout is not None and rollout.turns > 1:
+            self._workload.learn_later_turn(uncached, sampled)
+        # The last sampled token has not been read, so its KV is missing.
+        known = len(sent.chain) * BLOCK_TOKENS
+        rest = [*request.input_ids[known:], *answer.output_ids[:-1]]
+        chain = extend_chain(sent.chain, rest, begin=known)
+        self._chains.keep(chain, decision.affinity)
+        sent.engine.prefixes.hold(chain, served_at=now)
+
+    def observe(self, backend_id: str, load: BackendLoad) -> None:
+        self.settle()
+        self._engine(backend_id).observe(load, self._clock())
+
+    def release(self, affinity: str) -> None:
+        self.settle()
+        self._chains.drop(affinity)
+        rollout = self._rollouts.pop(affinity, None)
+        if rollout is None:
+            return
+        self._workload.end(rollout)
+        if rollout.sticky_backend in self._engines:
+            self._engines[rollout.sticky_backend].unassign(affinity)
+
+    def forget(self, backend_id: str) -> None:
+        self.settle()
+        self._engines.pop(backend_id, None)
+
+    def _engine(self, backend_id: str) -> EngineModel:
+        if backend_id not in self._engines:
+            self._engines[backend_id] = EngineModel(self._options, self._rates)
+        return self._engines[backend_id]
+
+    def _cost(
+        self,
+        candidate: Candidate,
+        chain: Sequence[int],
+        tokens: int,
+        affinity: str | None,
+        rollout: TrackedRollout | None,
+        now: float,
+    ) -> Cost:
+        engine = self._engine(candidate.backend_id)
+        # Engines read the last token even of a prompt that they hold whole.
+        held = min(engine.prefixes.match(chain) * BLOCK_TOKENS, tokens - 1)
+        rates, workload = self._rates, self._workload
+        # Seconds that two rollouts' turns take from each other: the tokens read, and the larger batch.
+        work = 2.0 * (workload.uncached * rates.prefill + workload.sampled * rates.crowding) * engine.slowness
+        others, later = self._others(engine, affinity, now)
+        # A rollout that is assigned elsewhere would not stay away for good, so only this turn is weighed.
+        met = others if rollout is not None else others + later * max(0.0, workload.turns - 1)
+        is_move = rollout is not None and rollout.sticky_backend != candidate.backend_id
+        turn = rates.expected(workload.uncached, workload.sampled, others)
+        return Cost(
+            backend_id=candidate.backend_id,
+            held_tokens=held,
+            wait=engine.wait(now),
+            prefill=(1 + engine.busy(now)) * (tokens - held) * engine.prefill_rate,
+            move=self._options.move_turns * turn if is_move else 0.0,
+            contention=((met + workload.duty_cycle) / candidate.share - workload.duty_cycle) * work,
+        )
+
+    def _others(self, engine: EngineModel, affinity: str | None, now: float) -> tuple[float, float]:
+        """Return how many requests run at the same time in this turn, and in later ones.
+
+        The present requests end; assigned rollouts come back.
+        """
+        own = engine.assigned_rollouts.get(affinity, 0.0) if affinity is not None else 0.0
+        later = (engine.weight - own) * self._workload.duty_cycle + engine.others_in_flight
+        return max((later + engine.busy(now)) / 2, later), later
+
+    def _with_room(self, candidates: Sequence[Candidate], costs: list[Cost]) -> list[Cost]:
+        """Return the costs of those that may be assigned one more rollout; all if there are none."""
+        engines = [self._engines[each.backend_id] for each in candidates]
+        weights = [each.share / engine.slowness for each, engine in zip(candidates, engines, strict=True)]
+        duty_cycle = max(_LEAST_DUTY_CYCLE, self._workload.duty_cycle)
+        loads = [engine.weight + engine.others_in_flight / duty_cycle for engine in engines]
+        all_weight = 1 + sum(loads)
+        free, ratio = self._options.free_rollouts, self._options.fair_ratio
+        room = [
+            cost
+            for cost, load, weight in zip(costs, loads, weights, strict=True)
+            if load < max(free, ratio * all_weight * weight / sum(weights))
+        ]
+        return room or costs
+
+    def _expecting_others(self, costs: list[Cost], prompt: int) -> list[Cost]:
+        """Return the costs with the prompt cheaper on the engine where other nodes may have sent it already."""
+        engines = [self._engines[cost.backend_id] for cost in costs]
+        others = sum(engine.others_in_flight for engine in engines)
+        if others == 0.0 or len(costs) == 1:
+            return costs
+        own = 1 + sum(engine.in_flight for engine in engines)
+        chosen = first_choice(prompt, (cost.backend_id for cost in costs))
+        unread = own / (own + others)
+        return [
+            replace(cost, prefill=cost.prefill * unread) if cost.backend_id == chosen else cost
+            for cost in costs
+        ]
+
+    def _best(
+        self, candidates: Sequence[Candidate], costs: list[Cost], rollout: TrackedRollout | None, prompt: int
+    ) -> Cost:
+        if len(costs) == 1:
+            return costs[0]
+        least = min(cost.total for cost in costs)
+        bound = least + abs(least) * self._options.equal_ratio + self._options.equal_seconds
+        sticky = rollout.sticky_backend if rollout is not None else None
+        local = {each.backend_id for each in candidates if each.is_local}
+
+        is_shared = any(self._engines[cost.backend_id].others_in_flight for cost in costs)
+
+        def order(cost: Cost) -> tuple[bool, bool, int, bytes]:
+            last_chosen = 0 if is_shared else self._engines[cost.backend_id].last_chosen
+            ranked = rank(prompt, cost.backend_id)
+            return cost.backend_id != sticky, cost.backend_id not in local, last_chosen, ranked
+
+        return min((cost for cost in costs if cost.total <= bound), key=order)
+
+    def _send(self, decision: Decision, chain: list[int], wait: float, now: float) -> None:
+        engine = self._engines[decision.backend_id]
+        others = engine.busy(now)
+        self._decisions += 1
+        engine.last_chosen = self._decisions
+        engine.begin((decision.prompt_tokens - decision.held_tokens) * engine.prefill_rate, now)
+        engine.prefixes.hold(chain)
+        self._sent[decision] = _SentRequest(engine, chain, now, wait, others)
+        if decision.affinity is not None:
+            self._assign(decision.affinity, decision)
+        self._workload.learn_duty_cycle(len(self._sent), len(self._rollouts))
+
+    def _assign(self, affinity: str, decision: Decision) -> None:
+        backend_id = decision.backend_id
+        rollout = self._rollouts.get(affinity)
+        if rollout is None:
+            rollout = self._workload.begin(backend_id, decision.prompt_tokens)
+            self._rollouts[affinity] = rollout
+        rollout.turns += 1
+        if rollout.sticky_backend != backend_id and rollout.sticky_backend in self._engines:
+            self._engines[rollout.sticky_backend].unassign(affinity)
+        rollout.sticky_backend = backend_id
+        self._engines[backend_id].assign(affinity, rollout.weight)
+
+
+def _reason(costs: Sequence[Cost], best: Cost, rollout: TrackedRollout | None) -> Reason:
+    if len(costs) == 1:
+        return Reason.ONLY
+    if rollout is None:
+        least = min(cost.held_tokens for cost in costs)
+        return Reason.PREFIX if best.held_tokens > least else Reason.LOAD
+    if best.backend_id == rollout.sticky_backend:
+        return Reason.HOME
+    is_present = any(cost.backend_id == rollout.sticky_backend for cost in costs)
+    return Reason.MOVED if is_present else Reason.HOMELESS

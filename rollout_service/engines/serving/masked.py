@@ -1,0 +1,56 @@
+"""A policy that is told nothing of an environment's secrets, whoever writes its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from api_schemas.rollouts import Usage
+from api_schemas.trajectories import ForkReason, Message, Trajectory
+from rollout_service.base.masking import mask_messages
+from rollout_service.episodes import Policy, PolicyTurn
+from rollout_service.tokens import ToolSpec
+
+
+def without_secrets(policy: Policy, hidden: Collection[str]) -> Policy:
+    """Return the policy, with these values masked in all that it is told; itself if there are none."""
+    return MaskedPolicy(policy, hidden) if hidden else policy
+
+
+class MaskedPolicy:
+    """Masks values in the messages to a policy; implements `episodes.Policy`."""
+
+    def __init__(self, policy: Policy, hidden: Collection[str]) -> None:
+        """Mask the values of `hidden`, also those that are added later."""
+        self._policy = policy
+        self._hidden = hidden
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
+        """Sample one turn after these messages."""
+        return await self._policy.respond(mask_messages(new_messages, self._hidden), max_tokens=max_tokens)
+
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Offer these tools."""
+        self._policy.offer(tools)
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far."""
+        return self._policy.messages
+
+    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
+        """Replace the whole history."""
+        self._policy.replace(mask_messages(messages, self._hidden), reason)
+
+    @property
+    def usage(self) -> Usage:
+        """The cost of the turns so far."""
+        return self._policy.usage
+
+    @property
+    def engine_seconds(self) -> float:
+        """The time spent waiting for the engine so far."""
+        return self._policy.engine_seconds
+
+    def trajectory(self) -> Trajectory:
+        """Return the segments so far."""
+        return self._policy.trajectory()

@@ -1,0 +1,144 @@
+"""What trainers order of a whole pool: to pause, to resume, to load weights, to join and leave process groups.
+
+Guarantee: each order is carried out by every service that serves the pool, and its outcome has the answer of each
+backend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+from pydantic import JsonValue
+
+from api_schemas.events import EventKind
+from api_schemas.inference import (
+    PauseRequest,
+    PoolOutcome,
+    ResumeRequest,
+    WeightsGroupRequest,
+    WeightsRequest,
+)
+from rollout_service.engines.errors import InferenceError, WeightsPartlyLoaded
+from rollout_service.engines.pool.weights.outcomes import (
+    check_outcome,
+    check_weights_outcome,
+    failed_backends,
+)
+from rollout_service.engines.serving.commands import LeaveGroupRequest, PoolCommands, PoolRequest
+
+log = structlog.get_logger(__name__)
+
+Announce = Callable[[EventKind, str, dict[str, JsonValue]], None]
+"""Writes an event of a kind, about a subject, with its data; never waits and never fails."""
+
+
+class PoolOrders:
+    """Gives orders to pools."""
+
+    def __init__(
+        self, commands: PoolCommands, announce: Announce, check_known: Callable[[str], None]
+    ) -> None:
+        """`announce` is told what was done; `check_known` refuses unknown pools."""
+        self._commands = commands
+        self._announce = announce
+        self._check_known = check_known
+
+    async def _run(self, request: PoolRequest) -> PoolOutcome:
+        self._check_known(request.pool)
+        return await self._commands.run(request)
+
+    async def pause(self, request: PauseRequest) -> PoolOutcome:
+        """Pause a pool.
+
+        Raises:
+            UnknownPool: There is no such pool.
+            NoBackendError: No backend of any pool was registered.
+            OrderFailed: An engine in service failed to pause.
+        """
+        outcome = await self._run(request)
+        log.info("pool paused", pool=request.pool, mode=request.mode)
+        self._announce(EventKind.POOL_PAUSED, request.pool, {"mode": str(request.mode)})
+        return check_outcome(outcome, "pause")
+
+    async def resume(self, request: ResumeRequest) -> PoolOutcome:
+        """Resume a pool.
+
+        Raises:
+            UnknownPool: There is no such pool.
+            NoBackendError: No backend of any pool was registered.
+            OrderFailed: An engine in service failed to resume.
+        """
+        outcome = await self._run(request)
+        log.info("pool resumed", pool=request.pool)
+        self._announce(EventKind.POOL_RESUMED, request.pool, {})
+        return check_outcome(outcome, "resume")
+
+    async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
+        """Load weights into a pool.
+
+        Raises:
+            PoolFrozen: The pool is frozen.
+            UnknownPool: There is no such pool.
+            NoBackendError: The pool has no backend.
+            WeightsConflict: The version is older than the pool's, or in use for other weights.
+            OrderFailed: Backends failed; the error has every answer.
+        """
+        order = log.bind(pool=request.pool, version=request.version, source=request.weights.type)
+        order.info("weight update begun", mode=request.mode, forced=request.force)
+        began = time.monotonic()
+        try:
+            outcome = await self._run(request)
+            self._tell_of_weights(outcome, time.monotonic() - began)
+            check_weights_outcome(outcome, request.version)
+        except WeightsPartlyLoaded as error:
+            order.error("weight update done in part", error=str(error), hint=error.hint)
+            raise
+        except InferenceError as error:
+            order.error("weight update refused", error=str(error), code=error.code, hint=error.hint)
+            raise
+        order.info(
+            "weight update done",
+            changed=outcome.changed,
+            backends=sum(each.ok for each in outcome.outcomes),
+            held_seconds=round(outcome.held_seconds, 3),
+        )
+        return outcome
+
+    def _tell_of_weights(self, outcome: PoolOutcome, seconds: float) -> None:
+        if not outcome.changed:
+            return
+        data: dict[str, JsonValue] = {
+            "version": outcome.version,
+            "seconds": round(seconds, 3),
+            "held_seconds": round(outcome.held_seconds, 3),
+            "backends": sum(each.ok for each in outcome.outcomes),
+            "failed": len(failed_backends(outcome)),
+        }
+        self._announce(EventKind.WEIGHTS_UPDATED, outcome.pool, data)
+
+    async def join_group(self, request: WeightsGroupRequest) -> PoolOutcome:
+        """Let a pool's backends join a process group, all or none.
+
+        Raises:
+            PoolFrozen: The pool is frozen.
+            UnknownPool: There is no such pool.
+            NoBackendError: The pool has no backend.
+            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
+            BackendRejected: A backend cannot take weights from a process group.
+            OrderFailed: A backend could not join.
+        """
+        return check_outcome(await self._run(request), "join the process group")
+
+    async def leave_group(self, pool: str, name: str) -> PoolOutcome:
+        """Let a pool's backends leave a process group.
+
+        Raises:
+            UnknownPool: There is no such pool.
+            NoBackendError: The pool has no backend.
+            OrderFailed: A backend could not leave.
+        """
+        return check_outcome(
+            await self._run(LeaveGroupRequest(pool=pool, group_name=name)), "leave the process group"
+        )

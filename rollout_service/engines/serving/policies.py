@@ -1,0 +1,347 @@
+"""Serves each policy: the engines of its pool, and the tokenizer and chat format that they share.
+
+Guarantees: a backend is in service only if the service can also turn messages into ids for it. Registered backends are
+registered again after a restart; one that does not answer is retried until it does, and `waiting` names it. If the
+backends are shared, those that other services register, drain or remove are registered, drained or removed here too;
+one that this service cannot reach is not removed for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from api_schemas.inference import BackendSpec, BackendState, BackendView, is_frozen
+from api_schemas.rollouts import RolloutRequest
+from rollout_service.base.errors import StoreError, did_you_mean
+from rollout_service.engines.errors import NoBackendError, UnknownBackend, UnknownPool
+from rollout_service.engines.pool.backend_handle import BackendHandle
+from rollout_service.engines.pool.locality import is_loopback, loopback_scope
+from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.pool.pools import Pools, backend_id_of
+from rollout_service.engines.serving.awaited import RECONNECT_SECONDS, AwaitedBackends
+from rollout_service.engines.serving.commands import LocalCommands, PoolCommands
+from rollout_service.engines.serving.orders import Announce, PoolOrders
+from rollout_service.engines.serving.session import PolicySession
+from rollout_service.engines.serving.turn_log import TurnLog
+from rollout_service.store.engines_contract import BackendStore, SharedBackend
+from rollout_service.tokens import ChatRenderer, Conversation, ToolSpec
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The chat format and context length that the engines of a pool share."""
+
+    renderer: ChatRenderer
+    context_length: int
+
+
+class PolicyServing:
+    """The backends and chat formats of all pools."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        backends: BackendStore,
+        commands: PoolCommands | None = None,
+        *,
+        announce: Announce = lambda kind, subject, data: None,  # noqa: ARG005 - nobody listens
+    ) -> None:
+        """`backends` survive restarts; `commands` of shared ones go to all services.
+
+        `announce` is told what was done to pools.
+        """
+        self._pools = pools
+        self._backends = backends
+        self._served: dict[str, ServedModel] = {}
+        self._followed: dict[str, SharedBackend] = {}
+        """The backends of the store that are served here, or will be."""
+        self._awaited = AwaitedBackends()
+        self.orders = PoolOrders(commands or LocalCommands(pools), announce, self.check_known)
+        """What trainers order of whole pools."""
+
+    @asynccontextmanager
+    async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
+        """Register these and the remembered backends in the background, retrying until the context ends."""
+        async with anyio.create_task_group() as tasks:
+            for spec in specs:
+                self._await(tasks, backend_id_of_spec(spec), spec, remember=True)
+            await self._follow_listed(tasks)
+            if self._backends.is_shared:
+                tasks.start_soon(self._follow, tasks)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _follow(self, tasks: TaskGroup) -> None:
+        seen = 0
+        while True:
+            seen = await self._backends.wait_for_change(seen)
+            try:
+                await self._follow_listed(tasks)
+            except StoreError as error:
+                log.debug("the backends cannot be read; trying again", error=str(error), hint=error.hint)
+                await anyio.sleep(RECONNECT_SECONDS)
+                seen -= 1
+
+    async def _follow_listed(self, tasks: TaskGroup) -> None:
+        """Serve what the store lists, and nothing that it listed before."""
+        scope = loopback_scope()
+        listed = {
+            each.backend_id: each
+            for each in await self._backends.backends()
+            if each.loopback_of in ("", scope)
+        }
+        served = {view.backend_id: view.state for view in self.views()}
+        for backend_id in self._followed.keys() - listed.keys():
+            del self._followed[backend_id]
+            await self._give_up(backend_id)
+        for backend_id, backend in listed.items():
+            is_given_up = backend_id in self.waiting and self._followed.get(backend_id) == backend
+            if backend_id not in served and backend_id not in self._awaited and not is_given_up:
+                self._await(tasks, backend_id, backend.spec)
+            elif backend_id in served and backend.is_draining:
+                self._pools.drain(backend_id)
+            elif served.get(backend_id) is BackendState.DRAINING:
+                self._await(tasks, backend_id, backend.spec)
+            self._followed[backend_id] = backend
+
+    def _await(self, tasks: TaskGroup, backend_id: str, spec: BackendSpec, *, remember: bool = False) -> None:
+        """Begin to register a backend in the background, unless that has begun."""
+
+        async def register() -> None:
+            listed = self._followed.get(backend_id) if self._backends.is_shared else None
+            exports = listed.exports if listed is not None else None
+            await self.register(spec, remember=remember, exports=exports)
+
+        self._awaited.begin(tasks, backend_id, spec, register)
+
+    async def _give_up(self, backend_id: str) -> None:
+        """Stop serving a backend here, or trying to."""
+        await self._awaited.end(backend_id)
+        self._awaited.forget(backend_id)
+        with suppress(UnknownBackend):
+            await self._pools.remove(backend_id)
+            log.info("backend removed", backend_id=backend_id)
+
+    async def register(
+        self, spec: BackendSpec, *, remember: bool = True, exports: Collection[str] | None = None
+    ) -> BackendView:
+        """Put an engine into service; an error leaves nothing half done.
+
+        `exports` are the extras that another service found when it checked the engine.
+
+        Raises:
+            InferenceError: The engine does not answer, or lacks a required feature.
+            TokenError: The engine's tokenizer or chat format cannot be loaded.
+        """
+        known = {view.backend_id for view in self._pools.views()}
+        view = await self._pools.register(
+            str(spec.url),
+            spec.pool,
+            kind=spec.kind,
+            max_in_flight=spec.max_in_flight,
+            traces=spec.trace,
+            exports=exports,
+        )
+        try:
+            path = spec.tokenizer or view.tokenizer_path
+            renderer = await anyio.to_thread.run_sync(ChatRenderer.load, path, spec.renderer)
+        except BaseException:
+            if view.backend_id not in known:
+                with anyio.CancelScope(shield=True):
+                    await self._pools.remove(view.backend_id)
+            raise
+        self._served[spec.pool] = ServedModel(renderer, view.context_length)
+        self._pools.note_change()
+        self._awaited.forget(view.backend_id)
+        if remember:
+            await self._share(view, spec, path)
+        log.info("backend registered", backend_id=view.backend_id, model=view.model_path, pool=view.pool)
+        return view
+
+    async def remove(self, backend_id: str) -> None:
+        """Remove an engine for good.
+
+        Raises:
+            UnknownBackend: No backend with that id is registered.
+        """
+        was_awaited = await self._awaited.end(backend_id)
+        self._followed.pop(backend_id, None)
+        was_listed = await self._backends.remove(backend_id)
+        if not was_listed and not was_awaited:
+            await self._pools.remove(backend_id)
+            log.info("backend removed", backend_id=backend_id)
+            return
+        await self._give_up(backend_id)
+
+    async def clear(self, pool: str) -> int:
+        """Remove all engines of a pool for good, including those still waited for; return their number."""
+        awaited = {backend_id for backend_id, spec in self._awaited.specs.items() if spec.pool == pool}
+        listed = {each.backend_id for each in await self._backends.backends() if each.spec.pool == pool}
+        served = {view.backend_id for view in self._pools.views() if view.pool == pool}
+        for backend_id in awaited | listed | served:
+            with suppress(UnknownBackend):
+                await self.remove(backend_id)
+        return len(awaited | listed | served)
+
+    async def drain(self, backend_id: str) -> BackendView:
+        """Send an engine no new requests.
+
+        Raises:
+            UnknownBackend: No backend with that id is registered.
+        """
+        view = self._pools.drain(backend_id)
+        if (backend := self._followed.get(backend_id)) is not None and self._backends.is_shared:
+            self._followed[backend_id] = replace(backend, is_draining=True)
+            await self._backends.put(self._followed[backend_id])
+        log.info("backend is given nothing new", backend_id=backend_id)
+        return view
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """The ids of backends that could not be registered yet, with the reason."""
+        return self._awaited.reasons
+
+    def views(self) -> list[BackendView]:
+        """Return all backends of all pools."""
+        return self._pools.views()
+
+    def pool(self, name: str) -> BackendPool | None:
+        """Return the engines of a pool, or None if there is none of that name."""
+        return self._pools.get(name)
+
+    def backend(self, backend_id: str) -> BackendHandle | None:
+        """Return an engine with its record, or None."""
+        return self._pools.handle(backend_id)
+
+    def frozen_version_changes(self) -> dict[str, int]:
+        """Return how often the version of each frozen pool has changed, which only an engine itself can do."""
+        return {name: count for name, count in self._pools.version_changes().items() if is_frozen(name)}
+
+    def absences(self, pool: str | None = None) -> list[str]:
+        """Return a sentence with the reason for each backend that does not serve, of one pool or of all."""
+        awaited = [
+            f"Waiting for {one}: {why.rstrip('.')}."
+            for one, why in self.waiting.items()
+            if pool is None or one.startswith(f"{pool}@")
+        ]
+        views = [
+            view
+            for view in self.views()
+            if view.state is not BackendState.READY and pool in (None, view.pool)
+        ]
+        return awaited + [
+            f"{view.backend_id} is {view.state}"
+            + (f": {view.last_error}." if view.state is BackendState.FAILED and view.last_error else ".")
+            for view in views
+        ]
+
+    def check(self, pool: str) -> None:
+        """Check that a pool is served, or about to be.
+
+        Raises:
+            NoBackendError: The pool is neither; the hint says how to register a backend.
+        """
+        if not self.expects(pool):
+            self._pools[pool]
+
+    def check_known(self, pool: str) -> None:
+        """Check that an order can mean this pool: before any backend is there, nobody knows.
+
+        Raises:
+            UnknownPool: Other pools have backends, or will have, but not this one.
+        """
+        known = {*self._pools.names(), *(one.partition("@")[0] for one in self.waiting)}
+        if known and pool not in known:
+            raise UnknownPool(
+                f"there is no pool {pool!r}{did_you_mean(pool, known)}",
+                hint=f"The pools are {', '.join(sorted(known))}. Name one of them, or register a backend in this one.",
+            )
+
+    def expects(self, pool: str) -> bool:
+        """Return whether a pool was served, or is about to be."""
+        return pool in self._served or any(spec.pool == pool for spec in self._awaited.specs.values())
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        """Return the pools with a backend in service, paused ones too, and the event of the next change."""
+        pools, changed = self._pools.in_service()
+        return pools & self._served.keys(), changed
+
+    def connect(self, pool: str) -> tuple[ServedModel, BackendPool]:
+        """Return the model that a pool serves, and its engines.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        served = self._served.get(pool)
+        if served is None:
+            raise NoBackendError(f"pool {pool!r} has no backend", hint="Register one with POST /v1/backends.")
+        return served, self._pools[pool]
+
+    def renderer(self, pool: str) -> ChatRenderer | None:
+        """Return the chat format of a pool that is, or was, served here; None for others."""
+        served = self._served.get(pool)
+        return None if served is None else served.renderer
+
+    def model(self, pool: str) -> str:
+        """Return the model that a pool serves.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        _, backends = self.connect(pool)
+        return next((view.model_path for view in backends.views()), pool)
+
+    async def open(
+        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
+    ) -> PolicySession:
+        """Open the conversation of one rollout with its pool.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        served, pool = self.connect(request.pool)
+        return PolicySession(
+            Conversation(served.renderer, tools),
+            pool,
+            affinity=request.rollout_id or "",
+            sampling=request.sampling,
+            stop_token_ids=served.renderer.stop_token_ids,
+            context_length=served.context_length,
+            exports=request.exports,
+            turns=turns,
+        )
+
+    def close(self, request: RolloutRequest) -> None:
+        """Free a rollout's place on its backend; idempotent."""
+        if request.pool in self._served:
+            self._pools[request.pool].release(request.rollout_id or "")
+
+    async def _share(self, view: BackendView, spec: BackendSpec, tokenizer: str) -> None:
+        backend_id = view.backend_id
+        if self._backends.is_shared:  # an engine may name other weights' folder once it has loaded them
+            spec = spec.model_copy(update={"tokenizer": tokenizer})
+        is_local = self._backends.is_shared and is_loopback(str(spec.url))
+        backend = SharedBackend(
+            backend_id,
+            spec,
+            loopback_of=loopback_scope() if is_local else "",
+            exports=tuple(view.exports),
+        )
+        known = self._followed.get(backend_id)
+        self._followed[backend_id] = backend
+        # A file is always written: the last attempt may have failed.
+        if known != backend or not self._backends.is_shared:
+            await self._backends.put(backend)
+
+
+def backend_id_of_spec(spec: BackendSpec) -> str:
+    """Return the id of the backend that a request registers."""
+    return backend_id_of(str(spec.url), spec.pool)

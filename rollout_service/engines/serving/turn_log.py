@@ -1,0 +1,178 @@
+"""The turns of one attempt: those that it plays again, then those that it makes.
+
+Guarantees:
+- A saved turn is played only if the agent gave the policy exactly what it gave before, and if that became exactly the
+  same prompt, id for id.
+- Once anything has differed, nothing is played or sampled any more: the rollout has to begin anew.
+- While turns are played, the clock of the work stands still; afterward it shows what it showed when the last of them
+  was recorded. So a replay, and the time in which nobody worked on the rollout, count against no limit.
+- A turn that was played is not saved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+
+import anyio
+
+from api_schemas.trajectories import ForkReason, Message
+from rollout_service.engines.contract import Generation
+from rollout_service.engines.serving.saved_turns import GivenMessages, SavedTurn
+from rollout_service.episodes import WorkClock
+
+REPLAY_GRACE_SECONDS = 10.0
+"""How much longer than the recorded work a replay may take; it includes no sampling, so a slower one saves no time."""
+
+
+class AnewReason(StrEnum):
+    """Why an interrupted rollout begins anew."""
+
+    DISABLED = "disabled"
+    """`[pipeline] resume` is off."""
+    NOT_REPLAYABLE = "not_replayable"
+    """The environment declares `replayable` as `never`."""
+    UNREADABLE = "unreadable"
+    """The saved turns are damaged, or were written by a release that saves them in another form."""
+    OUTPUT_DIFFERS = "output_differs"
+    """A tool's output, or whatever else the agent gave the policy, was not what it had been."""
+    PROMPT_DIFFERS = "prompt_differs"
+    """The same messages became another prompt: the tokenizer or the chat format has changed."""
+    ENDED_EARLY = "ended_early"
+    """The agent ended before all saved turns were played."""
+    TOO_SLOW = "too_slow"
+    """The replay took longer than the recorded work and 10 seconds."""
+
+
+class CannotResumeError(Exception):
+    """An interrupted rollout cannot go on from its saved turns; it begins anew, which is not a failure."""
+
+    def __init__(self, reason: AnewReason) -> None:
+        super().__init__(f"the rollout begins anew: {reason}")
+        self.reason = reason
+
+
+Save = Callable[[int, SavedTurn], None]
+"""Takes a turn with its number; returns at once."""
+
+
+class TurnLog:
+    """The turns of one attempt."""
+
+    def __init__(
+        self,
+        saved: Sequence[SavedTurn] = (),
+        *,
+        save: Save | None = None,
+        on_resumed: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`saved` are the turns to play; `on_resumed` is awaited once after the last of them."""
+        self.clock = WorkClock()
+        self.played = 0
+        """The number of turns played."""
+        self.replay_seconds = 0.0
+        """How long the replay took, or has taken so far when it was given up."""
+        self.failed: AnewReason | None = None
+        """Why the rollout has to begin anew; None if it does not."""
+        self._saved = saved
+        self._recorded = 0
+        self._save = save
+        self._on_resumed = on_resumed if saved else None
+        self._given: list[GivenMessages] = []
+        self._replay_scope: anyio.CancelScope | None = None
+        self._began = 0.0
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether there are turns that were not played yet."""
+        return self.played < len(self._saved)
+
+    def give(self, messages: Sequence[Message], reason: ForkReason | None = None) -> None:
+        """Note messages that the agent gave; `reason` is why they replace the whole history, if they do."""
+        if reason is not None:
+            self._given.append(GivenMessages(list(messages), reason))
+        elif messages and self._given and self._given[-1].reason is None:
+            self._given[-1].messages.extend(messages)
+        elif messages:
+            self._given.append(GivenMessages(list(messages), None))
+
+    async def next(self, context: Sequence[int]) -> Generation | None:
+        """Return the engine's recorded answer to a prompt that adds `context`; None if it has to be sampled.
+
+        Raises:
+            CannotResumeError: The agent or the prompt differs from the record.
+        """
+        if self.failed is not None:
+            raise CannotResumeError(self.failed)
+        if not self.is_replaying:
+            await self._announce()
+            return None
+        turn = self._saved[self.played]
+        if turn.given != self._given:
+            raise self._fail(AnewReason.OUTPUT_DIFFERS)
+        if turn.context != list(context):
+            raise self._fail(AnewReason.PROMPT_DIFFERS)
+        self.played += 1
+        if self.played == len(self._saved):
+            self._end_replay(turn.worked_seconds)
+        return turn.generation
+
+    def record(self, context: Sequence[int], generation: Generation) -> None:
+        """Save the turn that was just recorded, unless it was played."""
+        number, self._recorded = self._recorded, self._recorded + 1
+        given, self._given = self._given, []
+        if self._save is not None and number >= len(self._saved):
+            self._save(number, SavedTurn(given, list(context), generation, self.clock.seconds))
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run an agent from its start, and bound the time until all saved turns are played.
+
+        Raises:
+            CannotResumeError: The rollout has to begin anew, however the agent ended.
+        """
+        self._began = anyio.current_time()
+        try:
+            with self._bounded_replay():
+                yield
+        except Exception as error:
+            if self.failed is not None and not isinstance(error, CannotResumeError):
+                raise CannotResumeError(self.failed) from error
+            raise
+        if self.is_replaying and self.failed is None:
+            raise self._fail(AnewReason.ENDED_EARLY)
+        if self.failed is not None:
+            raise CannotResumeError(self.failed)
+
+    async def finish(self) -> None:
+        """Report a replay after which nothing had to be sampled."""
+        await self._announce()
+
+    @contextmanager
+    def _bounded_replay(self) -> Iterator[None]:
+        if not self.is_replaying:
+            yield
+            return
+        self.clock.stop()
+        limit = self._saved[-1].worked_seconds + REPLAY_GRACE_SECONDS
+        with anyio.CancelScope(deadline=self._began + limit) as self._replay_scope:
+            yield
+        if self._replay_scope.cancelled_caught:
+            raise self._fail(AnewReason.TOO_SLOW)
+
+    def _end_replay(self, worked_seconds: float) -> None:
+        self.replay_seconds = anyio.current_time() - self._began
+        self.clock.start(worked_seconds)
+        if self._replay_scope is not None:
+            self._replay_scope.deadline = float("inf")
+
+    def _fail(self, reason: AnewReason) -> CannotResumeError:
+        self.failed = reason
+        self.replay_seconds = anyio.current_time() - self._began
+        return CannotResumeError(reason)
+
+    async def _announce(self) -> None:
+        announce, self._on_resumed = self._on_resumed, None
+        if announce is not None:
+            await announce()

@@ -1,0 +1,34 @@
+"""Tiny policies that ship with the service, for demos and tests; they were made with `training/`.
+
+`calc-tuned` solves the environment `calc` almost always; `calc-base` solves it about every second time, which makes its
+groups worth training on. `parl-base` is for `pointers` and `split`: an orchestrator that mostly does everything itself,
+and its own sub-agent. `live-base` is for live sessions: it answers a user's short questions, with endings by chance.
+All are Qwen3 models with fewer than a million parameters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from rollout_service.base.errors import ConfigurationError
+
+POLICIES: Final = ("calc-base", "calc-tuned", "live-base", "parl-base")
+
+
+def model_folder(model: str) -> Path:
+    """Return the folder of a shipped policy, or the folder that is named."""
+    return policy_folder(model) if model in POLICIES else Path(model).expanduser()
+
+
+def policy_folder(name: str) -> Path:
+    """Return the folder of a shipped policy, as an engine loads it.
+
+    Raises:
+        ConfigurationError: There is no such policy.
+    """
+    if name not in POLICIES:
+        raise ConfigurationError(
+            f"there is no policy {name!r}", hint=f"The shipped ones are {', '.join(POLICIES)}."
+        )
+    return Path(__file__).parent / "checkpoints" / name

@@ -1,4 +1,0 @@
-"""What is stuck, slow or held back: what each rollout waits for is compared with its history, and looked at."""
-
-from rollout_service.hangs.last_report import read_last_report as read_last_report
-from rollout_service.hangs.watch import HangWatch as HangWatch

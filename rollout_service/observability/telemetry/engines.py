@@ -1,0 +1,135 @@
+"""Metrics of engines, as the pools see them.
+
+Guarantees: each registered backend has its series from the start, with 0 for what has not happened, so a rate misses no
+first event; they go with the backend. A pool keeps its histograms for as long as the service runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from api_schemas.inference import BackendState, BackendView, PoolOutcome
+from rollout_service.engines.routing import RequestEnd
+from rollout_service.observability.telemetry.routing import RoutingTrace
+
+REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
+LOAD_SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 900)
+UPDATES: Final = ("loaded", "partly", "failed")
+"""What can become of an update of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSeries:
+    """The series of one backend, kept because every request needs them and looking them up is expensive."""
+
+    requests: Mapping[RequestEnd, Counter]
+    seconds: Histogram
+
+
+class PoolMetrics(RoutingTrace, Collector):
+    """Implements `engines.routing.Observer`: routing decisions, requests to backends, turns, and weight updates."""
+
+    def __init__(self, registry: CollectorRegistry, views: Callable[[], Iterable[BackendView]]) -> None:
+        """`views` returns the backends as they are now."""
+        super().__init__(registry)
+        self._views = views
+        labels = ["pool", "backend"]
+        self._backends: dict[tuple[str, str], BackendSeries] = {}
+        """By pool and backend."""
+        self._requests = Counter(
+            "rollout_backend_requests_total",
+            "Requests to an engine by how they ended: answered, failed, or cancelled by this service",
+            [*labels, "outcome"],
+            registry=None,
+        )
+        self._seconds = Histogram(
+            "rollout_backend_seconds",
+            "Time from a request to an engine to its answer",
+            labels,
+            buckets=REQUEST_SECONDS,
+            registry=None,
+        )
+        self._turns = Histogram(
+            "rollout_turn_seconds",
+            "Time from the request for a turn to its answer, with waits for the pool and repetitions elsewhere",
+            ["pool"],
+            buckets=REQUEST_SECONDS,
+            registry=None,
+        )
+        self._updates = Histogram(
+            "rollout_weights_update_seconds",
+            "Time to load new weights into all engines of a pool, by what became of it",
+            ["pool", "outcome"],
+            buckets=LOAD_SECONDS,
+            registry=None,
+        )
+        self._turns_of = cache(self._turns.labels)  # every turn looks it up
+        registry.register(self)
+
+    def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None:
+        """Count a request to a backend that has ended."""
+        series = self._series(pool, backend_id)
+        series.requests[end].inc()
+        if end is RequestEnd.ANSWERED:
+            series.seconds.observe(seconds)
+
+    def answered(self, pool: str, seconds: float) -> None:
+        """Record how long a turn took."""
+        self._turns_of(pool).observe(seconds)
+
+    def loaded(self, outcome: PoolOutcome, seconds: float) -> None:
+        """Record how long an update of the weights took."""
+        self._updates.labels(outcome.pool, _update(outcome)).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now, those of the backends that are registered."""
+        views = list(self._views())
+        self._follow(views)
+        in_flight = GaugeMetricFamily(
+            "rollout_backend_in_flight", "Requests that an engine works on", labels=["pool", "backend"]
+        )
+        up = GaugeMetricFamily(
+            "rollout_backend_up", "1 for an engine that answers, else 0", labels=["pool", "backend"]
+        )
+        for view in views:
+            in_flight.add_metric([view.pool, view.backend_id], view.in_flight)
+            up.add_metric([view.pool, view.backend_id], float(view.state is not BackendState.FAILED))
+        yield in_flight
+        yield up
+        for metric in (self._requests, self._seconds, self._turns, self._updates):
+            yield from metric.collect()
+
+    def _follow(self, views: Iterable[BackendView]) -> None:
+        """Make the series of backends that are new, and drop those of backends that are gone."""
+        present = {(view.pool, view.backend_id) for view in views}
+        for pool, backend in self._backends.keys() - present:
+            gone = {"pool": pool, "backend": backend}
+            del self._backends[pool, backend]
+            self._requests.remove_by_labels(gone)
+            self._seconds.remove_by_labels(gone)
+        for pool, backend in present:
+            self._series(pool, backend)
+            self._turns_of(pool)
+            for outcome in UPDATES:
+                self._updates.labels(pool, outcome)
+
+    def _series(self, pool: str, backend: str) -> BackendSeries:
+        found = self._backends.get((pool, backend))
+        if found is None:
+            requests = {end: self._requests.labels(pool, backend, end) for end in RequestEnd}
+            found = BackendSeries(requests, self._seconds.labels(pool, backend))
+            self._backends[pool, backend] = found
+        return found
+
+
+def _update(outcome: PoolOutcome) -> str:
+    if all(each.ok for each in outcome.outcomes):
+        return "loaded"
+    return "partly" if outcome.changed else "failed"

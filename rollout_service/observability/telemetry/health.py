@@ -1,0 +1,85 @@
+"""Metrics of the engines, the store and the disks, read when the metrics are.
+
+Guarantee: each pool has a value for every state of a backend, so an alert on `failed` never meets an absent series.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from api_schemas.inference import BackendState, BackendView
+from rollout_service.base.errors import StoreError
+from rollout_service.store.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class HealthMetrics(Collector):
+    """The metrics of engines, store and disks."""
+
+    backends: Callable[[], Iterable[BackendView]]
+    frozen_version_changes: Callable[[], Mapping[str, int]]
+    """Return how often the version of each frozen pool has changed."""
+    store: Store
+    store_problem: Callable[[], StoreError | None]
+    """Return why the store, or that of live sessions, cannot be used."""
+    disks: Callable[[], Mapping[str, int]]
+    """Return the free bytes by folder."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        yield from self._backends()
+        yield from self._store()
+        free = GaugeMetricFamily(
+            "rollout_disk_free_bytes", "Free space where files are kept", labels=["path"]
+        )
+        for path, count in self.disks().items():
+            free.add_metric([path], count)
+        yield free
+
+    def _backends(self) -> Iterator[Metric]:
+        views = list(self.backends())
+        states = Counter((view.pool, view.state) for view in views)
+        backends = GaugeMetricFamily(
+            "rollout_backends", "Engines by pool and state", labels=["pool", "state"]
+        )
+        for pool in sorted({view.pool for view in views}):
+            for state in BackendState:
+                backends.add_metric([pool, state], states[pool, state])
+        yield backends
+        versions = GaugeMetricFamily(
+            "rollout_backend_weight_version",
+            "The version of an engine's weights; -1 if it reports none",
+            labels=["pool", "backend"],
+        )
+        for view in views:
+            versions.add_metric([view.pool, view.backend_id], view.weight_version)
+        yield versions
+        other = GaugeMetricFamily(
+            "rollout_backend_other_version",
+            "1 for an engine that samples with weights that this service did not give it, else 0",
+            labels=["pool", "backend"],
+        )
+        for view in views:
+            other.add_metric([view.pool, view.backend_id], float(view.sampled_version is not None))
+        yield other
+        changes = CounterMetricFamily(
+            "rollout_frozen_version_changes",
+            "Times that an engine of a frozen pool had another version than before",
+            labels=["pool"],
+        )
+        for pool, count in self.frozen_version_changes().items():
+            changes.add_metric([pool], count)
+        yield changes
+
+    def _store(self) -> Iterator[Metric]:
+        failing = self.store_problem() is not None
+        yield GaugeMetricFamily("rollout_store_bytes", "Size of the store's files", self.store.size_bytes())
+        yield GaugeMetricFamily("rollout_store_failing", "1 while the store fails, else 0", float(failing))
+        yield CounterMetricFamily("rollout_store_errors", "Calls to the store that failed", self.store.errors)
+        yield from self.store.commit_seconds.collect()

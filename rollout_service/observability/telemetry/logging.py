@@ -1,0 +1,109 @@
+"""The log of the service's process: structured events on stderr.
+
+Guarantees: no event can steer the terminal that shows it, whatever a sandbox, a policy or an engine put into it. None
+has a secret that an environment was given.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import structlog
+
+from rollout_service.base.masking import mask, mask_texts
+from rollout_service.base.terminal_text import escape_controls
+from rollout_service.settings import LogFormat
+
+_hidden: list[Collection[str]] = []
+"""The secrets of the services in this process, whose log is one."""
+
+
+@contextmanager
+def hidden_in_log(values: Collection[str]) -> Iterator[None]:
+    """Mask these values in the log within the block; more may be added meanwhile."""
+    _hidden.append(values)
+    try:
+        yield
+    finally:
+        _hidden[:] = [other for other in _hidden if other is not values]
+
+
+def configure_logging(log_format: LogFormat, level: str) -> None:
+    """Send the log of this process to stderr: for people, or as one JSON object per line."""
+    shared = _shared_processors(log_format)
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _renderer(log_format)],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+
+
+def _shared_processors(log_format: LogFormat) -> list[structlog.typing.Processor]:
+    """Return the processors of our own events and of other libraries' alike."""
+    mask_and_write = (
+        [structlog.processors.format_exc_info, _mask_values]
+        if log_format is LogFormat.JSON
+        else [_mask_values, _escape_values]
+    )
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        _name_uvicorn,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        *mask_and_write,
+    ]
+
+
+def _renderer(log_format: LogFormat) -> structlog.typing.Processor:
+    if log_format is LogFormat.JSON:
+        return structlog.processors.JSONRenderer()
+    return structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_write_traceback)
+
+
+def _mask_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Mask the secrets of environments: errors quote the programs that have them."""
+    for values in _hidden:
+        event = {name: mask_texts(value, values) for name, value in event.items()}
+    return event
+
+
+def _escape_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Escape control characters: errors quote programs in sandboxes, policies and engines."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = escape_controls(value)
+    return event
+
+
+def _write_traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, error)
+    shown = text.getvalue()
+    for values in _hidden:
+        shown = mask(shown, values)
+    output.write(escape_controls(shown))
+
+
+def _name_uvicorn(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Name uvicorn's logger after the program: it logs everything to `uvicorn.error`, whatever the level."""
+    if event.get("logger") == "uvicorn.error":
+        event["logger"] = "uvicorn"
+    return event

@@ -1,0 +1,209 @@
+"""Middleware of every route, after `HostMiddleware`: authentication, limits on bodies, and request metrics.
+
+Guarantees: with keys configured, only the probes, the API's description and the dashboard's files answer without one,
+and only the model APIs of a live session to another key, which is the session's own. Keys are compared in constant
+time. No more of a body is read than the limit allows. All are plain ASGI, so streamed responses are never
+buffered.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_service.base.errors import (
+    ForbiddenError,
+    MediaTypeError,
+    TooLargeError,
+    TooManyBytesError,
+    UnauthorizedError,
+    UnavailableError,
+)
+from rollout_service.gateway.server.paths import GatewayRequest
+from rollout_service.http.api_keys import ApiKey, Role, needed_role
+from rollout_service.http.connections import find_slot
+from rollout_service.http.keyring import Keyring
+from rollout_service.http.problems import problem_response, to_problem
+from rollout_service.http.requests.bodies import BodiesInFlight, HeldBytes
+from rollout_service.live.serving.app import MAY_USE_ALL, is_session_call
+from rollout_service.observability.telemetry.metrics import Metrics
+
+OWN_HEADER = "x-rollout-key"
+PROBES = frozenset({"/health", "/ready"})
+PAGES = frozenset({"/openapi.json", "/docs", "/", "/dashboard"})
+"""Open paths: the same for every user of this release, and needed by a browser before a key can be typed in."""
+FILES = ("/docs/", "/dashboard/")
+"""What the files of the pages begin with, which are open too."""
+
+
+class BearerAuthMiddleware:
+    """Refuses requests without a valid key, or with one whose role does not allow them."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+        self._app = app
+        self._keyring = keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+        except UnauthorizedError as error:
+            await problem_response(to_problem(error), {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        except ForbiddenError as error:
+            await problem_response(to_problem(error))(scope, receive, send)
+        except UnavailableError as error:
+            headers = {"Retry-After": "1", "Connection": "close"}
+            await problem_response(to_problem(error), headers)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        """Check a request's key, and admit its connection.
+
+        Raises:
+            UnauthorizedError: The key is missing or wrong.
+            ForbiddenError: The key's role does not allow the request.
+            UnavailableError: All connections are busy.
+        """
+        if is_session_call(scope):
+            self._note_role(scope)
+            return  # its connection is admitted once the session is found
+        if self._keyring.is_needed:
+            key = self._key(Headers(scope=scope))
+            needed = needed_role(scope["method"], scope["path"])
+            if not key.role.allows(needed):
+                raise ForbiddenError(
+                    f"the key {key.name!r} has the role {key.role}; this request needs {needed}",
+                    hint=f"Use a key with the role {needed}.",
+                    context={"role": key.role, "needed": needed},
+                )
+            scope.setdefault("state", {})["role"] = key.role
+        slot = find_slot(scope)
+        if slot is not None and not slot.admit():
+            raise UnavailableError(
+                "all connections are busy",
+                hint="Try again later, or raise the setting `http.max_connections`.",
+            )
+
+    def _note_role(self, scope: Scope) -> None:
+        """Note whether a call of a session has a key of the service; else it needs the session's own."""
+        key = self._keyring.find(GatewayRequest.of(scope).key)
+        may = not self._keyring.is_needed or (key is not None and key.role.allows(Role.SUBMIT))
+        scope.setdefault("state", {})[MAY_USE_ALL] = may
+
+    def _key(self, headers: Headers) -> ApiKey:
+        # Portals in front of the service may use `Authorization` themselves, so a header of our own comes first.
+        scheme, given = "bearer", headers.get(OWN_HEADER)
+        if given is None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = self._keyring.find(given.strip())
+        if key is None or scheme.lower() != "bearer":
+            raise UnauthorizedError(
+                "the bearer key is missing or wrong",
+                hint="Send the header `Authorization: Bearer KEY` with one of the configured keys.",
+            )
+        return key
+
+
+def _is_open(path: str) -> bool:
+    return path in PROBES or path in PAGES or path.startswith(FILES)
+
+
+class JsonBodyMiddleware:
+    """Refuses bodies of other media types, which a web page could send without a CORS preflight."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_json(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        error = MediaTypeError(
+            "the body's content type is not JSON", hint="Send it with `Content-Type: application/json`."
+        )
+        await problem_response(to_problem(error))(scope, receive, send)
+
+
+def _is_json(headers: Headers) -> bool:
+    """Return whether a request's headers announce a JSON body, or none."""
+    if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
+        return True
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies over a limit: at once if their length is announced, otherwise while they are read.
+
+    Those that are received at once are bounded together, too, and wait for each other.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_in_flight: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._bodies = BodiesInFlight(max_bytes_in_flight, max_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await problem_response(to_problem(self._error()))(scope, receive, send)
+        elif announced not in ("", "0") or "transfer-encoding" in headers:
+            with self._bodies.reading(headers.get(OWN_HEADER) or headers.get("authorization")) as held:
+                await self._app(scope, self._bounded(receive, held), send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _bounded(self, receive: Receive, held: HeldBytes) -> Receive:
+        """Return a function that receives no more of a body than is allowed."""
+        read = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            read += len(message.get("body", b""))
+            # FastAPI turns anything but its own exception into "there was an error parsing the body".
+            if read > self._max_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(self._error()))
+            try:
+                await held.grow_to(read)
+            except TooManyBytesError as error:
+                raise HTTPException(error.status) from error
+            if not message.get("more_body", False):
+                held.release()
+            return message
+
+        return receive_bounded
+
+    def _error(self) -> TooLargeError:
+        return TooLargeError(
+            f"the body is larger than {self._max_bytes} bytes; send less at once, or raise the setting `max_body_bytes`"
+        )
+
+
+class RequestMetricsMiddleware:
+    """Counts requests by route template, never by raw path, since ids would create a time series each."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._metrics.count_request(scope["method"], route, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, count)

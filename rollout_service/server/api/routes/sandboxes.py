@@ -1,0 +1,19 @@
+"""Routes for live sandboxes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fastapi import APIRouter
+
+from api_schemas.sandboxes import SandboxView
+from rollout_service.server.api.routes.support.dependencies import ServiceDep
+from rollout_service.server.api.routes.support.strict import StrictRoute
+
+router = APIRouter(prefix="/v1", tags=["sandboxes"], route_class=StrictRoute)
+
+
+@router.get("/sandboxes")
+async def list_sandboxes(service: ServiceDep) -> list[SandboxView]:
+    """List the sandboxes that are alive. Those in state `warm` were started ahead and wait for a rollout."""
+    return [SandboxView.model_validate(asdict(info)) for info in service.sandboxes.live()]

@@ -1,0 +1,33 @@
+"""Helpers that the routes share: access to the service, and a response that is serialized once."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from rollout_service.http.api_keys import Role
+from rollout_service.server.lifecycle import Service
+
+
+def get_service(request: Request) -> Service:
+    """Return the service that the app's lifespan opened."""
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(get_service)]
+
+
+def role_of(request: Request) -> Role:
+    """Return the role of the request's key; a server without keys lets everyone do everything."""
+    role: Role = request.scope.get("state", {}).get("role", Role.ADMIN)
+    return role
+
+
+def as_json(model: BaseModel, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    """Serialize a model that is already valid, since validating a long trajectory again takes time."""
+    return Response(model.model_dump_json(), status_code=status, media_type="application/json")

@@ -1,0 +1,85 @@
+"""Answers that readers share, if each says that an older one will do: `Cache-Control: max-age=2`, as HTTP defines it.
+
+Guarantees: without that header, an answer is made for its request alone. With it, an answer is never older than
+the request allows, nor than `MAX_AGE_SECONDS`, and readers who come while it is made wait for it instead of
+asking the store, too. Errors are not shared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+from fastapi import Request, Response
+
+from rollout_service.server.api.routes.support.strict import StrictRoute
+
+MAX_AGE_SECONDS = 10.0
+MAX_ANSWERS = 32
+_MAX_AGE = re.compile(r"max-age=([0-9]{1,6})")
+
+Make = Callable[[], Awaitable[Response]]
+
+
+@dataclass(slots=True)
+class _LastAnswer:
+    """The last answer to a question."""
+
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
+    """Who holds it makes the answer."""
+    response: Response | None = None
+    asked_at: float = 0.0
+    """When its making began."""
+
+
+class SharedAnswers:
+    """The last answers to some questions; the longest unused is forgotten first."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[str, _LastAnswer] = OrderedDict()
+
+    async def get(self, question: str, max_age: float, make: Make) -> Response:
+        """Return an answer of at most this age, in seconds; make one if there is none."""
+        answer = self._answers.setdefault(question, _LastAnswer())
+        self._answers.move_to_end(question)
+        if len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+        async with answer.turn:
+            now = anyio.current_time()
+            if answer.response is None or now - answer.asked_at > max_age:
+                made = await make()
+                answer.response, answer.asked_at = made, now
+            age = int(now - answer.asked_at)
+            return _copy(answer.response, age)
+
+
+class SharedRoute(StrictRoute):
+    """A route that reads the same for everyone, and whose answers are shared with those who allow it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        answers = SharedAnswers()
+
+        async def shared(request: Request) -> Response:
+            max_age = accepted_age(request.headers.get("cache-control", ""))
+            if max_age <= 0:
+                return await handle(request)
+            question = f"{request.url.path}?{request.url.query}"
+            return await answers.get(question, max_age, lambda: handle(request))
+
+        return shared
+
+
+def accepted_age(cache_control: str) -> float:
+    """Return the age in seconds that a request's `Cache-Control` allows an answer to have; 0 without one."""
+    found = _MAX_AGE.search(cache_control.lower())
+    return min(float(found[1]), MAX_AGE_SECONDS) if found else 0.0
+
+
+def _copy(response: Response, age: int) -> Response:
+    headers = {"Age": str(age)} if age else None
+    return Response(response.body, response.status_code, headers, media_type=response.headers["content-type"])

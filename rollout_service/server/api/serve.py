@@ -1,0 +1,190 @@
+"""Serves the app until a signal or a failed part stops it; then refuses, drains, cancels, and closes, in this order.
+
+Guarantees: the log says where the service listens, with which settings, and finally why it ended. The process ends
+within 3 s after the drain: with exit code 4 if a part failed, and by the signal if one stopped it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
+
+from api_schemas.errors import sentences
+from rollout_service import __version__
+from rollout_service.base.errors import ConfigurationError, find_known_error
+from rollout_service.base.shutdown import Shutdown
+from rollout_service.http.connections import ConnectionLimits, Connections, descriptor_limit
+from rollout_service.http.draining import FAILED, DrainingServer
+from rollout_service.http.protocol import RequestLimits
+from rollout_service.http.tls import Certificate
+from rollout_service.observability.telemetry.logging import configure_logging
+from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.server.api.app import create_app
+from rollout_service.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+CONNECTIONS_GRACE_SECONDS = 1
+"""How long connections may take to close once the service has drained and answered every request."""
+GC_YOUNG_OBJECTS = 50_000
+"""Allocations between garbage collections. The default of 700 collects several times in an agent's turn, and each
+collection walks through the prompts in flight, which stops every rollout for milliseconds."""
+THREAD_SECONDS = 0.0005
+"""How long a computing thread, such as one that renders a long prompt, may hold up the event loop each time it wakes.
+The default of 5 ms is several times what a whole turn takes."""
+
+
+def serve(settings: Settings, *, port_file: Path | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, and write the URL to `port_file` once the server listens.
+
+    Return the exit code if a part failed; after a signal, the process ends by that signal. If the service cannot start,
+    the log says why and the process ends with exit code 3.
+
+    Raises:
+        ConfigurationError: The address cannot be bound, or the certificate cannot be used.
+    """
+    configure_logging(settings.log_format, settings.log_level)
+    _settle_garbage_collector()
+    sys.setswitchinterval(THREAD_SECONDS)
+    os.environ.pop("ROLLOUT_KEYS", None)  # child processes must not inherit them
+    shutdown = Shutdown(settings.pipeline.drain_seconds)
+    certificate = load_certificate(settings)
+    with _bind(settings) as listener:
+        app = create_app(settings.model_copy(update={"port": listener.getsockname()[1]}), shutdown)
+        config = uvicorn.Config(
+            PlainStartup(app),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=CONNECTIONS_GRACE_SECONDS,
+            timeout_keep_alive=settings.http.keep_alive_seconds,
+            lifespan="on",
+            ws="none",
+            **(certificate.options() if certificate else {}),
+        )
+        address = _address(listener, settings.host, "https" if certificate else "http")
+        if port_file is not None:
+            _announce(address, port_file)
+        options = _connections(settings, app.state.metrics) | {"certificate": certificate}
+        on_start = partial(_log_start, settings, address)
+        server = DrainingServer(config, listener, **options, shutdown=shutdown, on_start=on_start)
+        return _run(server, shutdown)
+
+
+def load_certificate(settings: Settings) -> Certificate | None:
+    """Return the certificate that the settings name, if any.
+
+    Raises:
+        ConfigurationError: The certificate cannot be used.
+    """
+    if settings.tls_certificate is None:
+        return None
+    password = settings.tls_key_password
+    return Certificate(
+        settings.tls_certificate, settings.tls_key, password.get_secret_value() if password else None
+    )
+
+
+def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:
+    """Return the limits on connections and requests, as the server's options."""
+    http = settings.http
+    connections = Connections(ConnectionLimits.within(descriptor_limit(), http.max_connections))
+    metrics.watch_connections(connections.counts)
+    limits = RequestLimits(
+        max_head_bytes=http.max_head_bytes,
+        head_seconds=http.head_seconds,
+        body_seconds=http.body_seconds,
+        write_seconds=http.write_seconds,
+    )
+    return {"connections": connections, "limits": limits, "observe": metrics.count_refused_connection}
+
+
+def _run(server: DrainingServer, shutdown: Shutdown) -> int:
+    try:
+        server.run()
+    except SystemExit:
+        if server.signal is None:  # otherwise it was stopped while it started, as it should be
+            raise
+    log.info("stopped", reason=shutdown.reason, seconds=round(shutdown.seconds, 2))
+    if shutdown.failed:
+        return FAILED
+    if server.signal is not None:
+        signal.raise_signal(server.signal)
+    return 0
+
+
+def _log_start(settings: Settings, address: str) -> None:
+    engines = [str(backend.url) for backend in settings.backends]
+    log.info(
+        "listening",
+        address=address,
+        version=__version__,
+        pid=os.getpid(),
+        settings_file=str(settings.file.absolute()) if settings.file else None,
+        state_dir=str(settings.state_dir.expanduser()),
+        engine=engines or settings.engine.value,
+        sandbox=settings.sandbox.provider,
+        needs_key=settings.is_keyed,
+    )
+
+
+class PlainStartup:
+    """Wraps the app to log a failed start as one sentence; only a bug is worth a traceback."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def plain(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and (why := _why(self._app)):
+                message["message"] = why
+            if message["type"] == "lifespan.shutdown.failed":
+                message["message"] = ""  # the log has it already
+            await send(message)
+
+        await self._app(scope, receive, plain if scope["type"] == "lifespan" else send)
+
+
+def _why(app: FastAPI) -> str:
+    failure = find_known_error(app.state.failure) if app.state.failure else None
+    return sentences(str(failure), failure.hint) if failure else ""
+
+
+def _settle_garbage_collector() -> None:
+    """Exclude the imports' objects, hundreds of thousands that are never freed, from every collection."""
+    gc.freeze()
+    gc.set_threshold(GC_YOUNG_OBJECTS)
+    gc.enable()
+
+
+def _bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2_048)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
+            hint="Choose another port with --port, or stop the program that listens there.",
+        ) from error
+
+
+def _address(listener: socket.socket, host: str, scheme: str) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{name}:{listener.getsockname()[1]}"
+
+
+def _announce(address: str, port_file: Path) -> None:
+    """Write the address atomically, since a reader may look at any moment."""
+    draft = port_file.with_name(f"{port_file.name}.draft")
+    draft.write_text(address)
+    draft.replace(port_file)

@@ -1,0 +1,199 @@
+"""A thread that sees when the event loop is blocked, and says by what, since nothing on the loop can.
+
+Guarantees:
+- The delay of the loop is measured `1 / PERIOD_SECONDS` times a second, and its maximum over ten seconds is kept.
+- While the loop is blocked for longer than `BLOCKED_SECONDS`, the last report, with the stack of the blocking code, is
+  in the state folder, in a file that its owner alone can read, and is written anew every second.
+- It waits for nothing that the loop has to do; it ends with its block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import structlog
+
+from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, StackFrame
+from rollout_service.server.hangs.findings import new_finding_id, worst_first
+from rollout_service.server.hangs.last_report import LastReport
+from rollout_service.server.hangs.stacks import culprit, stack_of_thread
+
+log = structlog.get_logger(__name__)
+
+PERIOD_SECONDS = 0.25
+BLOCKED_SECONDS = 1.0
+LAG_SECONDS = 10.0
+"""The time over which the greatest lag is kept."""
+WRITE_SECONDS = 1.0
+KEPT_BLOCKS = 20
+JOIN_SECONDS = 0.04
+
+EVENT_LOOP = "event_loop"
+
+
+@dataclass(slots=True)
+class BlockedLoop:
+    """A time in which the event loop did nothing else than to run one piece of code."""
+
+    began: float
+    """On `time.perf_counter`."""
+    since: datetime
+    subject: str
+    stack: list[StackFrame]
+    rollout_id: str | None
+    ended: float | None = None
+    finding_id: str = field(default_factory=new_finding_id)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return (time.perf_counter() if self.ended is None else self.ended) - self.began
+
+    def finding(self) -> HangFinding:
+        """Return it as a finding."""
+        took = "has kept" if self.ended is None else "kept"
+        return HangFinding(
+            finding_id=self.finding_id,
+            verdict=HangVerdict.STUCK,
+            kind=EVENT_LOOP,
+            subject=self.subject,
+            since=self.since,
+            seconds=self.seconds,
+            responds=self.ended is not None,
+            rollouts=[] if self.rollout_id is None else [self.rollout_id],
+            count=0 if self.rollout_id is None else 1,
+            message=f"{self.subject} {took} the event loop for {self.seconds:.1f} s, and everything else waiting",
+            hint="Code of the service and of its environments must not block: let it await, or run it in a thread "
+            "(anyio.to_thread.run_sync). The stack shows the line.",
+            stack=self.stack,
+        )
+
+
+class LoopHeartbeat:
+    """The thread."""
+
+    def __init__(self, last_report: LastReport, find_rollout: Callable[[object], str | None]) -> None:
+        """`find_rollout` tells what rollout a task works for; the thread calls it."""
+        self._last_report = last_report
+        self._find_rollout = find_rollout
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._ending = threading.Event()
+        self._lags: deque[tuple[float, float]] = deque()
+        self._sent: float | None = None
+        self._current: BlockedLoop | None = None
+        self._ended: deque[BlockedLoop] = deque(maxlen=KEPT_BLOCKS)
+        self.report: HangReport | None = None
+        """The last report of the watch; the thread adds the blocked loop to it."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch the event loop within the block."""
+        self._last_report.forget()  # a service that was killed may have left one
+        thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ending.set()
+            thread.join(JOIN_SECONDS)
+            self._last_report.forget()
+
+    @property
+    def lag(self) -> float:
+        """The greatest delay of the event loop within the last ten seconds."""
+        now = time.perf_counter()
+        sent = self._sent
+        lags = [lag for at, lag in tuple(self._lags) if at > now - LAG_SECONDS]
+        return max(lags, default=0.0) if sent is None else max([now - sent, *lags])
+
+    def recent(self) -> list[BlockedLoop]:
+        """Return the blocks that ended within the last ten seconds; called on the loop."""
+        now = time.perf_counter()
+        return [one for one in tuple(self._ended) if one.ended is not None and one.ended > now - LAG_SECONDS]
+
+    def _beat(self) -> None:
+        """Note, on the event loop, that it runs."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        now = time.perf_counter()
+        self._lags.append((now, now - sent))
+        while self._lags and self._lags[0][0] < now - LAG_SECONDS:
+            self._lags.popleft()
+        if (current := self._current) is not None and current.ended is None:
+            current.ended = now
+
+    def _watch(self) -> None:
+        written_at = 0.0
+        while not self._ending.wait(PERIOD_SECONDS):
+            sent = self._sent
+            if sent is None:
+                self._settle()
+                self._sent = time.perf_counter()
+                try:
+                    self._loop.call_soon_threadsafe(self._beat)
+                except RuntimeError:  # the loop is closed
+                    return
+            elif time.perf_counter() - sent > BLOCKED_SECONDS:
+                self._look(sent)
+                if time.perf_counter() - written_at >= WRITE_SECONDS and not self._ending.is_set():
+                    written_at = time.perf_counter()
+                    self._last_report.write(self._whole_report())
+
+    def _settle(self) -> None:
+        """Put a block that has ended among the others."""
+        if (current := self._current) is not None and current.ended is not None:
+            self._current = None
+            self._ended.append(current)
+            self._last_report.forget()
+            log.warning(
+                "the event loop runs again", subject=current.subject, seconds=round(current.seconds, 3)
+            )
+
+    def _look(self, sent: float) -> None:
+        """Find out what blocks the loop, unless that is known."""
+        if self._current is not None:
+            return
+        frame = sys._current_frames().get(self._loop_thread)
+        found = culprit(frame)
+        lag = time.perf_counter() - sent
+        current = BlockedLoop(
+            began=sent,
+            since=datetime.fromtimestamp(time.time() - lag, UTC),
+            subject="unknown code" if found is None else f"{found.function} ({found.file}:{found.line})",
+            stack=stack_of_thread(frame),
+            rollout_id=self._find_rollout(asyncio.current_task(self._loop)),
+        )
+        del frame
+        self._current = current
+        finding = current.finding()
+        log.error(
+            "the event loop is blocked",
+            finding_id=current.finding_id,
+            subject=current.subject,
+            rollout_id=current.rollout_id,
+            hint=finding.hint,
+            where=lines_of(current.stack),
+        )
+
+    def _whole_report(self) -> HangReport | None:
+        if self.report is None or (current := self._current) is None:
+            return self.report
+        findings = worst_first([current.finding(), *self.report.findings])
+        return self.report.model_copy(
+            update={"findings": findings, "loop_lag_seconds": self.lag, "at": datetime.now(UTC)}
+        )
+
+
+def lines_of(stack: list[StackFrame]) -> list[str]:
+    """Return a stack as lines for the log."""
+    return [f"{frame.file}:{frame.line} {frame.function}" for frame in stack]

@@ -1,0 +1,121 @@
+"""Tells of hangs: an event, and a line of the log with the stack, for each beginning and each end.
+
+Guarantee: telling waits for nothing. Events are written on the side, in order; while the store takes none, the last
+`MAX_EVENTS` wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import anyio
+import structlog
+from pydantic import JsonValue
+
+from api_schemas.events import EventKind
+from api_schemas.views.hangs import HangFinding, HangVerdict
+from rollout_service.base.errors import StoreError
+from rollout_service.base.signals import ResettableEvent
+from rollout_service.server.hangs.heartbeat import BlockedLoop, lines_of
+from rollout_service.server.hangs.signs.runs import RUN
+from rollout_service.server.hangs.signs.versions import WEIGHTS
+from rollout_service.store.contract import Store
+
+log = structlog.get_logger(__name__)
+
+MAX_EVENTS = 256
+RETRY_SECONDS = 1.0
+LINES = {
+    HangVerdict.STUCK: "rollouts are stuck",
+    HangVerdict.IDLE: "rollouts are idle",
+    HangVerdict.SLOW: "rollouts are slow",
+    HangVerdict.HELD: "rollouts are held",
+}
+_FIELDS = {
+    "finding_id",
+    "verdict",
+    "kind",
+    "stage",
+    "environment",
+    "since",
+    "seconds",
+    "responds",
+    "rollouts",
+    "count",
+    "message",
+    "hint",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _HangEvent:
+    kind: EventKind
+    finding: HangFinding
+    at: datetime
+
+
+class HangTeller:
+    """Writes events and log lines about findings."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._events: deque[_HangEvent] = deque(maxlen=MAX_EVENTS)
+        self._waiting = ResettableEvent()
+        self._told_blocks: set[str] = set()
+
+    def tell(self, kind: EventKind, finding: HangFinding) -> None:
+        """Tell of a finding that has begun, worsened or ended."""
+        if finding.kind not in (RUN, WEIGHTS):  # whoever works on runs and engines logs their problems
+            _log(kind, finding)
+        self._record(kind, finding)
+
+    def tell_of_blocks(self, blocks: list[BlockedLoop]) -> None:
+        """Tell of times in which the event loop was blocked, each once; they are over by now, and logged."""
+        for block in blocks:
+            if block.finding_id not in self._told_blocks:
+                self._record(EventKind.HANG_BEGAN, block.finding())
+                self._record(EventKind.HANG_ENDED, block.finding())
+        self._told_blocks = {block.finding_id for block in blocks}
+
+    def _record(self, kind: EventKind, finding: HangFinding) -> None:
+        self._events.append(_HangEvent(kind, finding, datetime.now(UTC)))
+        self._waiting.set()
+
+    async def write_events(self) -> None:
+        """Write events until cancelled."""
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            while self._events:
+                await self._write(self._events.popleft())
+
+    async def _write(self, event: _HangEvent) -> None:
+        data: dict[str, JsonValue] = event.finding.model_dump(mode="json", include=_FIELDS)
+        while True:
+            try:
+                await self._store.record(event.kind, event.finding.subject, data | {"at": str(event.at)})
+            except StoreError:  # the store itself may be what hangs
+                await anyio.sleep(RETRY_SECONDS)
+            else:
+                return
+
+
+def _log(kind: EventKind, finding: HangFinding) -> None:
+    if kind is EventKind.HANG_ENDED:
+        log.info("a hang has ended", finding_id=finding.finding_id, seconds=round(finding.seconds, 1))
+        return
+    write = log.warning if finding.verdict is HangVerdict.STUCK else log.info
+    write(
+        LINES[finding.verdict],
+        finding_id=finding.finding_id,
+        waits_for=finding.kind,
+        subject=finding.subject,
+        seconds=round(finding.seconds, 1),
+        rollouts=finding.rollouts,
+        count=finding.count,
+        why=finding.message,
+        hint=finding.hint,
+        where=lines_of(finding.stack),
+    )

@@ -1,0 +1,121 @@
+"""Looks at what waits, and judges it.
+
+Guarantee: of what is held back by nothing but stuck work, it says that it is stuck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.hangs import HangVerdict, UsualTimes
+from rollout_service.activity import ActivityBoard
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.pipeline.context import AttemptContext
+from rollout_service.server.hangs.durations import StepClass, StepDurations, class_of
+from rollout_service.server.hangs.rules import HELD_KINDS, UNSEEN, Signs, judge
+from rollout_service.server.hangs.signs.engines import EngineProbes
+from rollout_service.server.hangs.signs.holders import Holder, Holders
+from rollout_service.server.hangs.signs.sandboxes import SandboxProbes
+from rollout_service.server.hangs.signs.stores import StoreProbe
+from rollout_service.server.hangs.texts import Judged
+from rollout_service.server.hangs.waits import StepWait
+
+
+class Verdicts:
+    """The judge of one node's waits."""
+
+    def __init__(self, context: AttemptContext, serving: PolicyServing, durations: StepDurations) -> None:
+        self._board: ActivityBoard = context.activities
+        self._durations = durations
+        self._engines = EngineProbes(serving.backend)
+        self._sandboxes = SandboxProbes()
+        self._store = StoreProbe(context.store)
+        self._holders = Holders(context.stages, context.admission, context.subagent_slots, serving.pool)
+
+    async def probe(self, suspects: list[StepWait], start_soon: Callable[..., object]) -> None:
+        """Look at what these wait for; a question to the store may go on meanwhile, in a task of its own."""
+        engines = {one.step.name for one in suspects if one.step.kind is StepKind.ENGINE}
+        sandboxes = {one.sandbox.id: one.sandbox for one in suspects if one.sandbox is not None}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._engines.look, engines)
+            tasks.start_soon(self._sandboxes.look, sandboxes)
+        if any(one.step.kind is StepKind.STORE for one in suspects) and self._store.is_idle:
+            start_soon(self._store.ask)
+
+    def of(self, suspects: list[StepWait]) -> list[Judged]:
+        """Return those that are remarkable."""
+        usual: dict[StepClass, UsualTimes | None] = {}
+        judged: list[Judged] = []
+        for wait in suspects:
+            key = class_of(wait.activity, wait.step)
+            if key not in usual:
+                usual[key] = self._durations.usual(key)
+            if (one := self._judge(wait, usual[key])) is not None:
+                judged.append(one)
+        return self._blame_stuck_holders(judged)
+
+    def _judge(self, wait: StepWait, usual: UsualTimes | None) -> Judged | None:
+        signs = self._signs(wait)
+        verdict = judge(
+            wait.step.kind,
+            seconds=wait.seconds,
+            quiet=wait.quiet,
+            usual=usual,
+            limit=wait.activity.limit_seconds,
+            own_limit=wait.own_limit,
+            signs=signs,
+        )
+        if verdict is None:
+            return None
+        holder = self._holder(wait, verdict)
+        if holder is not None:
+            verdict = HangVerdict.STUCK if holder.is_gone else HangVerdict.HELD
+            signs = Signs(responds=False) if holder.is_gone else UNSEEN
+        return Judged(wait, verdict, signs, usual, holder, self._note(wait))
+
+    def _signs(self, wait: StepWait) -> Signs:
+        step = wait.step
+        if step.kind is StepKind.ENGINE:
+            signs = self._engines.signs(step.name)
+            # What has streamed tokens is still if no more come, whatever else its engine does.
+            return signs if step.moved is None else Signs(signs.responds, wait.quiet)
+        if step.kind is StepKind.STORE:
+            return self._store.signs()
+        return UNSEEN if wait.sandbox is None else self._sandboxes.signs(wait.sandbox.id)
+
+    def _holder(self, wait: StepWait, verdict: HangVerdict) -> Holder | None:
+        step = wait.step
+        if step.kind in HELD_KINDS:
+            return self._holders.of(step)
+        if step.kind is StepKind.ENGINE and verdict is HangVerdict.STUCK:
+            return self._holders.pause_of(str(step.detail.get("pool", "")))
+        return None
+
+    def _note(self, wait: StepWait) -> str:
+        step = wait.step
+        if step.kind is StepKind.ENGINE:
+            if error := self._engines.error(step.name):
+                return error
+            load = self._engines.load(step.name)
+            return "" if load is None else f"it reports {load.running} running and {load.waiting} waiting"
+        return self._store.error if step.kind is StepKind.STORE else ""
+
+    def _blame_stuck_holders(self, judged: list[Judged]) -> list[Judged]:
+        stuck = {one.wait.activity.rollout_id for one in judged if one.verdict is HangVerdict.STUCK}
+        return [self._blamed(one, stuck) for one in judged]
+
+    def _blamed(self, one: Judged, stuck: set[str]) -> Judged:
+        if one.verdict is not HangVerdict.HELD or one.kind not in (StepKind.PLACE, StepKind.WORKER):
+            return one
+        at_work = [
+            each.rollout_id
+            for each in self._board.all()
+            if each.stage == one.wait.step.name and each.working_since is not None
+        ]
+        if not at_work or not stuck.issuperset(at_work):
+            return one
+        note = "every one of them is stuck itself"
+        return Judged(one.wait, HangVerdict.STUCK, one.signs, one.usual, one.holder, note)

@@ -1,0 +1,187 @@
+"""Looks at everything that rollouts wait for, once a second, and reports what is stuck, slow or held back.
+Runs that cannot go on, or deliver nothing, are reported in the same way by the service that works on runs, and so are
+engines that sample with weights that they were not given.
+
+Guarantees:
+- A wait is called stuck only if it takes longer than it should and nothing moves; see `rules`.
+- What waits for the same thing is one finding, whose beginning and end are one event and one line of the log each.
+- The watch depends on nothing that may hang: events are written on the side, and probes have time limits.
+- It looks in slices, so that thousands of rollouts do not hold up the event loop.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
+
+from api_schemas.events import EventKind
+from api_schemas.views.hangs import HangFinding, HangReport, RolloutActivity
+from rollout_service.base.private_files import make_private
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.pipeline.context import AttemptContext
+from rollout_service.server.hangs.durations import StepDurations
+from rollout_service.server.hangs.findings import FindingLog, worst_first
+from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbeat
+from rollout_service.server.hangs.last_report import STACKS, LastReport
+from rollout_service.server.hangs.metrics import HangMetrics
+from rollout_service.server.hangs.rules import LOOK_SECONDS
+from rollout_service.server.hangs.signs.runs import TroubledRuns
+from rollout_service.server.hangs.signs.versions import OtherVersions
+from rollout_service.server.hangs.stacks import stack_of_task
+from rollout_service.server.hangs.telling import HangTeller
+from rollout_service.server.hangs.verdicts import Verdicts
+from rollout_service.server.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of
+from rollout_service.store.runs_contract import RunRecord
+
+TICK_SECONDS = 1.0
+SLICE = 200
+"""How many waits are looked at before others on the event loop have their turn."""
+
+
+class HangWatch:
+    """The search for hangs at one node."""
+
+    def __init__(
+        self,
+        node: str,
+        context: AttemptContext,
+        serving: PolicyServing,
+        state_dir: Path,
+        *,
+        troubled_runs: Callable[[], Iterable[RunRecord]],
+    ) -> None:
+        """Learn from the steps of the context's attempts from now on; look at nothing before `running`."""
+        self._node = node
+        self._board = context.activities
+        self._state_dir = state_dir
+        self.durations = StepDurations()
+        """How long steps usually take."""
+        self._board.observe(self.durations)
+        self._verdicts = Verdicts(context, serving, self.durations)
+        self._runs = TroubledRuns(troubled_runs)
+        self._versions = OtherVersions(serving.views)
+        self._findings = FindingLog()
+        self._teller = HangTeller(context.store)
+        self._heartbeat: LoopHeartbeat | None = None
+        context.metrics.registry.register(HangMetrics(self.findings, lambda: self.loop_lag, self._board))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Watch until the block is left."""
+        self._heartbeat = LoopHeartbeat(LastReport(self._state_dir), self._rollout_of)
+        self._heartbeat.report = self.report()  # the loop may be blocked before the first look
+        with self._heartbeat.running(), dumping_stacks(self._state_dir / STACKS):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch, tasks, name="hang watch")
+                tasks.start_soon(self._teller.write_events, name="hang events")
+                try:
+                    yield
+                finally:
+                    tasks.cancel_scope.cancel()
+
+    @property
+    def loop_lag(self) -> float:
+        """The greatest delay of the event loop within the last ten seconds."""
+        return 0.0 if self._heartbeat is None else self._heartbeat.lag
+
+    def findings(self, *, stacks: bool = False) -> list[HangFinding]:
+        """Return what is stuck, slow or held back, the worst first."""
+        blocks = [] if self._heartbeat is None else self._heartbeat.recent()
+        found = worst_first([*self._findings.list(), *(block.finding() for block in blocks)])
+        return found if stacks else [one.model_copy(update={"stack": []}) for one in found]
+
+    def report(self) -> HangReport:
+        """Return the findings with their stacks, and how well the event loop runs."""
+        return HangReport(
+            node=self._node,
+            at=datetime.now(UTC),
+            working=len(self._board.all()),
+            loop_lag_seconds=self.loop_lag,
+            findings=self.findings(stacks=True),
+            oldest=oldest_of_stages(waits_of(self._board.all(), time.perf_counter())),
+        )
+
+    def activity(self, rollout_id: str) -> RolloutActivity | None:
+        """Return what a rollout is doing; None if it is not under way at this node."""
+        activity = self._board.find(rollout_id)
+        if activity is None:
+            return None
+        now = time.perf_counter()
+        task = next((step.task for step in reversed(activity.open) if step.task is not None), activity.task)
+        return RolloutActivity(
+            rollout_id=rollout_id,
+            node=self._node,
+            environment=activity.environment,
+            attempt=activity.attempt,
+            stage=activity.stage,
+            since=at(activity.started),
+            waits=[view(step, now) for step in activity.open],
+            stack=[] if task is None or task.done() else stack_of_task(task),
+        )
+
+    def _rollout_of(self, task: object) -> str | None:
+        """Return the rollout that a task works for; the heartbeat's thread asks while the loop is blocked."""
+        for activity in self._board.all():
+            if activity.task is task or any(step.task is task for step in tuple(activity.open)):
+                return activity.rollout_id
+        return None
+
+    async def _watch(self, tasks: TaskGroup) -> None:
+        while True:
+            began = time.perf_counter()
+            await anyio.sleep(TICK_SECONDS)
+            # After a blocked loop, everything looks late, and has had no turn to go on yet.
+            if time.perf_counter() - began < TICK_SECONDS + BLOCKED_SECONDS:
+                await self._look(tasks)
+            if self._heartbeat is not None:
+                self._teller.tell_of_blocks(self._heartbeat.recent())
+                self._heartbeat.report = self.report()
+
+    async def _look(self, tasks: TaskGroup) -> None:
+        """Look once at everything that rollouts wait for."""
+        suspects = [wait async for wait in self._in_slices() if wait.quiet >= LOOK_SECONDS]
+        await self._verdicts.probe(suspects, tasks.start_soon)
+        judged = self._verdicts.of([one for one in suspects if one.step.ended is None])
+        changes = self._findings.update(judged, [*self._runs.findings(), *self._versions.findings()])
+        for kind, findings in (
+            (EventKind.HANG_BEGAN, changes.began),
+            (EventKind.HANG_WORSENED, changes.worsened),
+            (EventKind.HANG_ENDED, changes.ended),
+        ):
+            for finding in findings:
+                self._teller.tell(kind, finding)
+
+    async def _in_slices(self) -> AsyncIterator[StepWait]:
+        for count, wait in enumerate(waits_of(self._board.all(), time.perf_counter())):
+            if count % SLICE == SLICE - 1:
+                await anyio.lowlevel.checkpoint()
+            yield wait
+
+
+@contextmanager
+def dumping_stacks(path: Path) -> Iterator[None]:
+    """Within the block, have Python itself write the stacks of all threads to a file at SIGUSR1.
+
+    Another handler of that signal stays, and nothing is done outside of the main thread.
+    """
+    is_free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    if not is_free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    make_private(path)
+    with path.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)

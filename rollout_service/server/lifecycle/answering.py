@@ -1,0 +1,136 @@
+"""Opens what answers for a policy: the pools of engines, the gateway and the judge in front of them, and live sessions.
+
+Guarantee: no engine that this service started outlives the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from pydantic import HttpUrl
+
+from api_schemas.inference import BackendSpec
+from rollout_service.base import state_files
+from rollout_service.cluster.pool_commands import SharedCommands
+from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
+from rollout_service.engines.local_servers.keep_running import kept_running
+from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.weights.controller import Exclusive
+from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
+from rollout_service.engines.serving.text_sampler import PoolTextSampler
+from rollout_service.engines.shipped import model_folder
+from rollout_service.gateway.capture import TurnCapture
+from rollout_service.gateway.gateway import Gateway, GatewayParts
+from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.judging.contract import Judge, TextSampler
+from rollout_service.judging.judge import PoolJudge
+from rollout_service.judging.metrics import JudgeMetrics
+from rollout_service.observability.telemetry.engines import PoolMetrics
+from rollout_service.observability.telemetry.health import HealthMetrics
+from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.server.lifecycle.foundation import Foundation
+from rollout_service.server.lifecycle.live import Live, open_live
+from rollout_service.settings import Settings
+from rollout_service.store.file_backends import FileBackends
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """What answers for a policy."""
+
+    serving: PolicyServing
+    gateway: Gateway
+    sampler: TextSampler
+    judge: Judge
+    live: Live
+
+
+async def open_answering(stack: AsyncExitStack, foundation: Foundation) -> Answering:
+    """Connect the engines, and open what stands in front of them.
+
+    Raises:
+        ConfigurationError: The settings of the gateway or of live sessions, or one of their files, cannot be used.
+        StoreError: The store of live sessions cannot be opened.
+    """
+    metrics = foundation.metrics
+    serving = await _open_serving(stack, foundation)
+    gateway = await _open_gateway(stack, foundation.settings, serving, metrics)
+    sampler = PoolTextSampler(serving)
+    judge = PoolJudge(sampler, JudgeMetrics(metrics.registry))
+    live = await stack.enter_async_context(open_live(foundation, serving, gateway, judge))
+    store = foundation.store
+    metrics.registry.register(
+        HealthMetrics(
+            serving.views,
+            serving.frozen_version_changes,
+            store,
+            lambda: store.problem or live.store.problem,
+            foundation.node.free_bytes,
+        )
+    )
+    return Answering(serving, gateway, sampler, judge, live)
+
+
+async def _open_serving(stack: AsyncExitStack, foundation: Foundation) -> PolicyServing:
+    settings, metrics, announce = foundation.settings, foundation.metrics, foundation.announcer.announce
+    if (engines := foundation.store.engines) is None:
+        pools = await stack.enter_async_context(_make_pools(settings, metrics))
+        backends = FileBackends(foundation.state_dir / state_files.BACKENDS, backend_id_of_spec)
+        serving = PolicyServing(pools, backends, announce=announce)
+    else:
+        commands = SharedCommands(engines, foundation.store.cluster, foundation.owner)
+        pools = await stack.enter_async_context(_make_pools(settings, metrics, commands.exclusive))
+        commands.attach(pools)
+        await stack.enter_async_context(commands.running())
+        serving = PolicyServing(pools, engines, commands, announce=announce)
+    await stack.enter_async_context(_run_embedded_engines(settings, serving))
+    await stack.enter_async_context(serving.reconnecting(settings.backends))
+    return serving
+
+
+def _make_pools(settings: Settings, metrics: Metrics, exclusive: Exclusive | None = None) -> Pools:
+    """Make the pools, which have no engine yet; `exclusive` is for engines that other services command too."""
+    options = PoolOptions(hold_seconds=settings.hold_seconds)
+    options_of = {name: replace(options, **pool.model_dump()) for name, pool in settings.pools.items()}
+    pools = Pools(options, options_of=options_of, exclusive=exclusive)
+    pools.observe(PoolMetrics(metrics.registry, pools.views))
+    return pools
+
+
+@asynccontextmanager
+async def _run_embedded_engines(settings: Settings, serving: PolicyServing) -> AsyncIterator[None]:
+    """Run the embedded engines within the block: one for each pool that the settings name a model for.
+
+    The pool `policy` has one too, unless the settings name other engines.
+    """
+    threads = settings.embedded.threads
+    async with AsyncExitStack() as stack:
+        for pool, model in settings.embedded_models.items():
+            make = partial(_embedded_engine, model_folder(model), threads)
+            url = await stack.enter_async_context(kept_running(make))
+            await serving.register(BackendSpec(url=HttpUrl(url), pool=pool), remember=False)
+        yield
+
+
+def _embedded_engine(model: Path, threads: int, port: int) -> EmbeddedEngine:
+    return EmbeddedEngine(model, port=port, threads=threads)
+
+
+async def _open_gateway(
+    stack: AsyncExitStack, settings: Settings, serving: PolicyServing, metrics: Metrics
+) -> Gateway:
+    parts = GatewayParts(
+        settings=settings.gateway,
+        policies=serving,
+        make_capture=TurnCapture,
+        metrics=GatewayMetrics(metrics.registry),
+        observe=metrics.count_refused_connection,
+    )
+    gateway = Gateway(parts)
+    await stack.enter_async_context(gateway.running())
+    return gateway

@@ -1,0 +1,135 @@
+"""Opens what every other part of the service stands on: the store, the environments, this node and its sandboxes.
+
+Guarantee: the leftovers of a crash are swept before anything else of this node starts.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import anyio.to_thread
+import structlog
+
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.private_files import open_state_folder
+from rollout_service.cluster.identity import ServiceIdentity
+from rollout_service.cluster.node import Node
+from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.environments.secrets import HostSecrets
+from rollout_service.observability.telemetry.logging import hidden_in_log
+from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.server.events import Announcer
+from rollout_service.server.lifecycle.clock import ServiceClock
+from rollout_service.server.lifecycle.stores import open_store
+from rollout_service.settings import Settings
+from rollout_service.store.contract import Store
+from sandboxes import SandboxProvider, make_provider
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation:
+    """What every other part of the service stands on."""
+
+    settings: Settings
+    """As this node follows them."""
+    state_dir: Path
+    metrics: Metrics
+    owner: str
+    """The identity of this service, which holds its leases."""
+    store: Store
+    environments: EnvironmentRegistry
+    node: Node
+    sandboxes: SandboxSource
+    announcer: Announcer
+    clock: ServiceClock
+
+
+async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Foundation:
+    """Open the store, the environments and the node.
+
+    Raises:
+        ConfigurationError: The state folder, the store's settings, or an environment that they name cannot be used.
+        StoreError: The store cannot be opened.
+    """
+    state_dir = open_state_folder(settings.state_dir.expanduser())
+    owner = str(ServiceIdentity.create())
+    secrets = HostSecrets(settings.secrets)
+    stack.enter_context(hidden_in_log(secrets.given))
+    clock = ServiceClock()
+    store = await stack.enter_async_context(open_store(settings, owner, clock))
+    await stack.enter_async_context(clock.running())
+    if store.cluster.is_shared:
+        settings = _claiming_less_ahead(settings)
+    environments = await _load_environments(settings)
+    metrics.expect(one.spec.name for one in environments.list())
+    node = await _open_node(stack, settings, state_dir, metrics)
+    announcer = Announcer(store)
+    await stack.enter_async_context(announcer.running())
+    return Foundation(
+        settings=settings,
+        state_dir=state_dir,
+        metrics=metrics,
+        owner=owner,
+        store=store,
+        environments=environments,
+        node=node,
+        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes, secrets),
+        announcer=announcer,
+        clock=clock,
+    )
+
+
+def _claiming_less_ahead(settings: Settings) -> Settings:
+    """Return the settings of a node that shares its store: what it claims ahead, other nodes cannot begin."""
+    pipeline = settings.pipeline
+    ahead = min(pipeline.init_queue, max(1, pipeline.init_workers // 4))
+    return settings.model_copy(update={"pipeline": pipeline.model_copy(update={"init_queue": ahead})})
+
+
+async def _load_environments(settings: Settings) -> EnvironmentRegistry:
+    """Load all environments, and log those that cannot be used.
+
+    Raises:
+        ConfigurationError: An environment that the settings name cannot be used.
+    """
+    environments = await anyio.to_thread.run_sync(
+        partial(EnvironmentRegistry.load, settings.environments, harbor=settings.harbor)
+    )
+    named = {str(path) for path in settings.environments} & environments.problems.keys()
+    if named:
+        problems = [environments.problems[path] for path in sorted(named)]
+        hint = next((problem.hint for problem in problems if problem.hint), "")
+        raise ConfigurationError("; ".join(str(problem) for problem in problems), hint=hint)
+    for where, problem in environments.problems.items():
+        log.error("an environment cannot be used", where=where, error=str(problem), hint=problem.hint)
+    for environment in environments.list():
+        for warning in environment.warnings():
+            log.warning("an environment has what is ignored", name=environment.spec.name, what=warning)
+    return environments
+
+
+async def _open_node(stack: AsyncExitStack, settings: Settings, state_dir: Path, metrics: Metrics) -> Node:
+    provider = make_provider(settings.sandbox, state_dir, settings.images_dir)
+    stack.push_async_callback(provider.close)
+    await _sweep(provider)
+    node = Node.make(provider, settings, metrics)
+    await stack.enter_async_context(node.running())
+    return node
+
+
+async def _sweep(provider: SandboxProvider) -> None:
+    """Remove what a crash left; log what cannot be removed, and start all the same."""
+    swept = await provider.sweep()
+    log.info("swept what was left", sandboxes=swept.sandboxes, processes=swept.processes)
+    for failure in swept.failures:
+        log.error(
+            "something that a crash left could not be removed",
+            what=failure,
+            hint="The next start tries again. Until then, end or remove it by hand if it is in the way.",
+        )

@@ -1,0 +1,121 @@
+"""Makes a service a member of the cluster that shares its store, and gives it what it may do there.
+
+Guarantees: the pipeline claims only what suits this node and nothing while it drains; the run manager knows the places
+of all nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from api_schemas.errors import FieldError
+from api_schemas.nodes import NodeState
+from rollout_service.base.errors import InvalidFieldError
+from rollout_service.cluster.membership import Membership
+from rollout_service.cluster.node import Node
+from rollout_service.cluster.nodes import ClusterNodes
+from rollout_service.cluster.placement import Placement
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.pipeline.claims import ClaimRules
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.runs import RunManager
+from rollout_service.settings import Settings
+from rollout_service.store.cluster_contract import ClusterStore, Heartbeat, NodeReport
+
+
+@dataclass(slots=True)
+class ClusterMember:
+    """This node in its cluster."""
+
+    settings: Settings
+    cluster: ClusterStore
+    owner: str
+    node: Node
+    placement: Placement
+    claims: ClaimRules
+    pipeline: Pipeline
+    manager: RunManager
+    stages: tuple[StageLimiter, ...]
+    """Those before the evaluation; their sizes are the places of this node."""
+
+    def membership(self) -> Membership:
+        """Return the membership, not yet begun."""
+        return Membership(
+            self.cluster, self._look_and_report, on_beat=self._follow, drop_work=self.pipeline.drop_all
+        )
+
+    def nodes(self) -> ClusterNodes:
+        """Return the nodes, for callers of the API."""
+        return ClusterNodes(self.cluster, self.report)
+
+    async def _look_and_report(self) -> NodeReport:
+        await self.placement.look()
+        return self.report()
+
+    def report(self) -> NodeReport:
+        """Return what this node says of itself now."""
+        figures = {
+            "address": self.settings.address,
+            "labels": list(self.placement.labels),
+            "environments": self.placement.suited,
+            "images": list(self.placement.images),
+            "rollouts": self.pipeline.live(),
+            "finished": self.pipeline.finished,
+            "places": sum(stage.places.size + stage.workers.size for stage in self.stages),
+            "state": NodeState.READY if self.claims.is_open else NodeState.DRAINING,
+        }
+        view = self.node.view().model_copy(update=figures)
+        return NodeReport(
+            name=view.node,
+            owner=self.owner,
+            address=view.address,
+            labels=view.labels,
+            environments=view.environments,
+            images=view.images,
+            places=view.places,
+            view=view.model_dump_json(),
+        )
+
+    def _follow(self, beat: Heartbeat) -> None:
+        self.claims.open(beat.state is NodeState.READY)
+        if self.cluster.is_shared:
+            self.claims.suit(self.placement.waits(beat))
+        elif len(self.placement.suited) < len(self.placement.environments.list()):
+            self.claims.suit(dict.fromkeys(self.placement.suited, 0.0))
+        self.manager.resize(beat.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Suitability:
+    """Whether any node takes an environment's rollouts."""
+
+    placement: Placement
+    membership: Membership
+
+    def has_image_elsewhere(self, name: str) -> bool:
+        """Return whether another node has the image of an environment."""
+        return self.membership.beat.images.get(name, 0) > 0
+
+    def runs_elsewhere(self, name: str) -> bool:
+        """Return whether another node takes rollouts of an environment."""
+        return self.membership.beat.environments.get(name, 0) > 0
+
+    def check(self, spec: EnvironmentSpec) -> None:
+        """Check that a node has the labels that an environment requires.
+
+        Raises:
+            InvalidFieldError: No node has them.
+        """
+        missing = self.placement.missing_labels(spec)
+        if missing and not self.runs_elsewhere(spec.name):
+            labels = ", ".join(missing)
+            raise InvalidFieldError(
+                [
+                    FieldError(
+                        path="environment",
+                        message=f"no node that has it has the labels it requires: {labels}",
+                    )
+                ],
+                hint="Start a node with `[cluster] labels` that include them, or change `[sandbox] requires`.",
+            )

@@ -1,0 +1,296 @@
+"""The running service, as the routes see it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+
+from api_schemas.errors import FieldError, sentences
+from api_schemas.external import RolloutEnd
+from api_schemas.inference import BackendState
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts.trees import RolloutNodes
+from api_schemas.tasks import Task
+from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
+from rollout_service.base.shutdown import Shutdown
+from rollout_service.base.signals import first_of
+from rollout_service.cluster.concurrency import Concurrency
+from rollout_service.cluster.node import Node
+from rollout_service.cluster.nodes import ClusterNodes
+from rollout_service.engines.pool.pools import DEFAULT_POOL
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.engines.serving.subagent_pools import check_own_pool, check_subagent_pool, subagent_pools
+from rollout_service.environments.contract import Environment, EnvironmentSpec
+from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.gateway.bounds import check_sampling
+from rollout_service.gateway.external import ExternalAgents
+from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.observability.tracing.steps import StepArchive
+from rollout_service.pipeline.claims import ClaimRules
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.runs import Delivery
+from rollout_service.runs.api import RunService
+from rollout_service.runs.export import RunExporter
+from rollout_service.runs.rescore import Rescorer
+from rollout_service.server.events import EventTail
+from rollout_service.server.hangs import HangWatch
+from rollout_service.server.lifecycle.clock import ServiceClock
+from rollout_service.server.lifecycle.live import Live
+from rollout_service.server.lifecycle.membership import Suitability
+from rollout_service.server.overview import OverviewFeed
+from rollout_service.server.trajectories import TrajectoryViewer
+from rollout_service.settings import Settings
+from rollout_service.store.contract import Store
+from sandboxes.errors import ImageError, SandboxConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The parts of the service that the routes use, and the operations that span several of them."""
+
+    settings: Settings
+    store: Store
+    pipeline: Pipeline
+    environments: EnvironmentRegistry
+    sandboxes: SandboxSource
+    node: Node
+    nodes: ClusterNodes
+    suitability: Suitability
+    claims: ClaimRules
+    concurrency: Concurrency
+    serving: PolicyServing
+    external: ExternalAgents
+    live: Live
+    overview: OverviewFeed
+    event_tail: EventTail
+    trajectories: TrajectoryViewer
+    hangs: HangWatch
+    metrics: Metrics
+    run_service: RunService
+    delivery: Delivery
+    run_exporter: RunExporter
+    rescorer: Rescorer
+    steps: StepArchive
+    clock: ServiceClock
+    shutdown: Shutdown
+
+    async def submit(self, request: RolloutRequest) -> Rollout:
+        """Check a request and store it, which makes it durable.
+
+        Raises:
+            InvalidFieldError: A field cannot be used.
+            NoBackendError: The pool has no backend and expects none.
+            ConflictError: Another request has the same id.
+            StoreError: The store cannot be written.
+        """
+        check_sampling(request.sampling)
+        with prefix_field_paths("body.task"):
+            environment = await self._check_task(request.task)
+        if environment is not None:
+            check_own_pool(environment.spec, request.pool)
+        self.serving.check(request.pool)
+        rollout, _ = await self.store.submit(request)
+        return rollout
+
+    async def _check_task(self, task: Task) -> Environment | None:
+        """Check a task, and return its environment.
+
+        One that only other nodes have is checked by the node that takes it, and None is returned.
+
+        Raises:
+            InvalidFieldError: A field cannot be used.
+        """
+        if task.environment not in self.environments and self.suitability.runs_elsewhere(task.environment):
+            return None
+        environment = await check_environment_here(
+            self.environments, self.sandboxes, self.suitability, task.environment
+        )
+        environment.check(task.instance)
+        specific = environment.for_instance(task.instance)
+        if specific is not environment and not self.suitability.runs_elsewhere(task.environment):
+            await check_image(self.sandboxes, specific.spec)
+        check_subagent_pool(specific.spec, self.serving.check)
+        return specific
+
+    async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
+        """Return a rollout in its present state.
+
+        Raises:
+            NotFoundError: There is no rollout with this id.
+        """
+        rollout = await self.store.get(rollout_id)
+        if rollout is None:
+            raise NotFoundError(
+                f"there is no rollout {rollout_id}", hint="List the known rollouts with GET /v1/rollouts."
+            )
+        if trajectory and rollout.state.terminal:
+            rollout = rollout.model_copy(update={"trajectory": await self.store.trajectory(rollout_id)})
+            if rollout.nodes and (tree := await self.store.tree(rollout_id, trajectories=True)):
+                rollout = rollout.model_copy(update={"nodes": tree.nodes})
+        access = self.external.access(rollout_id)
+        return rollout.model_copy(update={"access": access}) if access is not None else rollout
+
+    async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes:
+        """Return the sub-agents of a rollout that has ended.
+
+        Raises:
+            NotFoundError: There is no rollout with this id, or it has not ended.
+        """
+        tree = await self.store.tree(rollout_id, trajectories=trajectories)
+        if tree is None:
+            rollout = await self.get(rollout_id)
+            if rollout.state.terminal:  # cancelled before it began
+                return RolloutNodes(rollout_id=rollout_id, nodes=[])
+            raise NotFoundError(
+                f"rollout {rollout_id} has no record of sub-agents yet; its state is {rollout.state}",
+                hint="Wait until the rollout has ended.",
+            )
+        return tree
+
+    async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
+        """Return the whole result once the rollout has ended, or None if that takes longer.
+
+        Raises:
+            ShuttingDownError: The shutdown began first.
+        """
+
+        async def ended() -> Rollout:
+            await self.store.wait_for_result(rollout_id)
+            return await self.get(rollout_id, trajectory=True)
+
+        with anyio.move_on_after(seconds):
+            return await self.shutdown.until_begun(ended)
+        return None
+
+    async def wait_for_access(self, rollout_id: str, seconds: float) -> Rollout:
+        """Return a rollout once its program may begin or it has ended, or after this time.
+
+        Raises:
+            NotFoundError: There is no rollout with this id.
+            ShuttingDownError: The shutdown began first.
+        """
+
+        async def may_begin() -> None:
+            changed = self.external.changed.next
+            while (rollout := await self.get(rollout_id)).access is None and not rollout.state.terminal:
+                await first_of(changed.wait, partial(self.store.wait_for_result, rollout_id))
+                changed = self.external.changed.next
+
+        with anyio.move_on_after(seconds):
+            await self.shutdown.until_begun(may_begin)
+        return await self.get(rollout_id)
+
+    async def end(self, rollout_id: str, end: RolloutEnd) -> Rollout:
+        """Accept the report of a rollout's external agent, and return the rollout.
+
+        Raises:
+            NotFoundError: There is no such rollout, or no program works on it at this service.
+            ConflictError: The rollout or the attempt is over, or another end was reported before.
+        """
+        rollout = await self.get(rollout_id)
+        if rollout.state.terminal:
+            raise ConflictError(
+                f"rollout {rollout_id} has ended: it is {rollout.state}", hint="Read its result instead."
+            )
+        self.external.report(rollout_id, end)
+        return rollout
+
+    async def abort(self, rollout_ids: list[str] | None) -> list[str]:
+        """Cancel these rollouts, or all that have not ended; return the ids of those to be cancelled."""
+        if rollout_ids is None:
+            rollout_ids = [rollout_id async for rollout_id in self._unfinished()]
+        for rollout_id in rollout_ids:
+            await self.store.cancel(rollout_id)
+        return rollout_ids
+
+    async def _unfinished(self) -> AsyncIterator[str]:
+        for state in [state for state in RolloutState if not state.terminal]:
+            cursor: str | None = None
+            while True:
+                page = await self.store.list(state=state, cursor=cursor, limit=1_000)
+                for rollout in page.rollouts:
+                    yield rollout.rollout_id
+                if (cursor := page.next_cursor) is None:
+                    break
+
+    def warnings(self) -> list[str]:
+        """Return the problems that do not keep the service from working."""
+        problems = self.environments.problems.items()
+        unusable = [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
+        waiting = self._default_pool() + self._waiting_for_subagents()
+        return unusable + waiting + self.live.training.delivery.warnings() + self.clock.warnings()
+
+    def _default_pool(self) -> list[str]:
+        """Return a sentence if the pool of whoever names none is out of service; without any pool, that is a reason."""
+        in_service, _ = self.serving.in_service()
+        if not in_service or DEFAULT_POOL in in_service:
+            return []
+        return [
+            f"rollouts and runs that name no pool wait: no backend of pool {DEFAULT_POOL!r} is in service; register "
+            "one with POST /v1/backends."
+            + "".join(f" {sentence}" for sentence in self.serving.absences(DEFAULT_POOL))
+        ]
+
+    def _waiting_for_subagents(self) -> list[str]:
+        """Return a sentence for each pool of sub-agents that was served, or will be, and is out of service."""
+        in_service, _ = self.serving.in_service()
+        waiting: dict[str, list[str]] = {}
+        for name, pool in subagent_pools(self.environments.list()).items():
+            if pool is not None and pool not in in_service and self.serving.expects(pool):
+                waiting.setdefault(pool, []).append(name)
+        return [
+            f"rollouts of {', '.join(names)} wait: no backend of pool {pool!r}, which serves their sub-agents, is in "
+            "service; register one with POST /v1/backends"
+            for pool, names in waiting.items()
+        ]
+
+    def unready(self) -> list[str]:
+        """Return the reasons why the service cannot take work, each with a remedy; empty if it can."""
+        reasons = [f"the service is shutting down: {self.shutdown.reason}"] if self.shutdown.begun else []
+        if not any(view.state is BackendState.READY for view in self.serving.views()):
+            reasons.append(
+                "no backend is in service; register one with POST /v1/backends or resume its pool."
+                + "".join(f" {sentence}" for sentence in self.serving.absences())
+            )
+        problems = filter(None, (self.store.problem, self.live.store.problem))
+        reasons += [sentences(str(problem), problem.hint) for problem in problems]
+        if not self.pipeline.started:
+            reasons.append("the pipeline is stopped; POST /start begins rollouts again")
+        if not self.claims.is_open:
+            name = self.node.name
+            reasons.append(f"the node {name} is draining; POST /v1/nodes/{name}/resume ends that")
+        return reasons
+
+
+async def check_environment_here(
+    environments: EnvironmentRegistry, sandboxes: SandboxSource, suitability: Suitability, name: str
+) -> Environment:
+    """Return an environment of this node, if its rollouts can run here or at another node.
+
+    Raises:
+        InvalidFieldError: There is no such environment, its image cannot be used, or no node has its labels.
+    """
+    environment = environments.get(name)
+    suitability.check(environment.spec)
+    if not suitability.has_image_elsewhere(name):
+        await check_image(sandboxes, environment.spec)
+    return environment
+
+
+async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
+    """Check that the image of an environment can be used.
+
+    Raises:
+        InvalidFieldError: The image cannot be used.
+    """
+    try:
+        await sandboxes.check(spec)
+    except (ImageError, SandboxConfigError) as error:
+        raise InvalidFieldError(
+            [FieldError(path="environment", message=f"its image cannot be used: {error}")],
+            hint=error.hint,
+        ) from error

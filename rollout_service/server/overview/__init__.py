@@ -1,0 +1,6 @@
+"""The service at a glance, for pages and terminals: what `GET /v1/overview` and its stream answer."""
+
+from rollout_service.server.overview.backend_figures import BackendFigures as BackendFigures
+from rollout_service.server.overview.builder import OverviewBuilder as OverviewBuilder
+from rollout_service.server.overview.feed import OverviewFeed as OverviewFeed
+from rollout_service.server.overview.outcomes import Outcomes as Outcomes

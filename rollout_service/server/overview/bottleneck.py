@@ -1,0 +1,193 @@
+"""What limits the throughput now, in a sentence, with the setting that would change it: pure decisions.
+
+Guarantee: it is said only of a service that works. A low number of busy workers means opposite things in a healthy
+service and in a starved one, so a service that is stuck or takes no work is not given advice on its settings.
+
+The stages are asked from the last to the first, since a full one fills those before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from api_schemas.nodes import NodeView
+from api_schemas.rollouts import RolloutState, Stage
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.hangs import HangVerdict
+from api_schemas.views.overview import Bottleneck, BottleneckKind, Overview, StageOverview
+from rollout_service.server.hangs.signs.runs import RUN
+
+WINDOW_SECONDS = 10.0
+"""Over how long numbers are averaged, if overviews are made all the time."""
+FULL = 0.9
+"""The share of its workers from which on a stage is full."""
+MOST = 0.5
+"""The share of the rollouts of a stage that is most of them."""
+
+_ENGINES = frozenset({StepKind.ENGINE, StepKind.POOL_QUEUE})
+_TOOLS = frozenset({StepKind.TOOL, StepKind.SESSION})
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """A stage over the last looks, on average."""
+
+    stage: Stage
+    working: float
+    workers: int
+    waiting: float
+    waits_for: dict[StepKind, float]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nearly all of its workers are busy."""
+        return self.working >= FULL * self.workers
+
+    def share(self, kinds: Iterable[StepKind]) -> float:
+        """Return which share of the rollouts with a worker waits for any of these."""
+        return sum(self.waits_for.get(kind, 0.0) for kind in kinds) / self.working if self.working else 0.0
+
+
+class StageLoads:
+    """The averages of the stages over the last overviews; they smooth out what changes from second to second."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, Sequence[StageOverview]]] = deque()
+
+    def add(self, now: float, stages: Sequence[StageOverview]) -> dict[Stage, StageLoad]:
+        """Add the stages at a reading of a clock, and return the averages."""
+        self._looks.append((now, stages))
+        while self._looks[0][0] < now - WINDOW_SECONDS:
+            self._looks.popleft()
+        each_stage = zip(*(look for _, look in self._looks), strict=True)
+        return {looks[-1].stage: _average(looks) for looks in each_stage}
+
+
+def bottleneck(overview: Overview, loads: dict[Stage, StageLoad]) -> Bottleneck | None:
+    """Return what limits the throughput; None if nothing is to do, or something else has to be seen to first."""
+    init, rollout, evaluate = (loads[stage] for stage in Stage)
+    if any(one.verdict is HangVerdict.STUCK and one.kind != RUN for one in overview.findings):
+        return None
+    # A service without an engine in service is not ready, even if the next weights are just being loaded.
+    if not overview.ready:
+        return _pause(rollout)
+    queued = overview.counts.get(RolloutState.QUEUED, 0)
+    return (
+        _graders(evaluate)
+        or _pause(rollout)
+        or _agents(rollout, queued)
+        or _host(init, overview.nodes)
+        or _starts(init, queued)
+        or _orders(rollout, queued, overview)
+    )
+
+
+def _graders(evaluate: StageLoad) -> Bottleneck | None:
+    if not evaluate.is_full or evaluate.waiting < 1:
+        return None
+    return Bottleneck(
+        kind=BottleneckKind.GRADERS,
+        message=f"All {_workers(evaluate)} are busy, and {_rollouts(evaluate.waiting)} to be scored.",
+        hint="Raise pipeline.evaluate_workers if the host has room, or make the environment's grader faster.",
+    )
+
+
+def _pause(rollout: StageLoad) -> Bottleneck | None:
+    share = rollout.share([StepKind.PAUSED_POOL])
+    if share < MOST:
+        return None
+    return Bottleneck(
+        kind=BottleneckKind.PAUSE,
+        message=f"{share:.0%} of the rollouts wait for a paused pool.",
+        hint="They go on when its weights are loaded, or when it is resumed. If updates take long, load them from a "
+        "disk that all engines share, or broadcast them.",
+    )
+
+
+def _agents(rollout: StageLoad, queued: int) -> Bottleneck | None:
+    if not rollout.is_full or not (rollout.waiting >= 1 or queued):
+        return None
+    full = f"All {_workers(rollout)} are busy"
+    if (share := rollout.share(_ENGINES)) >= MOST:
+        return Bottleneck(
+            kind=BottleneckKind.ENGINES,
+            message=f"{full}, and {share:.0%} of them wait for engines.",
+            hint="Add engines. If those you have report no queue of their own, raise pipeline.rollout_workers instead.",
+        )
+    if (share := rollout.share(_TOOLS)) >= MOST:
+        return Bottleneck(
+            kind=BottleneckKind.TOOLS,
+            message=f"{full}, and {share:.0%} of them run tools.",
+            hint="Raise pipeline.rollout_workers if the hosts have room, or add nodes: engines could serve more.",
+        )
+    return Bottleneck(
+        kind=BottleneckKind.AGENTS,
+        message=f"{full}, and others wait for one.",
+        hint="Raise pipeline.rollout_workers if engines and hosts have room.",
+    )
+
+
+def _host(init: StageLoad, nodes: Sequence[NodeView]) -> Bottleneck | None:
+    held = init.waits_for.get(StepKind.HOST, 0.0)
+    if held < 1:
+        return None
+    hold = next((hold for node in nodes for hold in node.holds), None)
+    because = "" if hold is None else f": {hold.reason}"
+    return Bottleneck(
+        kind=BottleneckKind.HOST,
+        message=f"{_rollouts(held)} for room on the host{because}.",
+        hint="Raise sandboxes.ceiling if the host has room, or add nodes."
+        if hold is not None and hold.resource == "ceiling"
+        else "Add nodes, or give sandboxes less. sandboxes.pressure sets what a host may bear.",
+    )
+
+
+def _starts(init: StageLoad, queued: int) -> Bottleneck | None:
+    if not init.is_full or not (init.waiting >= 1 or queued):
+        return None
+    return Bottleneck(
+        kind=BottleneckKind.SANDBOXES,
+        message=f"All {_workers(init)} start sandboxes or set up tasks, while workers that run agents are free.",
+        hint="Raise pipeline.init_workers, or keep more sandboxes warm with sandboxes.warm.size.",
+    )
+
+
+def _orders(rollout: StageLoad, queued: int, overview: Overview) -> Bottleneck | None:
+    is_asked = overview.runs or any(overview.counts.get(state, 0) for state in _UNDER_WAY)
+    if queued or rollout.is_full or not is_asked:
+        return None
+    free = rollout.workers - rollout.working
+    ready = sum(run.ready_groups for run in overview.runs)
+    trainer = f" {ready} groups are ready and wait for the trainer." if ready else ""
+    return Bottleneck(
+        kind=BottleneckKind.ORDERS,
+        message=f"{free:.0f} of {_workers(rollout)} are free, and nothing is queued.{trainer}",
+        hint="The service could do more: submit more at once, or raise the run's max_concurrent or max_staleness.",
+    )
+
+
+_UNDER_WAY = (RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
+
+
+def _workers(load: StageLoad) -> str:
+    return f"{load.workers} {load.stage} workers"
+
+
+def _rollouts(number: float) -> str:
+    return "1 rollout waits" if round(number) == 1 else f"{number:.0f} rollouts wait"
+
+
+def _average(looks: Sequence[StageOverview]) -> StageLoad:
+    waits: Counter[StepKind] = Counter()
+    for look in looks:
+        waits.update(look.waits_for)
+    count, newest = len(looks), looks[-1]
+    return StageLoad(
+        stage=newest.stage,
+        working=sum(look.working for look in looks) / count,
+        workers=newest.workers,
+        waiting=sum(look.waiting for look in looks) / count,
+        waits_for={kind: number / count for kind, number in waits.items()},
+    )

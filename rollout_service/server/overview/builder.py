@@ -1,0 +1,231 @@
+"""Makes the overview from the parts of a running service.
+
+Guarantee: a store that fails or is slow leaves the overview as it last was, with the reason among `reasons`; everything
+else in it is of this moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+import anyio
+import structlog
+
+from api_schemas.inference import BackendState, BackendView
+from api_schemas.nodes import NodeView
+from api_schemas.rollouts import RolloutState
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.runs import RunState
+from api_schemas.views.hangs import HangFinding
+from api_schemas.views.overview import BackendOverview, Overview, RunOverview, StageOverview
+from rollout_service import __version__
+from rollout_service.activity import Activity, ActivityBoard
+from rollout_service.base.errors import StoreError
+from rollout_service.cluster.nodes import ClusterNodes
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.pipeline.context import Stages
+from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.runs import RunManager
+from rollout_service.server.overview.backend_figures import BackendFigures
+from rollout_service.server.overview.bottleneck import StageLoads, bottleneck
+from rollout_service.server.overview.outcomes import WINDOW_SECONDS, Outcomes, success_share
+from rollout_service.store.contract import Store
+from rollout_service.store.rules import dropped_counts
+from rollout_service.store.runs_contract import RunRecord
+
+log = structlog.get_logger(__name__)
+
+STORE_SECONDS = 1.0
+"""How long the store may take before its last answer is shown instead."""
+MAX_RUNS = 20
+REMEMBERED_EVENTS = 2_000
+"""The most events that are read after a start, for the outcomes of the last five minutes."""
+REMEMBERED_ERRORS = 40
+"""The most failed rollouts that are read for them."""
+
+
+class ReadinessSource(Protocol):
+    """Knows whether the service can take work; `Service` does."""
+
+    def unready(self) -> list[str]:
+        """Return why it cannot; empty if it can."""
+        ...
+
+    def warnings(self) -> list[str]:
+        """Return the problems that do not keep it from working."""
+        ...
+
+
+class Findings(Protocol):
+    """Knows what is stuck."""
+
+    def findings(self) -> Sequence[HangFinding]:
+        """Return what is stuck, slow or held back now, the worst first."""
+        ...
+
+
+class NoFindings:
+    """Knows of nothing that is stuck."""
+
+    def findings(self) -> Sequence[HangFinding]:
+        """Return nothing."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What the store said last."""
+
+    counts: dict[RolloutState, int] = field(default_factory=dict)
+    last_event: int = 0
+    runs: Sequence[RunRecord] = ()
+    nodes: Sequence[NodeView] = ()
+
+
+@dataclass(slots=True)
+class OverviewBuilder:
+    """Makes overviews."""
+
+    store: Store
+    stages: Stages
+    serving: PolicyServing
+    manager: RunManager
+    nodes: ClusterNodes
+    board: ActivityBoard
+    node: str
+    open_sessions: Callable[[], int]
+    readiness: ReadinessSource | None = None
+    """The service itself, once it is open."""
+    hangs: Findings = field(default_factory=NoFindings)
+    figures: BackendFigures = field(default_factory=BackendFigures)
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    _loads: StageLoads = field(default_factory=StageLoads)
+    _stored: _Stored = field(default_factory=_Stored)
+    _began: float = field(default_factory=time.monotonic)
+
+    async def build(self) -> Overview:
+        """Make an overview of this moment."""
+        with anyio.move_on_after(STORE_SECONDS):
+            await self._look()
+        stored, now = self._stored, datetime.now(UTC)
+        reasons = self.readiness.unready() if self.readiness is not None else []
+        outcomes = self.outcomes.counts(now)
+        views = self.serving.views()
+        overview = Overview(
+            at=now,
+            version=__version__,
+            node=self.node,
+            uptime_seconds=round(time.monotonic() - self._began, 1),
+            last_event=stored.last_event,
+            ready=not reasons,
+            reasons=reasons,
+            warnings=self.readiness.warnings() if self.readiness is not None else [],
+            counts={state: stored.counts.get(state, 0) for state in RolloutState},
+            finished_per_second=self.outcomes.per_second(now),
+            outcomes=outcomes,
+            success_share=success_share(outcomes),
+            stages=self._stages(),
+            nodes=list(stored.nodes),
+            backends=[self._backend(view) for view in views],
+            paused_pools=sorted({view.pool for view in views if view.state is BackendState.PAUSED}),
+            runs=[self._run(record) for record in stored.runs],
+            errors=self.outcomes.errors(now),
+            findings=[each.model_copy(update={"stack": []}) for each in self.hangs.findings()],
+            sessions_open=self.open_sessions(),
+        )
+        loads = self._loads.add(time.monotonic(), overview.stages)
+        return overview.model_copy(update={"bottleneck": bottleneck(overview, loads)})
+
+    async def remember(self) -> None:
+        """Read from the store how rollouts ended just before this start; nothing depends on it."""
+        since = datetime.now(UTC) - timedelta(seconds=WINDOW_SECONDS)
+        try:
+            newest = await self.store.last_event()
+            events = await self.store.events(
+                after=max(0, newest - REMEMBERED_EVENTS), limit=REMEMBERED_EVENTS
+            )
+            ended = [
+                event
+                for event in events
+                if event.kind == "rollout.state"
+                and event.time >= since
+                and RolloutState(str(event.data["state"])).terminal
+            ]
+            failed = [event for event in ended if event.data["state"] == RolloutState.FAILED]
+            for event in ended:
+                self.outcomes.note(event.time, str(event.data.get("code") or event.data["state"]))
+            for event in failed[-REMEMBERED_ERRORS:]:
+                rollout = await self.store.get(event.subject)
+                if rollout is not None:
+                    self.outcomes.note_failure(event.time, rollout)
+        except StoreError as error:
+            log.warning("how the last rollouts ended could not be read", error=str(error), hint=error.hint)
+
+    async def _look(self) -> None:
+        """Ask the store; if it fails, `unready` says so."""
+        try:
+            counts, last_event = await self.store.counts(), await self.store.last_event()
+            runs = [run for run in await self.store.runs.active() if _is_in_progress(run)]
+            runs.sort(key=lambda run: run.created_at, reverse=True)
+            nodes = await self.nodes.list()
+        except StoreError as error:
+            log.debug("the overview shows the store as it was", error=str(error))
+        else:
+            self._stored = _Stored(counts, last_event, runs[:MAX_RUNS], nodes)
+
+    def _stages(self) -> list[StageOverview]:
+        working: dict[str, list[Activity]] = {}
+        for activity in self.board.all():
+            if activity.stage is not None:
+                working.setdefault(activity.stage, []).append(activity)
+        limiters = (self.stages.init, self.stages.rollout, self.stages.evaluate)
+        return [_stage(limiter, working.get(limiter.stage, [])) for limiter in limiters]
+
+    def _backend(self, view: BackendView) -> BackendOverview:
+        figures = self.figures.of(view.backend_id)
+        return BackendOverview(
+            backend=view,
+            cached_share=figures.cached_share,
+            requests_per_second=figures.requests_per_second,
+            tokens_per_second=figures.tokens_per_second,
+            p50_seconds=figures.p50_seconds,
+        )
+
+    def _run(self, record: RunRecord) -> RunOverview:
+        return RunOverview(
+            run_id=record.run_id,
+            state=record.state,
+            pool=record.request.pool,
+            version=record.version,
+            acceptance_rate=round(self.manager.acceptance_rate(record), 4),
+            open_groups=record.count("open"),
+            ready_groups=record.count("ready"),
+            acknowledged_groups=record.count("acknowledged"),
+            dropped=dropped_counts(record.counters),
+            staleness=self.manager.staleness(record),
+            problem=record.problem.message if record.problem is not None else None,
+        )
+
+
+def _is_in_progress(run: RunRecord) -> bool:
+    return run.state in (RunState.RUNNING, RunState.PAUSED)
+
+
+def _stage(limiter: StageLimiter, activities: Sequence[Activity]) -> StageOverview:
+    now = time.perf_counter()
+    waits = Counter(activity.open[-1].kind for activity in activities if activity.open)
+    oldest = min((activity.stage_since for activity in activities), default=now)
+    return StageOverview(
+        stage=limiter.stage,
+        working=limiter.workers.in_use,
+        workers=limiter.workers.size,
+        waiting=waits[StepKind.WORKER],
+        places=limiter.places.size,
+        oldest_seconds=round(now - oldest, 3),
+        waits_for=dict(waits.most_common()),
+    )

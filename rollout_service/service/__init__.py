@@ -1,6 +1,0 @@
-"""The running service: its parts that have a lifetime, and the operations that the routes call."""
-
-from rollout_service.service.opening import open_service
-from rollout_service.service.service import Service, check_image
-
-__all__ = ["Service", "check_image", "open_service"]
