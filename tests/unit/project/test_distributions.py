@@ -21,20 +21,6 @@ CLIENT = ROOT / "packaging" / "client"
 TRAINERS = {"areal", "nemo_gym", "openrlhf", "skyrl", "slime", "torch", "verl"}
 """The packages that adapters import only when a trainer calls them."""
 
-FORMER = {
-    "client": "client",
-    "client_errors": "errors",
-    "client_export": "run_export",
-    "client_runs": "runs",
-    "client_sync": "sync",
-    "batch_arrays": "arrays",
-    "adapters.orders": "adapters.submit",
-    **{
-        f"adapters.{name}": f"adapters.{name}"
-        for name in ["areal", "nemo_gym", "openrlhf", "samples", "skyrl", "slime", "trl", "verl", "weights"]
-    },
-}
-
 
 def project(folder: Path) -> dict:
     return tomllib.loads((folder / "pyproject.toml").read_text())
@@ -125,11 +111,3 @@ def test_the_package_gives_its_names():
     for name in ("BatchArrays", "ClientError", "ClientRun", "LeasedBatch", "RolloutClient", "RunExport"):
         assert getattr(rollout_client, name).__module__.startswith("rollout_client.")
     assert not hasattr(rollout_client, "RoloutClient")
-
-
-def test_former_paths_give_the_same_objects():
-    for old, new in FORMER.items():
-        former = importlib.import_module(f"rollout_service.{old}")
-        now = importlib.import_module(f"rollout_client.{new}")
-        shown = getattr(now, "__all__", [name for name in vars(now) if not name.startswith("_")])
-        assert all(getattr(former, name) is getattr(now, name) for name in shown), old

@@ -1,3 +1,0 @@
-"""The former path of `rollout_client.sync`."""
-
-from rollout_client.sync import *  # noqa: F403
