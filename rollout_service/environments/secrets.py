@@ -7,14 +7,18 @@ environment, the key and the source, never the value.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+
+import structlog
 
 from rollout_service.base.errors import SecretMissingError, SecretTooShortError
 from rollout_service.base.masking import MIN_CHARS, mask, mask_texts, spellings
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SecretSource
 from rollout_service.episodes import Episode, Score
 from rollout_service.settings.pipeline import SecretsSettings
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class HostSecrets:
         self._host = host
         self.given: set[str] = set()
         """The spellings of all values that were read so far."""
+        self.lacking: list[str] = []
+        """Why environments could not have a secret when the service started."""
 
     def examine(self, spec: EnvironmentSpec) -> Iterator[tuple[Secret, SecretMissingError | None]]:
         """Yield each secret that an environment asks for, and why it cannot have it, if so."""
@@ -65,6 +71,12 @@ class HostSecrets:
                 yield secret, error
             else:
                 yield secret, None
+
+    def note_lacking(self, specs: Iterable[EnvironmentSpec]) -> None:
+        """Log the secrets that environments ask for and cannot have, and keep them in `lacking`."""
+        for error in (error for spec in specs for _, error in self.examine(spec) if error is not None):
+            log.warning("an environment lacks a secret", why=str(error), hint=error.hint)
+            self.lacking.append(f"{error}, as this node started")
 
     def check(self, spec: EnvironmentSpec) -> set[str]:
         """Return the spellings of all secrets of an environment, which are to be masked.

@@ -155,6 +155,12 @@ def _joined(job: str, jobs: Path) -> Path:
             f"job {spec.name} cannot be joined: it keeps its state in its folder",
             hint="Submit it with several --nodes, or with --redis.",
         )
+    if spec.engines is None and not spec.backends:
+        common.err().print(
+            f"Job {spec.name} was submitted without --engine-command and --backend. Its embedded engine is of no use "
+            "to other nodes: register one that they reach.",
+            soft_wrap=True,
+        )
     return folder.path
 
 

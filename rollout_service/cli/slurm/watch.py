@@ -33,11 +33,11 @@ def status(
 async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
     import anyio
 
-    state, ready = await state_of(folder), await _ready_url(folder)
+    state, (ready, reasons) = await state_of(folder), await _ready_url(folder)
     deadline = anyio.current_time() + wait
     while ready is None and not state.is_over and anyio.current_time() < deadline:
         await anyio.sleep(POLL_SECONDS)
-        state, ready = await state_of(folder), await _ready_url(folder)
+        state, (ready, reasons) = await state_of(folder), await _ready_url(folder)
     nodes, engines = folder.published("nodes"), folder.published("engines")
     if as_json:
         common.print_json(
@@ -66,24 +66,33 @@ async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
             common.print_line(
                 f"engine {failure.name} failed to start {failure.starts} times{exit_code}: {reason}"
             )
-            common.print_line(f"    rollout-service slurm logs --part engine-{failure.name}")
+            place = shlex.quote(str(folder.path))
+            common.print_line(f"    rollout-service slurm logs {place} --part engine-{failure.name}")
         if ready is not None:
             key = shlex.quote(str(folder.key_file))
             common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {key})")
+    # Beside the output, of which a shell may evaluate the line `export`.
+    for reason in reasons if ready is None else []:
+        common.err().print(f"not ready: {escape_controls(reason)}", markup=False, soft_wrap=True)
     return 1 if wait and ready is None else 0
 
 
-async def _ready_url(folder: JobFolder) -> str | None:
+async def _ready_url(folder: JobFolder) -> tuple[str | None, list[str]]:
+    """Return the URL of a node that is ready, or why each of the nodes is not."""
     from rollout_client.client import ClientError
 
+    reasons: list[str] = []
     for node in folder.published("nodes"):
         try:
             async with common.connect(node.url, folder.key) as client:
-                if (await client.readiness()).ready:
-                    return node.url
-        except ClientError:
+                readiness = await client.readiness()
+        except ClientError as error:
+            reasons.append(f"{node.name}: {error}")
             continue
-    return None
+        if readiness.ready:
+            return node.url, []
+        reasons += [f"{node.name}: {reason}" for reason in readiness.reasons]
+    return None, reasons
 
 
 def logs(

@@ -68,6 +68,7 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
         settings = _claiming_less_ahead(settings)
     environments = await _load_environments(settings)
     metrics.expect(one.spec.name for one in environments.list())
+    secrets.note_lacking(one.spec for one in environments.list())
     node = await _open_node(stack, settings, state_dir, metrics)
     announcer = Announcer(store)
     await stack.enter_async_context(announcer.running())

@@ -221,8 +221,9 @@ class Service:
         """Return the problems that do not keep the service from working."""
         problems = self.environments.problems.items()
         unusable = [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
+        lacking = [f"some rollouts will fail here: {why}" for why in self.sandboxes.secrets.lacking]
         waiting = self._default_pool() + self._waiting_for_subagents()
-        return unusable + waiting + self.live.training.delivery.warnings() + self.clock.warnings()
+        return unusable + lacking + waiting + self.live.training.delivery.warnings() + self.clock.warnings()
 
     def _default_pool(self) -> list[str]:
         """Return a sentence if the pool of whoever names none is out of service; without any pool, that is a reason."""

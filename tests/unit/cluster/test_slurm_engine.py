@@ -12,7 +12,7 @@ from rollout_service.cluster.slurm import children, commands
 from rollout_service.cluster.slurm import engine as slurm_engine
 from rollout_service.cluster.slurm.children import ENGINE_GIVEN_UP, EndRequests
 from rollout_service.cluster.slurm.engine import JobEngine
-from rollout_service.cluster.slurm.folder import JobFolder, StartFailure, Submitted
+from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, Submitted
 from rollout_service.cluster.slurm.spec import Engines, JobSpec
 
 pytestmark = pytest.mark.anyio
@@ -98,7 +98,9 @@ def test_a_job_that_slurm_does_not_have_is_not_said_to_be_stopped(folder, monkey
 def test_the_status_names_an_engine_that_does_not_start(folder, monkeypatch):
     submitted(folder, monkeypatch, "RUNNING")
     folder.fail(StartFailure(name=NAME, starts=3, exit_code=1, reason="\x1b[1mno GPU"))
+    folder.publish("nodes", Published(name="n1", url="http://127.0.0.1:9", job="7"))
     shown = CliRunner().invoke(app, ["slurm", "status", "a-job", "--folder", str(folder.path.parent)])
     assert f"folder {folder.path}" in shown.output
+    assert "not ready: n1: " in shown.stderr
     assert f"engine {NAME} failed to start 3 times, exit code 1: \\x1b[1mno GPU" in shown.output, shown.output
-    assert f"rollout-service slurm logs --part engine-{NAME}" in shown.output
+    assert f"rollout-service slurm logs {folder.path} --part engine-{NAME}" in shown.output

@@ -113,6 +113,16 @@ def test_a_missing_source_is_named_with_the_environment_and_the_key(source, said
         secrets.check(spec_with(source))
 
 
+def test_what_environments_lack_is_known_at_the_start():
+    secrets = HostSecrets(ALLOWED, HOST)
+    secrets.note_lacking(
+        [spec_with(SecretSource(variable="AGENT_KEY")), spec_with(SecretSource(variable="UNSET"))]
+    )
+    assert secrets.lacking == [
+        "environment 'e': [sandbox] secrets.KEY: the variable UNSET is not set, as this node started"
+    ]
+
+
 def test_a_file_is_read_from_the_folder_alone_and_each_time(tmp_path):
     secrets, spec = (
         HostSecrets(SecretsSettings(folder=tmp_path), {}),
