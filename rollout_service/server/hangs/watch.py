@@ -34,11 +34,11 @@ from rollout_service.server.hangs.findings import FindingLog, worst_first
 from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbeat
 from rollout_service.server.hangs.last_report import STACKS, LastReport
 from rollout_service.server.hangs.metrics import HangMetrics
+from rollout_service.server.hangs.reporter import HangReporter
 from rollout_service.server.hangs.rules import LOOK_SECONDS
 from rollout_service.server.hangs.signs.runs import TroubledRuns
 from rollout_service.server.hangs.signs.versions import OtherVersions
 from rollout_service.server.hangs.stacks import stack_of_task
-from rollout_service.server.hangs.telling import HangTeller
 from rollout_service.server.hangs.verdicts import Verdicts
 from rollout_service.server.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of
 from rollout_service.store.runs_contract import RunRecord
@@ -71,7 +71,7 @@ class HangWatch:
         self._runs = TroubledRuns(troubled_runs)
         self._versions = OtherVersions(serving.views)
         self._findings = FindingLog()
-        self._teller = HangTeller(context.store)
+        self._reporter = HangReporter(context.store)
         self._heartbeat: LoopHeartbeat | None = None
         context.metrics.registry.register(HangMetrics(self.findings, lambda: self.loop_lag, self._board))
 
@@ -83,7 +83,7 @@ class HangWatch:
         with self._heartbeat.running(), dumping_stacks(self._state_dir / STACKS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks, name="hang watch")
-                tasks.start_soon(self._teller.write_events, name="hang events")
+                tasks.start_soon(self._reporter.write_events, name="hang events")
                 try:
                     yield
                 finally:
@@ -144,7 +144,7 @@ class HangWatch:
             if time.perf_counter() - began < TICK_SECONDS + BLOCKED_SECONDS:
                 await self._look(tasks)
             if self._heartbeat is not None:
-                self._teller.tell_of_blocks(self._heartbeat.recent())
+                self._reporter.tell_of_blocks(self._heartbeat.recent())
                 self._heartbeat.report = self.report()
 
     async def _look(self, tasks: TaskGroup) -> None:
@@ -159,7 +159,7 @@ class HangWatch:
             (EventKind.HANG_ENDED, changes.ended),
         ):
             for finding in findings:
-                self._teller.tell(kind, finding)
+                self._reporter.tell(kind, finding)
 
     async def _in_slices(self) -> AsyncIterator[StepWait]:
         for count, wait in enumerate(waits_of(self._board.all(), time.perf_counter())):

@@ -16,7 +16,7 @@ from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.subagents.fair_slots import FairSlots
 from rollout_service.pipeline.turns.writer import TurnWriter
-from rollout_service.server.lifecycle.answering import Answering
+from rollout_service.server.lifecycle.engines import EngineContext
 from rollout_service.server.lifecycle.foundation import Foundation
 from rollout_service.settings import PipelineSettings
 
@@ -30,7 +30,7 @@ class Attempts:
 
 
 async def open_attempts(
-    stack: AsyncExitStack, foundation: Foundation, answering: Answering, shutdown: Shutdown
+    stack: AsyncExitStack, foundation: Foundation, engines: EngineContext, shutdown: Shutdown
 ) -> Attempts:
     """Open what attempts work with.
 
@@ -44,7 +44,7 @@ async def open_attempts(
     slots = FairSlots(settings.pipeline.subagent_slots)
     metrics.registry.register(SlotMetrics(lambda: slots.held, lambda: slots.waiting, slots.total))
     await stack.enter_async_context(
-        tracing(activities, metrics.registry, settings.node_name, answering.serving.views)
+        tracing(activities, metrics.registry, settings.node_name, engines.serving.views)
     )
     context = AttemptContext(
         owner=foundation.owner,
@@ -52,14 +52,14 @@ async def open_attempts(
         stages=make_stages(settings.pipeline, metrics),
         environments=foundation.environments,
         sandboxes=foundation.sandboxes,
-        policies=answering.serving,
+        policies=engines.serving,
         admission=foundation.node.admission,
         metrics=metrics,
         max_attempts=settings.pipeline.max_attempts,
         turn_writer=await _open_turn_writer(stack, foundation) if settings.pipeline.resume else None,
-        gateway=answering.gateway,
-        judge=answering.judge,
-        sampler=answering.sampler,
+        gateway=engines.gateway,
+        judge=engines.judge,
+        sampler=engines.sampler,
         subagent_slots=slots,
         activities=activities,
         is_stopping=lambda: shutdown.begun,

@@ -20,12 +20,12 @@ from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.server.events import EventTail
 from rollout_service.server.hangs import HangWatch
-from rollout_service.server.lifecycle.answering import Answering, open_answering
 from rollout_service.server.lifecycle.attempts import Attempts, open_attempts
+from rollout_service.server.lifecycle.engines import EngineContext, open_engines
 from rollout_service.server.lifecycle.foundation import Foundation, open_foundation
 from rollout_service.server.lifecycle.membership import ClusterMember, Suitability
+from rollout_service.server.lifecycle.node import begin_work, make_concurrency, make_member
 from rollout_service.server.lifecycle.service import Service, check_environment_here
-from rollout_service.server.lifecycle.working import begin_work, make_concurrency, make_member
 from rollout_service.server.overview import OverviewBuilder, OverviewFeed
 from rollout_service.server.trajectories import TrajectoryViewer
 from rollout_service.settings import Settings
@@ -41,9 +41,9 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
     """
     async with AsyncExitStack() as stack:
         foundation = await open_foundation(stack, settings, metrics)
-        answering = await open_answering(stack, foundation)
-        attempts = await open_attempts(stack, foundation, answering, shutdown)
-        context, serving = attempts.context, answering.serving
+        engines = await open_engines(stack, foundation)
+        attempts = await open_attempts(stack, foundation, engines, shutdown)
+        context, serving = attempts.context, engines.serving
         member = await make_member(foundation, serving, context)
         manager = member.manager
         hangs = HangWatch(
@@ -53,22 +53,22 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             foundation.state_dir,
             troubled_runs=lambda: manager.troubled,
         )
-        overview = await _make_overview(context, answering, member, hangs)
+        overview = await _make_overview(context, engines, member, hangs)
         membership = await begin_work(stack, foundation, serving, member, hangs)
-        service = _service(foundation, answering, attempts, hangs, member, membership, overview, shutdown)
+        service = _service(foundation, engines, attempts, hangs, member, membership, overview, shutdown)
         overview.readiness = service
         yield service
 
 
 async def _make_overview(
-    context: AttemptContext, answering: Answering, member: ClusterMember, hangs: HangWatch
+    context: AttemptContext, engines: EngineContext, member: ClusterMember, hangs: HangWatch
 ) -> OverviewBuilder:
     """Make the overview, which is told of everything that ends from now on."""
-    live = answering.live
+    live = engines.live
     overview = OverviewBuilder(
         store=context.store,
         stages=context.stages,
-        serving=answering.serving,
+        serving=engines.serving,
         manager=member.manager,
         nodes=member.nodes(),
         board=context.activities,
@@ -85,7 +85,7 @@ async def _make_overview(
 
 def _service(
     foundation: Foundation,
-    answering: Answering,
+    engines: EngineContext,
     attempts: Attempts,
     hangs: HangWatch,
     member: ClusterMember,
@@ -94,7 +94,7 @@ def _service(
     shutdown: Shutdown,
 ) -> Service:
     """Make the operations that the routes call, all over parts that are open."""
-    store, serving, manager = foundation.store, answering.serving, member.manager
+    store, serving, manager = foundation.store, engines.serving, member.manager
     suitability = Suitability(member.placement, membership)
     check_environment = partial(
         check_environment_here, foundation.environments, foundation.sandboxes, suitability
@@ -119,7 +119,7 @@ def _service(
         concurrency=make_concurrency(foundation, attempts.context.stages, manager),
         serving=serving,
         external=attempts.context.external,
-        live=answering.live,
+        live=engines.live,
         overview=OverviewFeed(overview.build),
         event_tail=EventTail(store),
         trajectories=TrajectoryViewer(store, serving),

@@ -40,7 +40,7 @@ from rollout_service.store.file_backends import FileBackends
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
+class EngineContext:
     """What answers for a policy."""
 
     serving: PolicyServing
@@ -50,7 +50,7 @@ class Answering:
     live: Live
 
 
-async def open_answering(stack: AsyncExitStack, foundation: Foundation) -> Answering:
+async def open_engines(stack: AsyncExitStack, foundation: Foundation) -> EngineContext:
     """Connect the engines, and open what stands in front of them.
 
     Raises:
@@ -73,7 +73,7 @@ async def open_answering(stack: AsyncExitStack, foundation: Foundation) -> Answe
             foundation.node.free_bytes,
         )
     )
-    return Answering(serving, gateway, sampler, judge, live)
+    return EngineContext(serving, gateway, sampler, judge, live)
 
 
 async def _open_serving(stack: AsyncExitStack, foundation: Foundation) -> PolicyServing:

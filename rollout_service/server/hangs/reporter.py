@@ -56,7 +56,7 @@ class _HangEvent:
     at: datetime
 
 
-class HangTeller:
+class HangReporter:
     """Writes events and log lines about findings."""
 
     def __init__(self, store: Store) -> None:
