@@ -38,7 +38,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, Sampling, TokenExtras
 from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs import Batch, DatasetTasks, FilterSpec, RunRequest
 from api_schemas.tasks import Task
-from rollout_client.client import ClientRun, ConflictError, NotFoundError, RolloutClient
+from rollout_client.client import ClientRun, ConflictError, InvalidRequestError, NotFoundError, RolloutClient
 
 RUN = "train"
 DATASET_LIMIT = 10_000
@@ -220,13 +220,13 @@ async def main(arguments: argparse.Namespace) -> None:
             )
             client = await stack.enter_async_context(serving(plan, start, out / "service"))
         evaluates = order.evaluations > 0
-        before = reward_of(await evaluate(client, order)) if evaluates and last is None else None
-        if before is not None:
-            print(f"held-out reward before: {before:.3f}", flush=True)
-        training = time.monotonic()
         try:
+            before = reward_of(await evaluate(client, order)) if evaluates and last is None else None
+            if before is not None:
+                print(f"held-out reward before: {before:.3f}", flush=True)
+            training = time.monotonic()
             await train(client, order, learner, saved, curves)
-        except* ConflictError as errors:
+        except* (ConflictError, InvalidRequestError) as errors:
             raise SystemExit(f"the service refused: {errors.exceptions[0]}") from None
         minutes = (time.monotonic() - training) / 60
         after = await evaluate(client, order) if evaluates else []
