@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -113,10 +113,11 @@ async def attack_environment(
     attacks: Sequence[Attack] = SCRIPTS,
     max_concurrent: int = MAX_CONCURRENT,
     models: OtherModels = NO_MODELS,
+    on_outcome: Callable[[int], object] = lambda _: None,
 ) -> AttackReport:
     """Run the attacks against one instance: by default, the first of the environment's data set.
 
-    `models` are what the environment asks.
+    `models` are what the environment asks. `on_outcome` is called after each attack, with the number of those done.
 
     Raises:
         EnvironmentFailedError: There is no instance, or not even an idle agent gets a reward.
@@ -140,6 +141,7 @@ async def attack_environment(
     async def run(attack: Attack) -> None:
         async with limiter:
             outcomes[attack.name] = await _outcome(environment, chosen, sandboxes, models, attack, idle)
+            on_outcome(len(outcomes))
 
     async with anyio.create_task_group() as tasks:
         for attack in sorted(attacks, key=lambda attack: not attack.waits):

@@ -28,6 +28,8 @@ STYLES = {
     AttackVerdict.NULLED: "red",
     AttackVerdict.NOT_PROMISED: "yellow",
 }
+PROGRESS_EVERY = 10
+"""After how many attacks a line says how many are done."""
 
 
 async def attack(
@@ -64,6 +66,7 @@ async def attack(
                     attacks=chosen,
                     max_concurrent=at_once,
                     models=models,
+                    on_outcome=lambda done: _show_progress(done, len(chosen)),
                 )
         finally:
             await provider.close()
@@ -72,6 +75,11 @@ async def attack(
     else:
         show(report, common.out())
     return 1 if report.broken else 0
+
+
+def _show_progress(done: int, count: int) -> None:
+    if done % PROGRESS_EVERY == 0 and done < count:
+        common.err().print(f"{done} of {count} done")
 
 
 def show(report: AttackReport, console: Console) -> None:

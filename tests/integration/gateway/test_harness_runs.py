@@ -175,10 +175,14 @@ async def test_a_run_has_no_external_agents(tmp_path: Path, environment: Path) -
 async def test_attacks_take_the_place_of_the_program(tmp_path: Path, environment: Path) -> None:
     attacks = [Attack("idle", "does nothing", ""), Attack("answer", "answers rightly", "", answer=RIGHT)]
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
+    done: list[int] = []
     try:
-        report = await attack_environment(load_folder(environment), SandboxSource(provider), attacks=attacks)
+        report = await attack_environment(
+            load_folder(environment), SandboxSource(provider), attacks=attacks, on_outcome=done.append
+        )
     finally:
         await provider.close()
+    assert done == [1, 2]
     assert report.idle_reward == 0.0
     assert [outcome.reward for outcome in report.outcomes] == [0.0, 1.0]
 
