@@ -50,7 +50,7 @@ max_turns = 1
 [sandbox]
 memory = "64M"
 [evaluate]
-command = "python3 -c 'bytearray(1 << 30)'"
+command = "python3 -c 'import time; kept = bytearray(1 << 30); time.sleep(60)'"
 """
 CLOCK = """
 import os, time
