@@ -352,7 +352,8 @@ def require_success(stage: str, command: str, result: ExecResult) -> None:
     how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
     reached = [one for one in result.limit_violations if one.limit not in ("output", "time")]
     raise EnvironmentFailedError(
-        "; ".join([f"the {stage} command {command!r} {how}", *map(str, reached), _it_printed(result)]),
+        f"the {stage} command {'; '.join([f'{command!r} {how}', *map(str, reached)])}: "
+        f"{_printed(result) or 'it printed nothing'}",
         hint="Let the command need less, or raise the limit in [sandbox] of the environment."
         if reached
         else "Run the command by hand in a copy of the folder, with a file at $ROLLOUT_INSTANCE, to see it fail.",

@@ -117,7 +117,9 @@ async def test_a_server_that_was_ended_before_the_grading_is_named_if_it_may_hav
     tmp_path, sandboxes, sandbox
 ):
     env = environment(tmp_path / "e", ASKS, sandbox=sandbox)
-    trial = await run(env, sandboxes, SERVES, "sleep 345 > /dev/null 2>&1 &")
+    # Until it has become sleep, it is a bash too.
+    sleeps = "sleep 345 > /dev/null 2>&1 & until grep -q sleep /proc/$!/comm; do :; done"
+    trial = await run(env, sandboxes, SERVES, sleeps)
     [note] = trial.episode.notes
     assert (trial.score.reward, "sleep 345" in note, "`agent_processes`" in note) == (0.0, True, True)
     assert "--noprofile" not in note, note
