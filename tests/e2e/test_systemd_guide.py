@@ -27,7 +27,7 @@ HOME_IN_MEMORY = "mount -t tmpfs -o uid=rollout,gid=rollout,mode=700 tmpfs /var/
 ADDRESS = "https://example.org/rollout-service"
 CALL = """
 source /etc/rollout-service/environment
-curl -s 'http://127.0.0.1:8080/v1/rollouts?wait=60' -H "authorization: Bearer $ROLLOUT_KEYS" \
+curl -sS 'http://127.0.0.1:8080/v1/rollouts?wait=60' -H "authorization: Bearer $ROLLOUT_KEYS" \
   -H 'content-type: application/json' \
   -d '{"task": {"environment": "calc", "instance": {"question": "What is 12*7?", "answer": 84}}}'
 """
@@ -54,7 +54,9 @@ def shown(machine: Machine, *names: str) -> list[str]:
 
 
 def completes(machine: Machine) -> bool:
-    rollout = json.loads(machine.run(CALL).stdout)
+    said = machine.run(CALL).stdout
+    assert said.startswith("{"), said + journal(machine)
+    rollout = json.loads(said)
     return (rollout["state"], rollout["reward"]) == ("completed", 1.0)
 
 
