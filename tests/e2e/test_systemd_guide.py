@@ -53,6 +53,18 @@ def shown(machine: Machine, *names: str) -> list[str]:
     return sorted(machine.run(f"systemctl show rollout-service {flags}").stdout.split())
 
 
+@pytest.fixture(autouse=True)
+def settings(machine: Machine) -> Iterator[None]:
+    """Give each test the guide's own settings, and a service that runs."""
+    machine.run("cp /etc/rollout-service/rollout.toml /run/rollout.toml")
+    yield
+    machine.run(
+        "cp /run/rollout.toml /etc/rollout-service; systemctl reset-failed; systemctl restart rollout-service"
+    )
+    ready = machine.run("curl -sS --retry 10 --retry-all-errors --max-time 60 http://127.0.0.1:8080/ready")
+    assert ready.returncode == 0, ready.stdout + journal(machine)
+
+
 def completes(machine: Machine) -> bool:
     said = machine.run(CALL).stdout
     assert said.startswith("{"), said + journal(machine)
