@@ -349,14 +349,9 @@ class Episode:
         """Note what was ended before the grading if the agent may have missed a reward of 1 without it."""
         if self.ended and reward < 1:
             ended = ", ".join(dict.fromkeys(self.ended))
-            # A grader with secrets cannot let them live.
-            way = (
-                ""
-                if self.hidden
-                else "; `agent_processes` may let them live for a grader in the agent's own sandbox"
-            )
             self.notes.append(
-                f"processes of the agent or of init were ended before the grading: {ended}{way}"
+                f"processes of the agent or of init were ended before the grading: {ended}; "
+                "`agent_processes` may let them live for a grader without secrets in the agent's own sandbox"
             )
 
     def require_sandbox(self) -> Sandbox:

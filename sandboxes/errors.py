@@ -144,6 +144,11 @@ class LimitExceededError(SandboxError):
         self.output = ""
         """The command's output before its session was ended, cut to its limit."""
 
+    @property
+    def is_of_call(self) -> bool:
+        """Whether it is a limit of one call, and not of the sandbox."""
+        return self.limit in ("output", "time")
+
 
 class SandboxFileError(SandboxError):
     """A file inside the sandbox could not be read, written, listed or copied."""

@@ -165,7 +165,5 @@ def _notes(result: BashResult | PythonResult, seconds: float) -> list[str]:
         notes.append("[part of the output was dropped: there was too much]")
     if result.timed_out:
         notes.append(f"[stopped: it took longer than {seconds:g} s]")
-    notes += [
-        f"[{violation}]" for violation in result.limit_violations if violation.limit not in {"output", "time"}
-    ]
+    notes += [f"[{violation}]" for violation in result.limit_violations if not violation.is_of_call]
     return notes

@@ -38,7 +38,5 @@ async def run_script(
     """Run a bash script of ours in the agent's sandbox; its arguments are never part of the script."""
     argv = ["bash", "--norc", "-c", script, "tool", *arguments]
     result = await require_sandbox(context.sandbox).exec(argv, timeout=context.seconds, output_limit=limit)
-    context.limit_violations.extend(
-        one for one in result.limit_violations if one.limit not in ("output", "time")
-    )
+    context.limit_violations.extend(one for one in result.limit_violations if not one.is_of_call)
     return result

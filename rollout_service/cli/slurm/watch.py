@@ -72,7 +72,7 @@ async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
             key = shlex.quote(str(folder.key_file))
             common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {key})")
     # Beside the output, of which a shell may evaluate the line `export`.
-    for reason in reasons if ready is None else []:
+    for reason in reasons:
         common.err().print(f"not ready: {escape_controls(reason)}", markup=False, soft_wrap=True)
     return 1 if wait and ready is None else 0
 

@@ -350,7 +350,7 @@ def require_success(stage: str, command: str, result: ExecResult) -> None:
     if result.exit_code == 0:
         return
     how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
-    reached = [one for one in result.limit_violations if one.limit not in ("output", "time")]
+    reached = [one for one in result.limit_violations if not one.is_of_call]
     raise EnvironmentFailedError(
         f"the {stage} command {'; '.join([f'{command!r} {how}', *map(str, reached)])}: "
         f"{_printed(result) or 'it printed nothing'}",
