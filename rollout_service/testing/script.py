@@ -21,9 +21,12 @@ class Reply:
     """How long it takes, without simulated hardware; None for as long as the engine's other turns."""
 
     def part(self, start: int, end: int | None = None) -> "Reply":
-        """Return the tokens from `start` to `end`; the part stops if it has the last token of a turn that does."""
+        """Return the tokens from `start` to `end`; the part stops if it has the last token of a turn that does.
+
+        What is left of an interrupted turn takes as long as the engine's other turns.
+        """
         ids = self.ids[start:end]
-        return Reply(ids, self.stops and start + len(ids) == len(self.ids), self.seconds)
+        return Reply(ids, self.stops and start + len(ids) == len(self.ids), None if start else self.seconds)
 
 
 class Script(Protocol):

@@ -13,6 +13,7 @@ import psutil
 from sandboxes.task_groups import open_task_group
 
 SAMPLE_SECONDS = 0.25
+LOOK_SECONDS = 0.02  # until there is a sandbox: some trials end before a second sample
 
 
 @dataclass(slots=True)
@@ -29,8 +30,10 @@ async def memory_peak(launcher: Callable[[], int | None]) -> AsyncIterator[Memor
 
     async def sample() -> None:
         while True:
-            if (pid := launcher()) is not None:
-                peak.bytes = max(peak.bytes, await anyio.to_thread.run_sync(_resident, pid))
+            if (pid := launcher()) is None:
+                await anyio.sleep(LOOK_SECONDS)
+                continue
+            peak.bytes = max(peak.bytes, await anyio.to_thread.run_sync(_resident, pid))
             await anyio.sleep(SAMPLE_SECONDS)
 
     async with open_task_group() as tasks:

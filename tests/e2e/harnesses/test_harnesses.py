@@ -189,7 +189,8 @@ def test_a_program_takes_every_step_and_each_token_is_recorded_once(
     assert sampled(trajectory) == dict(enumerate(outcome.script.answers(job)))
     assert rollout.usage.turns == job.steps + 1
     assert trajectory.untrained == []
-    assert outcome.script.asked[job.name] == rollout.usage.turns + (job.held is not None)
+    asked_again = scenario == "failing"  # the rest of the held answer, of another engine
+    assert outcome.script.asked[job.name] == rollout.usage.turns + asked_again
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -165,7 +165,8 @@ def test_the_example_of_the_readme_runs(trainer, address):
     text = (ROOT / "packaging" / "client" / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     printed = trainer.run("python", "-c", code.replace("http://127.0.0.1:8080", address))
-    assert printed.split() == ["1.0", "1"] * 4
+    assert re.fullmatch(r"([01]\.0 1\n){4}", printed), printed
+    assert printed.count("1.0 1") >= 2, "one in fifty fails by chance"
 
 
 def test_a_trainer_keeps_its_versions(wheels, tmp_path):

@@ -160,7 +160,7 @@ class JobsScript:
     held: dict[str, float] = field(default_factory=dict)
     """When the long answers began, by the names of their jobs; by the clock of the event loop."""
     asked: Counter[str] = field(default_factory=Counter)
-    """How often an engine was asked for an answer to each job, interrupted answers included."""
+    """How often each job's answers were begun, also for the rest of one that another engine began."""
     _answers: dict[str, list[list[int]]] = field(init=False)
     _header: list[int] = field(init=False)
 
