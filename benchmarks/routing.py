@@ -34,7 +34,7 @@ from support.routers import Router
 from support.traffic import Ask, Shape, draw, drive
 
 from rollout_service.engines.contract import GenerateRequest, Generation
-from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.shipped import policy_folder
 

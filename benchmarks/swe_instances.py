@@ -23,7 +23,7 @@ from pathlib import Path
 import anyio
 from support.swe_patches import hostile_patches
 
-from rollout_service.environments.swe.evaluation import SweEvaluation, SweOutcome
+from rollout_service.environments.swe.grading import SweEvaluation, SweOutcome
 from rollout_service.environments.swe.tasks import read_task
 from sandboxes import ApptainerConfig, SandboxProvider, SandboxSpec, make_provider
 

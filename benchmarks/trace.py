@@ -42,10 +42,10 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_service.activity import Activity, ActivityBoard, OpenStep, noting, waits_for
 from rollout_service.engines.contract import new_request_id
-from rollout_service.observability.tracing.steps.encoding import compress, encode
+from rollout_service.observability.tracing.steps import compress, encode
+from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.store.steps_contract import EncodedSteps
 from tests.support.browser.watched_page import chromium
 
 RUN_ID = "traced"

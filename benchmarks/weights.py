@@ -44,7 +44,7 @@ from rollout_service.engines.contract import (
     new_request_id,
 )
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
-from rollout_service.engines.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT, SGLangCpuServer
 from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools

@@ -30,7 +30,7 @@ from sandboxes.contract import (
     SessionName,
     SweepReport,
 )
-from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import EgressCounts
 from sandboxes.errors import (
     DiskFullError,
     DockerfileError,

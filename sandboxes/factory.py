@@ -26,7 +26,7 @@ def make_provider(
 
         return LocalProvider(config, state)
     if isinstance(config, DockerConfig):
-        from sandboxes.providers.docker.provider import DockerProvider
+        from sandboxes.providers.docker import DockerProvider
 
         return DockerProvider(config, state)
     from sandboxes.images.store import ImageStore

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_service.environments.builtin.calc.problems import make_problem, sample_problems
+from rollout_service.environments.builtin.calc import make_problem, sample_problems
 from rollout_service.tokens import ChatRenderer
 from training.data import Examples
 from training.examples import Example

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_service.environments.builtin.calc.problems import CalcProblem, is_held_out, make_problem
+from rollout_service.environments.builtin.calc import CalcProblem, is_held_out, make_problem
 from rollout_service.tokens import ChatRenderer
 from training.examples import Example, Setup, converse
 from training.prompts import CALC_SETUP, CALL_FAILURES, TOOL_FAILURES, random_setup

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rollout_service.environments.builtin.calc.problems import sample_problems
+from rollout_service.environments.builtin.calc import sample_problems
 from rollout_service.tokens import ChatRenderer
 from training.model import load_model
 from training.prompts import CALC_SETUP

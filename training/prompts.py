@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 from rollout_service.agents.tool_calling.builtin_tools import builtin_tools
-from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin import calc
 from rollout_service.tokens import ToolSpec
 from training.examples import Setup
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from api_schemas.trajectories import FinishReason, Message
-from rollout_service.environments.builtin.calc.problems import CalcProblem, evaluate_expression
+from rollout_service.environments.builtin.calc import CalcProblem, evaluate_expression
 from rollout_service.tokens import AssistantTurn, ChatRenderer, Conversation
 from training.examples import Setup, open_conversation
 from training.model import PAD_ID, STOP_ID

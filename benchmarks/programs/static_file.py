@@ -18,7 +18,7 @@ from starlette.routing import Route
 from rollout_service.http.connections import ConnectionLimits, Connections, descriptor_limit
 from rollout_service.http.protocol import RequestLimits
 from rollout_service.http.server import Server
-from rollout_service.runs.batch_encoding import PIECE_BYTES
+from rollout_service.runs.delivery import PIECE_BYTES
 from rollout_service.settings import Settings
 
 

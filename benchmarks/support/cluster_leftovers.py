@@ -10,7 +10,7 @@ import redis.asyncio
 from support.cluster import NODES, Cluster
 from support.network import namespaces
 
-from rollout_service.store.segments.reference import FILE_NAME
+from rollout_service.store.segments.ledger import FILE_NAME
 
 RETENTION_SECONDS = 90.0
 """How long a node has to delete everything: a few passes of its retention."""

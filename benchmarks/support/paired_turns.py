@@ -21,7 +21,7 @@ from rollout_service.engines.serving.session import PolicySession
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.pipeline.turns.writer import TurnWriter
+from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.store.contract import Lease
 from rollout_service.store.sqlite.store import SqliteStore
 from rollout_service.tokens import ChatRenderer, Conversation

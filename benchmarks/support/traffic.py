@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
-from rollout_service.testing.kv_cache import KVCache
+from rollout_service.testing.hardware import KVCache
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 10
 FIRST_ID = 3  # after the special tokens

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollout_client import RolloutClient
 from rollout_service.cli.server_child import running_server
-from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.shipped import policy_folder
 
 BASE = policy_folder("calc-base")

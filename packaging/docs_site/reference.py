@@ -87,7 +87,7 @@ def _write_commands(root: Path, page: Path) -> None:
 
 def _write_routes(target: Path) -> None:
     from rollout_service.server.api.app import create_app
-    from rollout_service.server.api.openapi.document import build
+    from rollout_service.server.api.openapi import build
     from rollout_service.settings import Settings
 
     document = build(create_app(Settings()), keyed=True)

@@ -31,3 +31,10 @@ def why_truncated(turn: PolicyTurn, episode: Episode) -> StopReason:
     if episode.policy.usage.sampled_tokens >= episode.limits.max_tokens:
         return StopReason.MAX_TOKENS
     return StopReason.TRUNCATED
+
+
+# Errors of the tools that agents call.
+
+
+class ToolInputError(Exception):
+    """A tool call that cannot be carried out as the policy wrote it; the policy reads the message."""

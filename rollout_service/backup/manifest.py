@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.base.private_files import write_private
+from rollout_service.base.private_files import make_private, write_private
+from rollout_service.store.segments.ledger import FILE_NAME
+from rollout_service.store.segments.proof import MARK_FILE
 
 MANIFEST = "manifest.json"
 REDIS_DUMP = "redis.dump"
@@ -147,3 +150,46 @@ def _damaged(why: str) -> ConfigurationError:
     return ConfigurationError(
         f"the backup is damaged: {why}", hint="Nothing was restored. Use another backup."
     )
+
+
+# Copies of files that are replaced as a whole, or that only grow.
+#
+# Guarantee: a copy can be read by its owner alone, and is on the disk.
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    make_private(target)
+    with source.open("rb") as read, target.open("r+b") as write:
+        shutil.copyfileobj(read, write, 1 << 20)
+        write.truncate()
+        write.flush()
+        os.fsync(write.fileno())
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the files of a store's shared folder that the target lacks, or has less of.
+
+    Raises:
+        OSError: One cannot be read or written.
+    """
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in shared_files(source):
+        copied = target / path.name
+        try:
+            if not copied.exists() or copied.stat().st_size < path.stat().st_size:
+                copy(path, copied)
+        except FileNotFoundError:  # the store deleted it: nothing refers to it any more
+            copied.unlink(missing_ok=True)
+
+
+def shared_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that a store keeps in its shared folder, if it exists."""
+    if folder.is_dir():
+        yield from (
+            path for path in folder.iterdir() if path.name == MARK_FILE or FILE_NAME.fullmatch(path.name)
+        )

@@ -11,8 +11,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rollout_service.backup import redis_dump
-from rollout_service.backup.files import copy, copy_folder, shared_files
-from rollout_service.backup.manifest import FOLDER, REDIS_DUMP, STATES, Manifest
+from rollout_service.backup.manifest import (
+    FOLDER,
+    REDIS_DUMP,
+    STATES,
+    Manifest,
+    copy,
+    copy_folder,
+    shared_files,
+)
 from rollout_service.backup.places import Places
 from rollout_service.base import state_files
 from rollout_service.base.errors import ConfigurationError, StoreError

@@ -220,7 +220,7 @@ def rescore(
     replay: Literal["needed", "always"] = "always" if always else "needed"
 
     def main() -> int | None:
-        from rollout_service.cli.submit.inputs import STDIN, reread
+        from rollout_service.cli.submit.files import STDIN, reread
 
         path = Path(what)
         if what != STDIN and (path.is_dir() or not path.exists()):
@@ -308,7 +308,7 @@ def _read(path: Path, run_id: str | None) -> RunRequest:
 
     from api_schemas.runs import RunRequest
     from rollout_service.base.validation import describe_problems
-    from rollout_service.cli.submit.inputs import read_whole
+    from rollout_service.cli.submit.files import read_whole
 
     try:
         request = RunRequest.model_validate_json(read_whole(path))
@@ -357,7 +357,7 @@ def _show(runs: list[Run], as_json: bool) -> None:
 
 def _show_parallel(parallel: RunParallel) -> None:
     from rollout_service.cli.console import Heading
-    from rollout_service.cli.watch.sub_agents import render_parallel
+    from rollout_service.cli.watch.sections import render_parallel
 
     common.out().print(Heading("sub-agents"))
     common.out().print(render_parallel(parallel))

@@ -9,8 +9,13 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason
+from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import INSIDE, Declaration
 from rollout_service.environments.declarative.files import PackedFile
+from rollout_service.episodes import Episode, Score
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SEPARATORS = {";", "&", "&&", "|", "||", "(", ")"}
@@ -66,3 +71,36 @@ def _programs(command: str) -> Iterator[str]:
                 yield word
     except ValueError:  # an open quote, which the shell would reject too
         return
+
+
+# An environment whose agent is the task's own solution, to check the grading.
+
+
+class Solving(Environment):
+    """Sets up and scores as another environment does, and solves the task in between."""
+
+    def __init__(self, environment: Environment) -> None:
+        """`environment` has a solution."""
+        self._environment = environment
+        self.spec = environment.spec
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        self._environment.check(instance)
+
+    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
+        return Solving(self._environment.for_instance(instance))
+
+    async def init(self, episode: Episode) -> None:
+        await self._environment.init(episode)
+
+    async def run(self, episode: Episode) -> StopReason:
+        return await self._environment.solve(episode)
+
+    async def execute(self, episode: Episode) -> None:
+        await self._environment.execute(episode)
+
+    async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:
+        return await self._environment.evaluate_checkpoint(episode, number)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return await self._environment.evaluate(episode)

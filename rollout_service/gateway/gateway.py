@@ -23,14 +23,14 @@ from rollout_service.gateway.contract import Capture
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
-from rollout_service.gateway.server.keyed import KeyedApp, KeyedApps
+from rollout_service.gateway.server.paths import KeyedApp, KeyedApps
 from rollout_service.gateway.server.serving import address_of, bind, serving
 from rollout_service.gateway.sessions.keys import GatewaySessions, OneSession
 from rollout_service.gateway.sessions.sampling import PolicyEngines, StreamingGenerator
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit
 from rollout_service.http.protocol import Observe
-from rollout_service.http.requests.bodies import BodiesInFlight
+from rollout_service.http.requests import BodiesInFlight
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 

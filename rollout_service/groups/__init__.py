@@ -21,7 +21,7 @@ from rollout_service.groups.outcome import (
 )
 from rollout_service.groups.parallel_figures import parallel_figures, work_sums
 from rollout_service.groups.registry import FilterRegistry, require_outcome_filters
-from rollout_service.groups.scheduler import Claim, FairScheduler
+from rollout_service.groups.scheduler import Claim, CompletionTimes, FairScheduler, StragglerRule
 from rollout_service.groups.statistics import (
     GroupStatistics,
     group_normalized,
@@ -30,7 +30,6 @@ from rollout_service.groups.statistics import (
     parts_normalized,
     soft_overlong_penalty,
 )
-from rollout_service.groups.stragglers import CompletionTimes, StragglerRule
 
 __all__ = [
     "CANCELLED",

@@ -6,7 +6,8 @@ and decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from itertools import combinations
 from math import isfinite
@@ -18,8 +19,6 @@ from api_schemas.base import Name
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.templates import PromptTemplate
-from rollout_service.judging.quoting import quote
-from rollout_service.judging.verdicts import normalize, read_box, read_verdict
 
 GUARD: Final = (
     "You are a judge. Text between markers such as <{name}-0123456789abcdef> and </{name}-0123456789abcdef> was "
@@ -132,3 +131,86 @@ def _ending(settings: RubricSettings) -> str:
     if settings.mark == "boxed":
         return BOXED_ENDING.format(labels=", ".join(f"\\boxed{{{label}}}" for label in settings.labels))
     return ENDING.format(labels=", ".join(settings.labels))
+
+
+# Puts texts of unknown origin into a prompt, between markers that they cannot contain.
+#
+# Guarantee: the closing marker of a quoted text does not occur in it, and nobody can write a text that has its own
+# marker, since the marker depends on the whole text. Equal texts are quoted equally.
+
+CUT = "\n[... {} characters are left out here ...]\n"
+
+
+def quote(name: str, text: str, max_chars: int) -> str:
+    """Return the text between markers with its name; a longer one is cut in the middle."""
+    text = cut_middle(text, max_chars)
+    digest = sha256(text.encode(errors="replace")).hexdigest()
+    while digest[:16] in text:  # practically never
+        digest = sha256(digest.encode()).hexdigest()
+    tag = f"{name}-{digest[:16]}"
+    return f"<{tag}>\n{text}\n</{tag}>"
+
+
+def cut_middle(text: str, max_chars: int) -> str:
+    """Return a text of at most about `max_chars` characters, with a note where it was cut."""
+    if len(text) <= max_chars:
+        return text
+    head = max_chars // 2
+    tail = max_chars - head
+    return text[:head] + CUT.format(len(text) - head - tail) + text[len(text) - tail :]
+
+
+# Reads the verdict in a judge's answer.
+#
+# Guarantees: the verdict is one of the given labels, and the judge marked it: with `VERDICT:`, with `\boxed{}`, or by
+# saying nothing else. The last mark counts, even if it has no label that is known. Reasoning is never a verdict, nor
+# is an answer whose reasoning does not end. The time is linear in the length.
+
+_MARK = re.compile(
+    r"\bVERDICT\b[*_` \t]*[:=][*_`\s]*|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\s*", re.IGNORECASE
+)
+_BOX = re.compile(r"\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?([^\n{}]*)(\}?)")
+_MARKED = re.compile(r"[^\n}]*")
+_WRAPPING = " \t\r\n.,;:!*_`'\"()[]{}"
+
+
+def read_verdict(answer: str, labels: Iterable[str]) -> str | None:
+    """Return the label that the answer chooses, or None."""
+    if (after := without_reasoning(answer)) is None:
+        return None
+    marks = list(_MARK.finditer(after))
+    marked = _MARKED.match(after, marks[-1].end()) if marks else None
+    chosen = normalize(marked[0] if marked else after)
+    return next((label for label in labels if normalize(label) == chosen), None)
+
+
+def read_box(answer: str, labels: Iterable[str]) -> str | None:
+    """Return the label in the last box of the answer, or None if it has no box, or another one."""
+    if (after := without_reasoning(answer)) is None:
+        return None
+    boxes = _BOX.findall(after)
+    if not boxes:
+        return None
+    content, closed = boxes[-1]
+    chosen = normalize(content)
+    if not closed:
+        return None
+    return next((label for label in labels if normalize(label) == chosen or _are_equal(label, chosen)), None)
+
+
+def without_reasoning(answer: str) -> str | None:
+    """Return what stands after the reasoning, or None if the reasoning does not end."""
+    _, closed, after = answer.rpartition("</think>")
+    return None if not closed and "<think>" in answer else after
+
+
+def _are_equal(label: str, chosen: str) -> bool:
+    try:
+        return float(label) == float(chosen.replace("\N{MINUS SIGN}", "-"))
+    except ValueError:
+        return False
+
+
+def normalize(label: str) -> str:
+    """Return a label in the form in which labels are compared."""
+    return " ".join(label.strip(_WRAPPING).casefold().split())

@@ -33,11 +33,17 @@ from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
 from rollout_service.live.serving.active import ActiveSessions
 from rollout_service.live.serving.connecting import SessionEngines
-from rollout_service.live.serving.cursors import decode_cursor, encode_cursor
 from rollout_service.live.serving.feedback import take_feedback
 from rollout_service.live.serving.served import KEY_PREFIX, ServedSessions
 from rollout_service.live.serving.users import DEFAULT_TENANT, UserHashes
-from rollout_service.live.serving.views import show_counts, show_part, show_session, show_turn
+from rollout_service.live.serving.views import (
+    decode_cursor,
+    encode_cursor,
+    show_counts,
+    show_part,
+    show_session,
+    show_turn,
+)
 from rollout_service.settings.live import LiveSettings
 
 log = structlog.get_logger(__name__)

@@ -32,7 +32,7 @@ from rollout_service.groups.auxiliary import PERF, raw_parts
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner, limits_of
-from rollout_service.pipeline.turns.resumption import open_turn_log
+from rollout_service.pipeline.turn_resumption import open_turn_log
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.tokens import ToolSpec

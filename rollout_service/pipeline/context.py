@@ -17,10 +17,10 @@ from rollout_service.gateway.external import ExternalAgents
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.pipeline.fair_slots import DEFAULT_SUBAGENT_SLOTS, FairSlots
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
-from rollout_service.pipeline.subagents.fair_slots import DEFAULT_SUBAGENT_SLOTS, FairSlots
-from rollout_service.pipeline.turns.writer import TurnWriter
+from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.store.contract import Store
 from rollout_service.tokens import ToolSpec
 from sandboxes.scheduling.admission import AdmissionController

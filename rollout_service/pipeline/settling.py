@@ -22,7 +22,7 @@ from rollout_service.engines.serving.turn_log import CannotResumeError
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
-from rollout_service.pipeline.turns.resumption import BEGUN_ANEW, report
+from rollout_service.pipeline.turn_resumption import BEGUN_ANEW, report
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored

@@ -34,7 +34,7 @@ from rollout_service.episodes import (
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.episode_sandboxes import EpisodeSandboxes
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
-from rollout_service.pipeline.subagents.host import EpisodeSubagents
+from rollout_service.pipeline.subagents import EpisodeSubagents
 from rollout_service.tokens import ToolSpec
 from sandboxes.scheduling.admission import Purpose
 from sandboxes.task_groups import open_task_group

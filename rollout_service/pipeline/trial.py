@@ -23,7 +23,7 @@ from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.context import PolicyFactory
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.subagents.host import TrialSubagents
+from rollout_service.pipeline.subagents import TrialSubagents
 from sandboxes import Sandbox
 from sandboxes.sessions.opening import open_sessions
 

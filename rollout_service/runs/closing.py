@@ -30,8 +30,8 @@ from rollout_service.groups import (
     work_sums,
 )
 from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, weighted_parts, weighted_total
-from rollout_service.groups.figures import group_figures
 from rollout_service.groups.shares import Owner
+from rollout_service.groups.statistics import group_figures
 from rollout_service.store import rules
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember
 

@@ -6,22 +6,30 @@ lease that expires. Repeating a request with the same key repeats a response tha
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import json
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from http import HTTPStatus
+from itertools import accumulate, chain
+from typing import Any
 
 import anyio
 import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
 
 from api_schemas.runs import Batch, Group, RunState
-from rollout_service.base.errors import NotFoundError, RequestError
+from rollout_client.arrays import TYPES
+from rollout_service.base.errors import NotFoundError, RequestError, StoreError, root_cause
 from rollout_service.base.ids import BatchId
-from rollout_service.runs.batch_encoding import BatchFile
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.nothing_kept import problem_of, reason_to_refuse
 from rollout_service.store.codec.heads import group_json
+from rollout_service.store.columns import COLUMNS, Columns
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, GroupHead, RunRecord, RunStore
 
 
@@ -176,3 +184,162 @@ def batch_number(run_id: str, batch_id: str) -> int:
     raise NotFoundError(
         f"the run {run_id} has no batch {batch_id}", hint="The answer to a lease contains the batch's id."
     )
+
+
+# A batch on the wire as a safetensors file, which `rollout_client.arrays` describes and reads.
+#
+# Guarantees: the file's length is known before any trajectory is read, since the groups' heads contain all numbers of
+# tokens. Columns are read and unpacked while others are sent, and sent columns are freed.
+
+ReadColumns = Callable[[int], Awaitable[Sequence[Columns]]]
+"""Reads the columns of the segments of a group, by its number."""
+Send = Callable[[memoryview], Awaitable[None]]
+
+_NAMES = {np.dtype(code): name for name, code in TYPES.items()}
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+PIECE_BYTES = 2 << 20
+"""The size of a piece to send; larger pieces take less time on the event loop, and more memory."""
+_GROUPS_AHEAD = 1
+"""How many groups are read ahead, in addition to the one being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    dtype: np.dtype[Any]
+    count: int
+    content: memoryview | None
+    """The data; None for a column of tokens, which is read later."""
+
+
+class BatchFile:
+    """A batch as a file; `write` it once."""
+
+    def __init__(self, batch: Batch, heads: Sequence[GroupHead], read: ReadColumns) -> None:
+        """`batch` is without its groups; the heads contain them."""
+        self._heads = heads
+        self._read = read
+        self._lengths = [tokens for head in heads for sample in head.tokens for tokens in sample]
+        self._tensors = _tensors(heads, self._lengths)
+        self._first = _header(batch_json(batch, [head.json for head in heads]), self._tensors)
+        data = sum(tensor.count * tensor.dtype.itemsize for tensor in self._tensors)
+        self.length = len(self._first) + data
+
+    async def write(self, send: Send) -> None:
+        """Send the file in order, in pieces that each take a thread a few milliseconds.
+
+        Raises:
+            StoreError: The store failed, or data of the batch is gone; the file ends early.
+        """
+        sender, receiver = anyio.create_memory_object_stream[Sequence[Columns]](_GROUPS_AHEAD)
+        try:
+            with sender, receiver:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._read_groups, sender.send)
+                    await self._write(send, receiver.receive)
+                    tasks.cancel_scope.cancel()  # groups without tokens may be left
+        except ExceptionGroup as failures:
+            raise root_cause(failures) from failures
+
+    async def _write(self, send: Send, receive: Callable[[], Awaitable[Sequence[Columns]]]) -> None:
+        await send(memoryview(self._first))
+        segments: list[Columns] = []
+        for tensor in self._tensors:
+            if tensor.content is not None:
+                await send(tensor.content)
+                continue
+            for begin, end in _parts(self._lengths, PIECE_BYTES // tensor.dtype.itemsize):
+                while len(segments) < end:
+                    segments += await receive()
+                part = segments[begin:end]
+                piece, segments[begin:end] = await anyio.to_thread.run_sync(
+                    _unpacked, part, tensor.name, tensor.dtype
+                )
+                await send(piece)
+
+    async def _read_groups(self, send: Callable[[Sequence[Columns]], Awaitable[None]]) -> None:
+        for head in self._heads:
+            columns = await self._read(head.number)
+            if [len(one) for one in columns] != list(chain.from_iterable(head.tokens)):
+                raise StoreError(
+                    f"the group {head.number} changed while it was sent", hint="Lease the batch again."
+                )
+            await send(columns)
+
+
+def batch_json(batch: Batch, groups: Iterable[bytes]) -> bytes:
+    """Return a batch as JSON, with groups that are JSON already, without decoding them."""
+    rest = batch.model_dump_json(exclude={"groups"}).encode()
+    return b'{"groups":[' + b",".join(groups) + b"]," + rest[1:]
+
+
+def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor]:
+    """Return the tensors, those of wide types first, which aligns every array to its type."""
+    samples = [sample for head in heads for sample in head.samples]
+    segments = [len(sample) for head in heads for sample in head.tokens]
+    arrays = {
+        "group_offsets": _offsets(len(head.samples) for head in heads),
+        "sample_offsets": _offsets(segments),
+        "segment_offsets": _offsets(lengths),
+        "rewards": _floats(sample.reward for sample in samples),
+        "advantages": _floats(sample.advantage for sample in samples),
+        "usable": np.array([sample.usable for sample in samples], np.uint8),
+    }
+    known = [_Tensor(name, array.dtype, len(array), _bytes(array)) for name, array in arrays.items()]
+    columns = [_Tensor(name, dtype, sum(lengths), None) for name, dtype in COLUMNS.items()]
+    return sorted(known + columns, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _header(batch: bytes, tensors: Iterable[_Tensor]) -> bytes:
+    """Return the header after its length, padded with spaces to align the data."""
+    header: dict[str, Any] = {"__metadata__": {"batch": batch.decode()}}
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.count * tensor.dtype.itemsize
+        offsets = [at, end]
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": [tensor.count],
+            "data_offsets": offsets,
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH.size) % _ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _offsets(lengths: Iterable[int]) -> NDArray[Any]:
+    return np.fromiter(accumulate(lengths, initial=0), "<i8")
+
+
+def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of parts with at most `tokens` tokens; a longer segment is a part by itself."""
+    begin = size = 0
+    for number, length in enumerate(lengths):
+        if size and size + length > tokens:
+            yield begin, number
+            begin, size = number, 0
+        size += length
+    if size:
+        yield begin, len(lengths)
+
+
+def _unpacked(
+    segments: Sequence[Columns], name: str, dtype: np.dtype[Any]
+) -> tuple[memoryview, list[Columns]]:
+    """Return one column of these segments, and the segments without it."""
+    piece = np.empty(sum(map(len, segments)), dtype)
+    at = 0
+    for segment in filter(len, segments):
+        segment.fill(name, piece[at : at + len(segment)])
+        at += len(segment)
+    return _bytes(piece), [segment.without(name) for segment in segments]
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return array.data.cast("B") if len(array) else memoryview(b"")
+
+
+def _floats(values: Iterable[float | None]) -> NDArray[Any]:
+    return np.array([np.nan if value is None else value for value in values], "<f4")

@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from rollout_service.settings.section import Section
-from rollout_service.settings.values import Models
+from rollout_service.settings.values import Models, Section
 
 
 class DefaultEngine(StrEnum):

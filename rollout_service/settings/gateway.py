@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_service.settings.section import Section
+from rollout_service.settings.values import Section
 
 
 class GatewaySettings(Section):

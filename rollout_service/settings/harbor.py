@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollout_service.settings.section import Section
-from rollout_service.settings.values import Hosts, Names
+from rollout_service.settings.values import Hosts, Names, Section
 
 
 class HarborSettings(Section):

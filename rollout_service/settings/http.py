@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollout_service.settings.section import Section
+from rollout_service.settings.values import Section
 
 
 class HttpSettings(Section):

@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from api_schemas.base import Name
-from rollout_service.settings.section import Section
-from rollout_service.settings.values import Names
+from rollout_service.settings.values import Names, Section
 
 
 class LiveJudgeSettings(Section):

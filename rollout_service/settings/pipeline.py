@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rollout_service.settings.section import Section
-from rollout_service.settings.values import Names
+from rollout_service.settings.values import Names, Section
 from sandboxes.config import PressureConfig, WarmPoolConfig
 
 

@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from api_schemas.base import Name
-from rollout_service.settings.section import Section
-from rollout_service.settings.values import Labels
+from rollout_service.settings.values import Labels, Section
 
 
 class StoreSettings(Section):

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_settings import NoDecode
 
 from api_schemas.base import Name
@@ -65,3 +65,12 @@ Hosts = Annotated[Literal["none", "full"] | list[str], NoDecode, BeforeValidator
 Backends = Annotated[list[BackendSpec], NoDecode, BeforeValidator(_addresses), BeforeValidator(_split)]
 Models = Annotated[dict[Name, str], NoDecode, BeforeValidator(_pairs), BeforeValidator(_split)]
 Keys = Annotated[list[ApiKey], NoDecode, BeforeValidator(name_keys), BeforeValidator(_split)]
+
+
+# The base of every table of the settings.
+
+
+class Section(BaseModel):
+    """A table of the settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -38,8 +38,6 @@ from rollout_service.store.cluster_contract import ClusterStore
 from rollout_service.store.engines_contract import EnginesStore
 from rollout_service.store.lists_contract import SummaryStore
 from rollout_service.store.runs_contract import RunStore
-from rollout_service.store.steps_contract import StepStore
-from rollout_service.store.turns_contract import TurnStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,86 @@ class Lease:
     """The run that the rollout is part of; None if it was submitted alone."""
     group: int | None = None
     """The number of its group in that run."""
+
+
+# The contract of stored steps: what the attempts at a rollout did and waited for, once each has ended.
+#
+# Guarantees: - The steps of a rollout are deleted with it, and what it contains is erased with them; none is stored
+# afterward. - An attempt may end and be stored in any way: one that was handed back or that lost its lease has steps,
+# too. - A rollout keeps those of its first `MAX_RECORDS` attempts.
+#
+# The store does not look into an attempt's data.
+
+MAX_RECORDS = 64
+"""The most attempts whose steps a rollout keeps: more than can fail, and few of what may be handed back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSteps:
+    """The steps of one attempt, ready to be stored."""
+
+    rollout_id: str
+    data: bytes
+
+
+class StepStore(Protocol):
+    """The steps of attempts that have ended.
+
+    Raises:
+        StoreError: The store fails; every method can raise it.
+    """
+
+    async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
+        """Store the steps of attempts, after those of earlier ones; return how many were stored.
+
+        The others are of rollouts that were deleted or erased, or that have enough.
+        """
+        ...
+
+    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
+        """Return what is stored of these rollouts, in the order in which it was; those without any are left out."""
+        ...
+
+
+# The contract of saved turns: what a leased rollout has sampled, so that its next lease can continue from there.
+#
+# Guarantees: - Only the holder of the current lease can save turns. - The turns of a rollout have the numbers 0, 1,
+# 2, ... without a gap: a turn whose predecessor is missing is not saved. - Saved turns outlive the lease, whatever
+# ended it, until the rollout ends, fails an attempt, or is restarted; they are deleted in the transaction that writes
+# this.
+#
+# The store does not look into a turn's data.
+
+
+@dataclass(frozen=True, slots=True)
+class UnsavedTurn:
+    """One turn of a leased rollout, ready to be saved."""
+
+    rollout_id: str
+    token: int
+    """The token of the lease under which the turn was made."""
+    number: int
+    """The turn's number in its rollout, from 0."""
+    data: bytes
+
+
+class TurnStore(Protocol):
+    """The saved turns of rollouts that have not ended.
+
+    Raises:
+        StoreError: The store fails; every method can raise it.
+    """
+
+    async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
+        """Make turns of any rollouts durable; return how many were saved.
+
+        The others have lost their lease, have a gap before them, or are saved already.
+        """
+        ...
+
+    async def saved_turns(self, rollout_id: str) -> list[bytes]:
+        """Return the data of a rollout's saved turns, in order; empty if there are none."""
+        ...
 
 
 class Store(TurnStore, StepStore, SummaryStore, Protocol):

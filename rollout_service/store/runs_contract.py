@@ -30,8 +30,8 @@ from api_schemas.rollouts.figures import StepsSpread
 from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from api_schemas.tasks import Task
-from rollout_service.groups.figures import GroupFigures
 from rollout_service.groups.shares import Owner
+from rollout_service.groups.statistics import GroupFigures
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.columns import Columns
 from rollout_service.store.lists_contract import RunLists

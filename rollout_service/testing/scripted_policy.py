@@ -15,7 +15,7 @@ from api_schemas.rollouts import Usage
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
 from rollout_service.base.errors import EnvironmentFailedError, ServiceError
 from rollout_service.episodes import Policy, PolicyTurn, SubagentSlot
-from rollout_service.pipeline.subagents.fair_slots import FairSlots
+from rollout_service.pipeline.fair_slots import FairSlots
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox
 

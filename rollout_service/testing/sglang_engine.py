@@ -21,19 +21,20 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from rollout_service.testing.chunks import ChunkStream, EndOfStreamError
 from rollout_service.testing.faults import BREAKING, AfterTokens, Fault
-from rollout_service.testing.figures import (
+from rollout_service.testing.hardware import Hardware
+from rollout_service.testing.scheduler import TurnScheduler
+from rollout_service.testing.script import Script
+from rollout_service.testing.turn import (
     SAMPLED_LOGPROB,
+    ChunkStream,
+    EndOfStreamError,
+    EngineTurn,
     ScriptedRequest,
     experts,
     likeliest,
     prompt_logprob,
 )
-from rollout_service.testing.hardware import Hardware
-from rollout_service.testing.scheduler import TurnScheduler
-from rollout_service.testing.script import Script
-from rollout_service.testing.turn import EngineTurn
 
 _DEFAULT_BUDGET = 128
 _SHUTDOWN_SECONDS = 0.01  # 0 would wait forever

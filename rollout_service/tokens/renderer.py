@@ -26,9 +26,9 @@ from rollout_service.tokens.arguments import ArgumentReader
 from rollout_service.tokens.errors import RendererMismatchError, RenderError
 from rollout_service.tokens.escaping import SpecialTokenEscaper
 from rollout_service.tokens.formats import ends_of_turn, format_config, resolve_format
-from rollout_service.tokens.token_bytes import TokenBytes
 from rollout_service.tokens.tokenizer import (
     ChatTokenizer,
+    TokenBytes,
     TransformersTokenizer,
     load_tokenizer,
 )
@@ -133,7 +133,7 @@ class ChatRenderer:
         # Imported here because it takes a second, which commands without a renderer need not pay.
         from renderers import create_renderer
 
-        from rollout_service.tokens.arguments.tagged_text import find_tags_in_linear_time
+        from rollout_service.tokens.tagged_text import find_tags_in_linear_time
 
         path = str(tokenizer_path)
         name = resolve_format(path, renderer_name)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from sandboxes.contract.sandbox import Sandbox
 from sandboxes.contract.values import SandboxInfo, SandboxSpec, SweepReport
-from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import EgressCounts
 
 
 class SandboxProvider(ABC):

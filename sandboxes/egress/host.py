@@ -8,8 +8,7 @@ from typing import NamedTuple, Self
 
 import anyio
 
-from sandboxes.egress.counts import EgressCounts
-from sandboxes.egress.messages import PACKET_BYTES, ProxyRequest, decode_counts
+from sandboxes.egress.messages import PACKET_BYTES, EgressCounts, ProxyRequest, decode_counts
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxStartError
 from sandboxes.host.children import LingeringChildren, end_process

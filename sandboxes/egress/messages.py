@@ -1,10 +1,8 @@
 """Messages between the service and the process of its proxies: JSON packets over a Unix packet socket."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
-
-from sandboxes.egress.counts import EgressCounts
 
 PACKET_BYTES = 192 * 1024
 """Less than what an ordinary user's socket takes at once on Linux."""
@@ -27,6 +25,30 @@ class ProxyRequest:
     def decode(cls, packet: bytes) -> "ProxyRequest":
         """Return the request of a packet."""
         return cls(**json.loads(packet))
+
+
+# Counters of what sandboxes send and receive through their allow lists; they only grow.
+
+
+@dataclass(slots=True)
+class EgressCounts:
+    """The counts of one proxy, or of several together."""
+
+    connections: int = 0
+    allowed: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Refusals by the code of their reason."""
+
+    def add(self, other: "EgressCounts") -> None:
+        """Add the counts of another."""
+        self.connections += other.connections
+        self.allowed += other.allowed
+        self.bytes_out += other.bytes_out
+        self.bytes_in += other.bytes_in
+        for code, number in other.refused.items():
+            self.refused[code] = self.refused.get(code, 0) + number
 
 
 def encode_counts(counts: EgressCounts) -> bytes:

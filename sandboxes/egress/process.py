@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import anyio
 import structlog
 
-from sandboxes.egress.counts import EgressCounts
-from sandboxes.egress.messages import PACKET_BYTES, ProxyRequest, encode_counts
+from sandboxes.egress.messages import PACKET_BYTES, EgressCounts, ProxyRequest, encode_counts
 from sandboxes.egress.proxy import EgressProxy, resolve
 from sandboxes.egress.rules import AllowList, normalize_host
 from sandboxes.limits.cgroups import raise_open_files

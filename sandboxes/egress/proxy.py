@@ -23,7 +23,7 @@ import h11
 import structlog
 from anyio.abc import SocketListener, SocketStream
 
-from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import EgressCounts
 from sandboxes.egress.rules import Address, AllowList, normalize_host, parse_address, split_port
 from sandboxes.limits.token_bucket import TokenBucket
 

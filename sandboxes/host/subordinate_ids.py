@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from sandboxes.errors import SandboxConfigError
+
 SUBUID, SUBGID = Path("/etc/subuid"), Path("/etc/subgid")
 ID_FILES = (SUBUID, SUBGID)
 FIRST_ID, ID_COUNT = 100_000, 65_536
@@ -66,3 +68,25 @@ def subordinate_ids_command(user: int | None = None, files: tuple[Path, ...] = I
     first = -(-max([FIRST_ID, *given]) // ID_COUNT) * ID_COUNT
     ids = f"{first}-{first + ID_COUNT - 1}"
     return f"sudo usermod --add-subuids {ids} --add-subgids {ids} {name}"
+
+
+# The user that sandboxes run as on this host.
+
+
+def resolve_user(name: str) -> tuple[int, int]:
+    """Return the user and group of sandboxes: this service's own or, if that is root, those of the named user.
+
+    Raises:
+        SandboxConfigError: There is no such user, or it is root.
+    """
+    if os.geteuid() != 0:
+        return os.geteuid(), os.getegid()
+    try:
+        entry = pwd.getpwnam(name)
+    except KeyError as error:
+        raise SandboxConfigError(
+            f"there is no user {name!r}", hint="create the user, or set sandbox.user to another"
+        ) from error
+    if entry.pw_uid == 0:
+        raise SandboxConfigError("sandboxes never run as root", hint="set sandbox.user to another user")
+    return entry.pw_uid, entry.pw_gid

@@ -8,12 +8,12 @@ command would wait for everything else on the host. Sandboxes that never rest yi
 import os
 import resource
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.errors import SandboxStartError
-from sandboxes.limits.group_folders import group_members, remove_groups
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
@@ -243,3 +243,35 @@ def raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+# The folders of control groups: who is in one, and its removal.
+#
+# Only the standard library is used here, because the guard starts without anything else.
+
+PAUSE = 0.02
+
+
+def group_members(path: Path) -> set[int]:
+    """Return the processes in a control group; none if it is gone."""
+    try:
+        return {int(line) for line in (path / "cgroup.procs").read_text().split()}
+    except OSError:
+        return set()
+
+
+def remove_groups(paths: Iterable[Path], seconds: float) -> bool:
+    """Remove control groups, waiting for the kernel to release their last processes; return whether all are gone.
+
+    It blocks for `seconds` at most.
+    """
+    deadline = time.monotonic() + seconds
+    left = list(paths)
+    while True:
+        for path in left:
+            with suppress(OSError):
+                path.rmdir()
+        left = [path for path in left if path.exists()]
+        if not left or time.monotonic() >= deadline:
+            return not left
+        time.sleep(PAUSE)

@@ -22,8 +22,8 @@ from sandboxes.contract import (
     SandboxSpec,
     SweepReport,
 )
-from sandboxes.egress.counts import EgressCounts
 from sandboxes.egress.host import EgressHost, ProxyOwner, SocketHandover
+from sandboxes.egress.messages import EgressCounts
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import LingeringChildren

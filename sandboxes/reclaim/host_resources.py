@@ -17,8 +17,7 @@ from sandboxes.errors import SandboxClosedError
 from sandboxes.host.children import LingeringChildren, end_process, wait_exit
 from sandboxes.host.processes import FirstProcess, find_first_process, kill_processes
 from sandboxes.host.uid_leases import UserLease
-from sandboxes.limits.cgroups import ControlGroup, ControlGroups
-from sandboxes.limits.group_folders import remove_groups
+from sandboxes.limits.cgroups import ControlGroup, ControlGroups, remove_groups
 from sandboxes.reclaim import reaper
 from sandboxes.reclaim.guard import Guard
 from sandboxes.reclaim.rmtree import remove_tree

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from sandboxes.host.locks import try_lock
 from sandboxes.host.processes import kill_if, kill_processes
-from sandboxes.limits.group_folders import group_members, remove_groups
+from sandboxes.limits.cgroups import group_members, remove_groups
 from sandboxes.reclaim.rmtree import remove_tree
 
 OWNER = "owner"

@@ -26,7 +26,7 @@ from anyio.abc import TaskGroup
 
 from sandboxes.config import WarmPoolConfig
 from sandboxes.contract import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
-from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import EgressCounts
 from sandboxes.errors import SandboxError, SandboxStartError
 from sandboxes.sessions.opening import open_sessions
 

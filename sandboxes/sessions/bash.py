@@ -11,16 +11,22 @@ The shell is interactive, so SIGINT and an unset variable end the command and no
 """
 
 import asyncio
+import math
+import os
+import shlex
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import anyio
 
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
 from sandboxes.errors import SandboxClosedError, SessionDiedError
-from sandboxes.runtime.control import Child, ControlShell
+from sandboxes.runtime.control import Child, ControlShell, ticks_now
 from sandboxes.runtime.output import OutputBuffer
-from sandboxes.runtime.pipes import ERROR, INPUT, Reader, write_all
-from sandboxes.sessions.bash_protocol import SETUP, frame_command
-from sandboxes.sessions.interrupts import Interrupter, ShellCommand
+from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, Reader, count_pending, write_all
 from sandboxes.sessions.serial_session import SerialSession
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
@@ -46,6 +52,191 @@ class _Shell:
         """Kill the process group, without waiting. Idempotent."""
         self.reader.close()
         self.child.discard()
+
+
+# How a command in a persistent bash is interrupted, and how its shell is kept.
+#
+# A shell is in one of five states:
+#
+# - *idle*: no command runs. A command makes it *running*; an interrupt does nothing. - *running*: the host waits for
+# the report of the command's end. The report makes it *idle*; a request to interrupt or the command's timeout makes
+# it *interrupting*; the end of the shell makes it *dead*. - *interrupting*: signals go to the command, one step of
+# `InterruptTiming` after another, until its report comes. The report makes it *settling*. If a requested interrupt
+# goes through all its steps (10 s) without a report, the command keeps running until its timeout. If the steps of the
+# timeout (4 s) bring no report either, the shell is *dead*. - *settling*: the report has come, but a signal may still
+# be on its way and would end the next command. The shell is asked, up to `questions` times, to report once more. Its
+# answer makes it *idle*; no answer makes it *dead*. - *dead*: the session discards the shell, and the next command
+# starts another.
+#
+# Why signals are sent more than once, and to whom:
+#
+# - SIGINT is lost on a process that the shell has forked and that is not its program yet. So each step sends it
+# again. - A shell drops SIGINT while it waits for a program that ends by itself, so a loop over short programs would
+# hardly ever end. So the shell alone gets SIGINT every `nudge_pause` seconds; one whose program takes longer ignores
+# it. - A nudge may end the report itself. So every other nudge is a question instead: the shell reports once more. -
+# A shell that is interrupted while it reads its command would take the rest for another command. So nothing is sent
+# before the shell has read all of it, or `looks` looks are over. - The control shell spares the jobs of the last
+# report and everything older than the command: they run in the background. `control.sh` describes how it finds the
+# rest.
+
+JOBS_LIMIT = 1024
+PID_DIGITS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class InterruptTiming:
+    """The signals of an interrupt, and how long each part of it may take."""
+
+    interrupt_steps: Sequence[tuple[str, float]] = (("INT", 1.0),) * 10
+    """The signals of a requested interrupt, each with the seconds that the command has to react to it."""
+
+    timeout_steps: Sequence[tuple[str, float]] = (("INT", 1.0), ("INT", 1.0), ("TERM", 1.0), ("KILL", 1.0))
+    """The same for a command at its timeout."""
+
+    nudge_pause: float = 0.03
+    """Seconds between two signals to the shell alone within a step."""
+
+    tries: int = 20
+    """How often the control shell looks for a running program after the first step, for example in a loop."""
+
+    questions: int = 10
+    """How often an interrupted shell is asked whether it is ready."""
+
+    question_pause: float = 1.0
+    """Seconds that the shell has to answer each question."""
+
+    looks: int = 50
+    """The most looks, `FIRST_LOOK` seconds apart, at whether the shell still reads its command."""
+
+    @property
+    def interrupt_seconds(self) -> float:
+        """The longest that a requested interrupt may take."""
+        return sum(seconds for _, seconds in self.interrupt_steps)
+
+
+class ShellCommand(NamedTuple):
+    """One command of a shell."""
+
+    nonce: str
+    """Marks the report of its end."""
+
+    since: int
+    """When it began, in ticks since boot."""
+
+
+class Interrupter:
+    """Reads the reports of one shell, and interrupts its commands."""
+
+    def __init__(self, control: ControlShell, child: Child, timing: InterruptTiming | None = None) -> None:
+        self.timing = timing or InterruptTiming()
+        self.running: ShellCommand | None = None
+        """The command that runs."""
+
+        self._control = control
+        self._child = child
+        self._jobs: list[int] = []
+        """The processes in the background when the current command began."""
+
+        self._requested: anyio.Event | None = None
+        """Set at the end of the current command, if an interrupt of it was requested."""
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether an interrupt of the current command was requested."""
+        return self._requested is not None
+
+    def begin(self) -> ShellCommand:
+        """Begin a command: idle becomes running."""
+        self.running = ShellCommand(os.urandom(8).hex(), ticks_now())
+        self._jobs = []
+        return self.running
+
+    def end(self) -> None:
+        """End the command, and wake those who requested an interrupt of it."""
+        self.running = None
+        if self._requested is not None:
+            self._requested.set()
+            self._requested = None
+
+    async def request(self) -> None:
+        """Request an interrupt of the running command, and wait for its end or for `interrupt_seconds`."""
+        requested = self._requested = self._requested or anyio.Event()
+        self._child.status.expire()
+        with anyio.move_on_after(self.timing.interrupt_seconds):
+            await requested.wait()
+
+    async def read_report(
+        self, nonce: str, until: float | None = None, *, stops_at_request: bool = False
+    ) -> int:
+        """Wait for the report with this nonce, and return the exit code; the report before it has named the jobs.
+
+        Raises:
+            TimeoutError: The report has not come by `until`, or an interrupt was requested and
+                `stops_at_request` is set.
+            SessionDiedError: The shell has ended.
+        """
+        while not (stops_at_request and self.is_requested):
+            line = await self._child.status.next(until)
+            if line is None:
+                raise SessionDiedError("the shell ended while the command ran")
+            found, _, code = line.partition(" ")
+            if found == nonce and code.isdigit():
+                return int(code)
+            if found.isdigit() and len(found) < PID_DIGITS and len(self._jobs) < JOBS_LIMIT:
+                self._jobs.append(int(found))
+        raise TimeoutError
+
+    async def interrupt(self, command: ShellCommand, until: float) -> int | None:
+        """Go through the steps of a requested interrupt; return the exit code, or None if the command goes on."""
+        return await self._stop(command, self.timing.interrupt_steps, until)
+
+    async def end_overdue(self, command: ShellCommand) -> int | None:
+        """Go through the steps of a timeout; return the exit code, or None if the command goes on."""
+        return await self._stop(command, self.timing.timeout_steps)
+
+    async def _stop(
+        self, command: ShellCommand, steps: Sequence[tuple[str, float]], until: float = math.inf
+    ) -> int | None:
+        child, timing = self._child, self.timing
+        for _ in range(timing.looks):
+            await anyio.sleep(FIRST_LOOK)
+            if child.stdin is None or not count_pending(child.stdin):
+                break
+        now = asyncio.get_running_loop().time
+        for number, (name, grace) in enumerate(steps):
+            tries = timing.tries if number else 1
+            await self._control.stop(child.group, name, command.since, self._jobs, tries)
+            end, asks = min(until, now() + grace), False
+            while now() < end:
+                with suppress(TimeoutError):
+                    return await self.read_report(command.nonce, min(end, now() + timing.nudge_pause))
+                if asks:
+                    self._ask(command.nonce)
+                else:
+                    await self._control.interrupt(child.group)
+                asks = not asks
+        return None
+
+    async def settle(self) -> None:
+        """Wait until no signal is on its way any more, which would end the next command.
+
+        Raises:
+            SessionDiedError: The shell has ended, or answers no question.
+        """
+        await self._control.wait_until_done()
+        for _ in range(self.timing.questions):
+            nonce = os.urandom(8).hex()
+            self._ask(nonce)
+            with suppress(TimeoutError):
+                await self.read_report(nonce, asyncio.get_running_loop().time() + self.timing.question_pause)
+                return
+        raise SessionDiedError("the shell did not settle after it was interrupted")
+
+    def _ask(self, nonce: str) -> None:
+        """Ask the shell to report once more, if it still reads."""
+        if self._child.stdin is not None:
+            with suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._child.stdin, frame_report(nonce))
 
 
 class ShellSession(SerialSession[_Shell], BashSession):
@@ -121,3 +312,48 @@ class ShellSession(SerialSession[_Shell], BashSession):
             raise SandboxClosedError("the sandbox has ended")
         if self._process is not None and self._process.interrupter.running is not None:
             await self._process.interrupter.request()
+
+
+# The lines written to a session's bash: a command, and a request to report its end.
+#
+# Guarantees: - A report comes once nothing of its command runs any more. An interrupt does not skip it. - A report
+# leaves `$?` as the command did, and works with options that end the shell at errors. - If an interrupt arrives while
+# a report is half read, the rest of the report is harmless.
+#
+# The shell writes the output of commands to descriptor 8, and reports to descriptor 9.
+
+REPORT, CODE = "__rollout_report", "__rollout_code"
+INTERRUPTED = 128 + 2
+# Descriptor 10 is bash's own copy of 7.
+TERMINAL = "\\exec 7<>/dev/ptmx && \\exec 255>&- && { \\exec 255<&10; } 7<&-; \\exec 7<&-; (:); "
+"""Give the shell a terminal to reset: an interactive bash resets descriptor 255 whenever a signal ends a job.
+
+Without a terminal it writes `tcsetattr: Inappropriate ioctl for device` into the output of `yes | head -1`. Nothing
+else uses the terminal. Commands do not inherit it: bash marks its copies of descriptors close-on-exec, and a duplicate
+keeps the mark. The subshell makes bash read the state that it will restore. A shell that gets no terminal works too.
+"""
+SETUP = (
+    f"{TERMINAL}set +o history +H; unset HISTFILE PS1 PS2; shopt -u checkwinsize; "
+    f'{REPORT}() {{ \\builtin printf \'%s %s\\n\' "$1" "${{{CODE}-{INTERRUPTED}}}" >&9; \\builtin jobs -p >&9; '
+    f'\\builtin set -- "${{{CODE}-{INTERRUPTED}}}"; \\builtin unset {CODE}; \\builtin return "$1"; }}\n'
+).encode()
+"""Define the report: the exit code, and then, while the host goes on, the jobs. It leaves `$?` unchanged."""
+
+
+def frame_command(command: str, nonce: str) -> bytes:
+    """Return the lines that run a command without the session's pipes, followed by a report.
+
+    The shell's own output is /dev/null, opened for reading and writing, and serves as the command's input. Opening
+    /dev/null again would take longer than all the rest.
+    """
+    line = f"eval {shlex.quote(command)} <&1 >&8 2>&8 8>&- 9>&-\n"
+    return line.encode("utf-8", "surrogatepass") + frame_report(nonce)
+
+
+def frame_report(nonce: str) -> bytes:
+    """Return the two lines of a report; at the end of the first the shell waits for work that an interrupt left.
+
+    They contain no quotes: an interrupt while they are read leaves only the end of one, which must not open a quote.
+    `&&:` keeps a shell that ends at errors from mistaking the reported code for one.
+    """
+    return f"{CODE}=$?\n{REPORT} {nonce}&&:\n".encode()

@@ -13,7 +13,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import RolloutNodes
 from rollout_service.http.api_keys import Role
-from rollout_service.server.trajectories.columns import outline, token_range
+from rollout_service.server.trajectories import outline, token_range
 from tests.browser.rollouts.test_hostile_trajectory import ID as HOSTILE
 from tests.browser.rollouts.test_hostile_trajectory import TEXT, hostile
 from tests.support.browser.axe import violations

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from api_schemas.rollouts import Rollout
-from rollout_service.engines.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
+from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens.trajectory import check_invariants
 from tests.support.redis_server import program as redis_program

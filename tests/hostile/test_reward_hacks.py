@@ -10,7 +10,7 @@ from api_schemas.rollouts import StopReason
 from rollout_service.authoring.attacks import SCRIPTS, Attack, AttackVerdict, attack_environment
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli.env.new import make_environment
-from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder

@@ -3,7 +3,7 @@
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource, PolicyFactory
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.server.lifecycle.attempts import make_stages
+from rollout_service.server.lifecycle.startup import make_stages
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import Store
 from sandboxes import SandboxProvider

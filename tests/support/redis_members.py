@@ -11,8 +11,8 @@ from pydantic_core import from_json
 
 from api_schemas.events import Event
 from rollout_service.store.redis import RedisConfig, RedisConnection
-from rollout_service.store.redis.cluster import RedisCluster
 from rollout_service.store.redis.reader import decode_entry
+from rollout_service.store.redis.store import RedisCluster
 
 
 @dataclass

@@ -13,11 +13,8 @@ from types import ModuleType
 import torch
 import transformers
 
+from rollout_service.environments.builtin import pointers, split
 from rollout_service.environments.builtin.lookups import LookupProblem, as_instance, sample_problems
-from rollout_service.environments.builtin.pointers import environment as pointers
-from rollout_service.environments.builtin.pointers import problems as pointers_problems
-from rollout_service.environments.builtin.split import environment as split
-from rollout_service.environments.builtin.split import problems as split_problems
 from rollout_service.tokens import ChatRenderer, Conversation
 from training.model import load_model
 from training.parl.play import Attempt, PlayedTask, roll_out, run_subagents
@@ -60,7 +57,7 @@ def measure(folder: Path, count: int, *, thorough: bool = False) -> dict[str, fl
 def _pointers(count: int) -> list[PlayedTask]:
     return [
         PlayedTask(POINTERS, p["question"], p["cells"], pointers.expected_sum(as_instance(p)))
-        for p in _sample(pointers_problems, 4242, count)
+        for p in _sample(pointers, 4242, count)
     ]
 
 
@@ -69,7 +66,7 @@ def _split(count: int) -> list[PlayedTask]:
         PlayedTask(
             SPLIT, p["question"], p["cells"], split.expected_sum(as_instance(p)), split.index_text(p["names"])
         )
-        for p in _sample(split_problems, 4242, count)
+        for p in _sample(split, 4242, count)
     ]
 
 
@@ -79,10 +76,9 @@ def _sample(module: ModuleType, seed: int, count: int) -> list[LookupProblem]:
 
 def _subagents(model: transformers.Qwen3ForCausalLM, renderer: ChatRenderer, count: int) -> dict[str, float]:
     rng = random.Random(4242)
-    follow = [(FOLLOW, rng.choice(p["names"]), p["cells"]) for p in _sample(pointers_problems, 4243, count)]
+    follow = [(FOLLOW, rng.choice(p["names"]), p["cells"]) for p in _sample(pointers, 4243, count)]
     read = [
-        (READ, " ".join(p["names"][: rng.randint(1, 3)]), p["cells"])
-        for p in _sample(split_problems, 4243, count)
+        (READ, " ".join(p["names"][: rng.randint(1, 3)]), p["cells"]) for p in _sample(split, 4243, count)
     ]
     return {
         "sub_pointers": _share(sub.right for sub in run_subagents(model, renderer, follow)),

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from api_schemas.rollouts.trees import InvalidBecause
 from rollout_service.agents.parallel.tools import created_text, result_text
 from rollout_service.environments.builtin.lookups import LookupProblem
-from rollout_service.environments.builtin.split.environment import index_text
+from rollout_service.environments.builtin.split import index_text
 
 AGENT: Final = "a"
 FOLLOW: Final = "Follow the pointer."

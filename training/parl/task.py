@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rollout_service.environments.builtin import pointers, split
 from rollout_service.environments.builtin.lookups import is_held_out
-from rollout_service.environments.builtin.pointers import problems as pointers
-from rollout_service.environments.builtin.split import problems as split
 from rollout_service.tokens import ChatRenderer
 from training.examples import Example, Setup, converse
 from training.parl import scripts

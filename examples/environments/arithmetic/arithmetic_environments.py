@@ -18,10 +18,9 @@ from functools import cache
 
 from pydantic import JsonValue
 
-from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
-from rollout_service.environments.builtin.calc.environment import Calc
-from rollout_service.environments.builtin.calc.problems import CalcProblem, sample_problems
+from rollout_service.agents.turns import ToolInputError
+from rollout_service.environments.builtin.calc import Calc, CalcProblem, sample_problems
 from rollout_service.environments.contract import EnvironmentSpec, EpisodeLimits, SandboxSettings
 from sandboxes import BashSession
 

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.bridges.reasoning_gym import generate
 from rollout_service.environments.bridges.reasoning_gym.environment import SPEC, ReasoningGym
-from rollout_service.environments.builtin.boxed import last_boxed
+from rollout_service.environments.builtin.math.environment import last_boxed
 from rollout_service.environments.contract import EpisodeLimits, SandboxSettings
 
 TASK: Final = "chain_sum"

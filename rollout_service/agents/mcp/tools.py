@@ -9,18 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import anyio
 import orjson
 
-from rollout_service.agents.errors import ToolInputError
-from rollout_service.agents.mcp.connection import McpConnection, McpToolInfo, open_connection
-from rollout_service.agents.mcp.errors import McpCallError, McpServerError
 from rollout_service.agents.mcp.settings import McpSettings
-from rollout_service.agents.mcp.transports import JsonObject
+from rollout_service.agents.mcp.transports import (
+    HttpTransport,
+    JsonObject,
+    McpCallError,
+    McpServerError,
+    Transport,
+    open_transport,
+)
 from rollout_service.agents.tool_calling.text import with_notes
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.base.errors import did_you_mean
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox
@@ -146,3 +153,163 @@ def _refuse_doubles(tools: Sequence[McpTool]) -> None:
                 hint="Name the tools to offer in `tools` of `[[mcp]]`, or the server otherwise.",
             )
         seen.add(tool.name)
+
+
+# A session with one MCP server: its handshake, its tools, and calls of them with a deadline.
+#
+# Guarantees: one call at a time; every wait has a deadline; an answer that comes after its deadline is dropped.
+
+PROTOCOL = "2025-06-18"
+PAGES = 20
+MOST_TOOLS = 128
+SCHEMA_BYTES = 64 * 1024
+DESCRIPTION_CHARS = 4_096
+PING_SECONDS = 3.0
+END_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class McpToolInfo:
+    """A tool as its server describes it."""
+
+    name: str
+    description: str
+    schema: dict[str, Any]
+    """The JSON schema of its arguments."""
+
+
+class McpConnection:
+    """An open session; `open_connection` makes one."""
+
+    def __init__(self, settings: McpSettings, transport: Transport) -> None:
+        self.settings = settings
+        self._transport = transport
+        self._lock = anyio.Lock()
+        self._last_id = 0
+
+    @property
+    def name(self) -> str:
+        """The server's name in the environment."""
+        return self.settings.name
+
+    async def begin(self) -> list[McpToolInfo]:
+        """Shake hands, and return the server's tools.
+
+        Raises:
+            McpServerError: The server does not answer in time, or not as a server of tools does.
+        """
+        try:
+            with anyio.fail_after(self.settings.start_seconds):
+                await self._shake_hands()
+                return await self._tools()
+        except TimeoutError as error:
+            raise McpServerError(
+                f"the MCP server {self.name!r} was not ready within {self.settings.start_seconds:g} s",
+                hint="Raise its `start_seconds`, or see what its program waits for.",
+            ) from error
+        except McpCallError as error:
+            raise McpServerError(f"the MCP server {self.name!r} refuses to begin: {error}") from error
+
+    async def _shake_hands(self) -> None:
+        answer = await self._ask(
+            "initialize",
+            {
+                "protocolVersion": PROTOCOL,
+                "capabilities": {},
+                "clientInfo": {"name": "rollout-service", "version": "1"},
+            },
+        )
+        version = answer.get("protocolVersion")
+        if not isinstance(version, str):
+            raise self._nonsense("its first answer names no version of the protocol")
+        self._transport.version = version
+        await self._transport.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
+
+    async def _tools(self) -> list[McpToolInfo]:
+        found: list[McpToolInfo] = []
+        cursor: dict[str, Any] = {}
+        for _ in range(PAGES):
+            page = await self._ask("tools/list", cursor)
+            tools = page.get("tools")
+            if not isinstance(tools, list) or len(found) + len(tools) > MOST_TOOLS:
+                raise self._nonsense(f"its list of tools is none, or has more than {MOST_TOOLS}")
+            found += [self._info(tool) for tool in tools]
+            if not page.get("nextCursor"):
+                return found
+            cursor = {"cursor": page["nextCursor"]}
+        raise self._nonsense(f"its list of tools has more than {PAGES} pages")
+
+    def _info(self, tool: Any) -> McpToolInfo:
+        name = tool.get("name") if isinstance(tool, dict) else None
+        schema = tool.get("inputSchema") if isinstance(tool, dict) else None
+        if not isinstance(name, str) or not name or not isinstance(schema, dict):
+            raise self._nonsense("a tool of its list has no name or no inputSchema")
+        if len(orjson.dumps(schema)) > SCHEMA_BYTES:
+            raise self._nonsense(f"the schema of its tool {name[:64]!r} has more than {SCHEMA_BYTES} bytes")
+        return McpToolInfo(name, str(tool.get("description") or "")[:DESCRIPTION_CHARS], schema)
+
+    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> JsonObject:
+        """Call a tool and return its result.
+
+        Raises:
+            TimeoutError: It took longer, and the server still answers.
+            McpCallError: The server refused the call.
+            McpServerError: The server has ended, or answers no more.
+        """
+        async with self._lock:
+            try:
+                with anyio.fail_after(seconds):
+                    return await self._ask("tools/call", {"name": tool, "arguments": arguments})
+            except TimeoutError:
+                await self._cancel_last(seconds)
+                raise
+
+    async def _cancel_last(self, seconds: float) -> None:
+        """Let the server stop a call whose deadline has passed, and see that it still answers."""
+        try:
+            with anyio.fail_after(PING_SECONDS):
+                late = {"requestId": self._last_id, "reason": "its deadline has passed"}
+                cancelled = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": late}
+                await self._transport.tell(cancelled)
+                await self._ask("ping", {})
+        except TimeoutError as error:
+            raise McpServerError(
+                f"the MCP server {self.name!r} did not answer a call within {seconds:g} s, nor a ping after it",
+                hint="Let its tools run apart from its messages, or raise its `call_seconds` and `tool_seconds`.",
+            ) from error
+        except McpCallError:
+            return  # it does not know ping, but it answers
+
+    async def _ask(self, method: str, params: dict[str, Any]) -> JsonObject:
+        self._last_id += 1
+        asked = {"jsonrpc": "2.0", "id": self._last_id, "method": method, "params": params}
+        answer = await self._transport.ask(asked)
+        if isinstance(error := answer.get("error"), dict):
+            raise McpCallError(str(error.get("message") or error.get("code"))[:DESCRIPTION_CHARS])
+        result = answer.get("result")
+        if not isinstance(result, dict):
+            raise self._nonsense(f"its answer to {method} has neither a result nor an error")
+        return result
+
+    def _nonsense(self, what: str) -> McpServerError:
+        return McpServerError(
+            f"the MCP server {self.name!r} does not speak the protocol: {what}",
+            hint="Try the server with another client.",
+        )
+
+
+@asynccontextmanager
+async def open_connection(settings: McpSettings, sandbox: Sandbox) -> AsyncIterator[McpConnection]:
+    """Open a session; at the end of the block it is over, and the server's program with it.
+
+    Raises:
+        McpServerError: The server cannot be reached.
+        SandboxError: The sandbox cannot start its program.
+    """
+    async with open_transport(settings, sandbox) as transport:
+        try:
+            yield McpConnection(settings, transport)
+        finally:
+            if isinstance(transport, HttpTransport):
+                with anyio.move_on_after(END_SECONDS, shield=True):
+                    await transport.end()

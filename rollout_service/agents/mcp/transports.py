@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import httpcore
 import orjson
 
-from rollout_service.agents.mcp.errors import McpServerError
+from api_schemas.errors import Boundary
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.web.tunnel import HTTP_ERRORS, connection_pool
+from rollout_service.base.errors import ServiceError
 from sandboxes import RunningProgram, Sandbox
 
 MESSAGE_BYTES = 4 * 1024 * 1024
@@ -220,3 +221,18 @@ def _answer_to(asked: JsonObject) -> JsonObject:
     if asked.get("method") == "ping":
         return {"result": {}}
     return {"error": {"code": NO_METHOD, "message": "this client offers nothing"}}
+
+
+# Errors of MCP servers.
+
+
+class McpServerError(ServiceError):
+    """A server did not start, has ended, does not answer, or does not speak the protocol."""
+
+    code = "mcp_server_failed"
+    boundary: ClassVar[Boundary] = Boundary.ENVIRONMENT
+    retryable = True
+
+
+class McpCallError(Exception):
+    """A server answered a request with an error of the protocol, such as wrong arguments."""

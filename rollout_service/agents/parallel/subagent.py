@@ -27,9 +27,8 @@ from api_schemas.rollouts.trees import (
     NodePrompt,
     NodeSeconds,
 )
-from api_schemas.trajectories import Message
+from api_schemas.trajectories import Message, Segment, Trajectory
 from rollout_service.activity import in_lane, waits_for
-from rollout_service.agents.parallel.frozen_tokens import frozen, versions_of
 from rollout_service.agents.parallel.ledger import BranchTimes, Ledger
 from rollout_service.agents.parallel.steps import Steps
 from rollout_service.agents.parallel.tools import RESULT_RULE, marked_result, result_text
@@ -277,3 +276,35 @@ class Branch:
             sandbox=self._sandbox_id,
             trajectory=frozen(policy.trajectory()) if policy and wants_tokens else None,
         )
+
+
+# The tokens of sub-agents, as they may be exported: none of them is to be trained on.
+
+
+def versions_of(trajectory: Trajectory) -> list[int]:
+    """Return the versions that sampled tokens, in ascending order."""
+    return sorted(
+        {
+            version
+            for segment in trajectory.segments
+            for version, sampled in zip(segment.versions, segment.loss_mask, strict=True)
+            if sampled
+        }
+    )
+
+
+def frozen(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory in which no token has mask 1, nor anything that only such tokens have."""
+    return trajectory.model_copy(update={"segments": [_frozen(segment) for segment in trajectory.segments]})
+
+
+def _frozen(segment: Segment) -> Segment:
+    length = len(segment.token_ids)
+    return segment.model_copy(
+        update={
+            "loss_mask": [0] * length,
+            "logprobs": [0.0] * length,
+            "versions": [-1] * length,
+            "turn_ids": [-1] * length,
+        }
+    )

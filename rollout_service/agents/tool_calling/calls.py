@@ -19,8 +19,8 @@ from api_schemas.rollouts import StopReason
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.activity import in_lane, waits_for
-from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import Tool, ToolContext, ToolResult, by_name
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.episodes import Episode
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError

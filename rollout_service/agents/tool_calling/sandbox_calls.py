@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import ToolContext
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.episodes import require_sandbox
 from sandboxes import ExecResult
 from sandboxes.errors import SandboxFileError

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.tokens import ToolSpec
 from sandboxes import LimitExceededError, Sandbox
 

@@ -6,9 +6,11 @@ Guarantee: the server and the engine have ended when it returns.
 from __future__ import annotations
 
 import signal
+import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -16,23 +18,24 @@ from pathlib import Path
 
 import anyio
 from pydantic import JsonValue
+from rich.console import Group, RenderableType
+from rich.table import Table
 
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling, Span, Stage
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_service.cli import common
-from rollout_service.cli.console import Heading, SafeConsole
+from rollout_service.cli.console import Heading, SafeConsole, table
 from rollout_service.cli.demo.cluster import KILL_AT, KILL_LATEST, ClusterView, DemoCluster, running_cluster
 from rollout_service.cli.demo.options import DemoEngine, DemoPolicy, DemoSandbox
-from rollout_service.cli.demo.summary import Summary
 from rollout_service.cli.figures import figures_document, write_figures
 from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.cli.submit.files import ResultFile
 from rollout_service.cli.submit.progress import ProgressView, Tally
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
+from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.local_servers.process import ServerProcess
-from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens.errors import InvariantError
 from rollout_service.tokens.tokenizer import load_tokenizer
@@ -60,6 +63,104 @@ class DemoPlan:
     """With more than one, they share a Redis, and the last one is killed on the way."""
     stay: bool = False
     """Whether the server stays up after the results, until Ctrl-C, to be looked at."""
+
+
+# The summary of a batch of rollouts: successes, turns, tokens, and where the time went.
+
+PARTS: tuple[tuple[str, Stage, Callable[[Span], float]], ...] = (
+    ("init", Stage.INIT, lambda span: span.seconds),
+    ("  sandbox start", Stage.INIT, lambda span: span.sandbox_seconds),
+    ("rollout", Stage.ROLLOUT, lambda span: span.seconds),
+    ("  engine", Stage.ROLLOUT, lambda span: span.engine_seconds),
+    ("  tools", Stage.ROLLOUT, lambda span: span.tool_seconds),
+    ("evaluate", Stage.EVALUATE, lambda span: span.seconds),
+    ("waiting for workers", Stage.ROLLOUT, lambda span: span.queued_seconds),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A batch of ended rollouts, and the time that it took in all."""
+
+    rollouts: Sequence[Rollout]
+    seconds: float
+
+    @property
+    def succeeded(self) -> int:
+        """The number of rollouts with a reward of 1 or more."""
+        return sum(1 for rollout in self.rollouts if rollout.reward is not None and rollout.reward >= 1.0)
+
+    @property
+    def failed(self) -> int:
+        """The number of rollouts without a result; a wrong answer is a result."""
+        return sum(1 for rollout in self.rollouts if rollout.state is not RolloutState.COMPLETED)
+
+    @property
+    def success_rate(self) -> float:
+        """The share of rollouts that succeeded."""
+        return self.succeeded / len(self.rollouts) if self.rollouts else 0.0
+
+    def figures(self) -> dict[str, float | int | None]:
+        """Return the figures by which demos are compared."""
+        return {
+            "rollouts": len(self.rollouts),
+            "succeeded": self.succeeded,
+            "failed": self.failed,
+            "success_rate": round(self.success_rate, 4),
+            "seconds": round(self.seconds, 3),
+            "rollouts_per_second": round(len(self.rollouts) / self.seconds, 3),
+        }
+
+    def show(self) -> RenderableType:
+        """Render the summary for a terminal."""
+        return Group(self._outcome(), self._times())
+
+    def _outcome(self) -> Table:
+        usage = [rollout.usage for rollout in self.rollouts]
+        prompt, cached = sum(u.prompt_tokens for u in usage), sum(u.cached_tokens for u in usage)
+        rows = table("", "", header=False)
+        rows.add_row("success", f"{self.succeeded}/{len(self.rollouts)} ({self.success_rate:.1%})")
+        rows.add_row("no result", _failures(self.rollouts))
+        rows.add_row(
+            "turns", f"{sum(u.turns for u in usage)}, {_spread([u.turns for u in usage])} per rollout"
+        )
+        rows.add_row("tool calls", str(sum(u.tool_calls for u in usage)))
+        rows.add_row("prompt tokens", f"{prompt:,}" + (f", {cached / prompt:.1%} cached" if prompt else ""))
+        rows.add_row("sampled tokens", f"{sum(u.sampled_tokens for u in usage):,}")
+        speed = len(self.rollouts) / self.seconds
+        rows.add_row("time", f"{self.seconds:.1f} s, {speed:.2f} rollouts/s")
+        return rows
+
+    def _times(self) -> Table:
+        rows = table("seconds per rollout", "median", "p95", title="Where the time went")
+        for column in rows.columns[1:]:
+            column.justify = "right"
+        spans = [span for rollout in self.rollouts for span in rollout.spans]
+        for name, stage, seconds in PARTS:
+            values = [seconds(span) for span in spans if span.stage is stage]
+            if values:
+                rows.add_row(name, f"{statistics.median(values):.3f}", f"{percentile(values, 95):.3f}")
+        return rows
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile, interpolated between neighbors; of a single value, the value itself."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def _spread(values: Sequence[int]) -> str:
+    return f"{statistics.mean(values):.1f} on average, {max(values)} at most" if values else "none"
+
+
+def _failures(rollouts: Sequence[Rollout]) -> str:
+    codes = Counter(rollout.error.code for rollout in rollouts if rollout.error is not None)
+    cancelled = sum(1 for rollout in rollouts if rollout.state is RolloutState.CANCELLED)
+    parts = [f"{count} {code}" for code, count in codes.most_common()]
+    if cancelled:
+        parts.append(f"{cancelled} cancelled")
+    return ", ".join(parts) or "0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ def check(
 
         report = check_environment(environment)
         if solve:
-            from rollout_service.cli.env.engines.pools import PoolModels
+            from rollout_service.cli.env.engines import PoolModels
 
             pools = PoolModels.read(pool_model, pool_script, url, key)
             report = with_solutions(report, environment, limit=limit, at_once=at_once, good=good, pools=pools)
@@ -260,7 +260,7 @@ def attack(
 
     async def main() -> int:
         from rollout_service.cli.env.attack import attack as run_attacks
-        from rollout_service.cli.env.engines.pools import PoolModels
+        from rollout_service.cli.env.engines import PoolModels
 
         pools = PoolModels.read(pool_model, pool_script, url, key)
         return await run_attacks(environment, instance, only or [], at_once, pools, as_json=as_json)
@@ -321,7 +321,7 @@ def audit(
 
     async def main() -> int:
         from rollout_service.cli.env.audit import audit as run_audit
-        from rollout_service.cli.env.engines.pools import PoolModels
+        from rollout_service.cli.env.engines import PoolModels
 
         pools = PoolModels.read(pool_model, pool_script, url, key)
         return await run_audit(
@@ -358,7 +358,7 @@ def run(
     """
 
     async def main() -> int:
-        from rollout_service.cli.env.engines.pools import PoolModels
+        from rollout_service.cli.env.engines import PoolModels
         from rollout_service.cli.env.run import OwnServer, run_one
 
         pools = PoolModels.read(pool_model, pool_script)
@@ -419,7 +419,7 @@ def serve(
     """
 
     async def main() -> None:
-        from rollout_service.cli.env.engines.pools import PoolModels
+        from rollout_service.cli.env.engines import PoolModels
         from rollout_service.cli.env.serve import check_host
         from rollout_service.cli.env.serve import serve as serve_environment
 

@@ -15,7 +15,7 @@ from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.console import id_column, table
 from rollout_service.cli.env.check import load_environment, read_dataset
-from rollout_service.cli.env.engines.pools import PoolModels
+from rollout_service.cli.env.engines import PoolModels
 from rollout_service.cli.env.run import parse_instance
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.sandbox_source import SandboxSource

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
-from rollout_service.authoring.audit import AuditReport, InstanceAudit, audit_environment
-from rollout_service.authoring.audit.report import TrialRecord
+from rollout_service.authoring.audit import audit_environment
+from rollout_service.authoring.audit_report import AuditReport, InstanceAudit, TrialRecord
 from rollout_service.cli import common
 from rollout_service.cli.console import table
 from rollout_service.cli.env.check import load_environment, read_dataset
-from rollout_service.cli.env.engines.pools import PoolModels
+from rollout_service.cli.env.engines import PoolModels
 from rollout_service.cli.env.run import OwnServer, parse_instance
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.sandbox_source import SandboxSource

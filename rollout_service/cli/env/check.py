@@ -18,20 +18,20 @@ from rich.text import Text
 from rollout_service.base.errors import InvalidFieldError, SecretMissingError, ServiceError
 from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
-from rollout_service.cli.image.stores import unpacked_images
+from rollout_service.cli.image.showing import unpacked_images
 from rollout_service.environments.contract import Environment, EvaluateIn
+from rollout_service.environments.dataset_files import count_splits, get_split
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
 from rollout_service.environments.harbor.variables import REFERENCE
 from rollout_service.environments.registry import EnvironmentRegistry, explain, load_path, names_python_object
 from rollout_service.environments.secrets import HostSecrets, Secret
-from rollout_service.environments.splits import count_splits, get_split
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images.store import ImageStore
 
 if TYPE_CHECKING:
-    from rollout_service.cli.env.engines.pools import PoolModels
+    from rollout_service.cli.env.engines import PoolModels
 
 SHOWN_FINDINGS = 20
 COROUTINES = ("init", "run", "solve", "execute", "evaluate", "evaluate_checkpoint")

@@ -19,7 +19,7 @@ from rollout_service.base.validation import describe_problems
 from rollout_service.cli import common
 from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.splits import select_split
+from rollout_service.environments.dataset_files import select_split
 from rollout_service.runs.tasks.files import open_file
 
 FILES = (".jsonl", ".parquet")

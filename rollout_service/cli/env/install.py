@@ -11,9 +11,9 @@ from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM
 from rollout_service.environments.bridges.nemo_gym.library import NEMO_GYM
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
+from rollout_service.environments.bridges.verifiers.catalog import VERIFIERS
 from rollout_service.environments.bridges.verifiers.declaration import read_declaration
 from rollout_service.environments.bridges.verifiers.environment import added_packages
-from rollout_service.environments.bridges.verifiers.library import VERIFIERS
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.libraries import Library
 from rollout_service.environments.swe.grading import SWEBENCH

@@ -19,8 +19,7 @@ from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.check import environment_path, load_environment
-from rollout_service.cli.env.engines.pools import PoolModels
-from rollout_service.cli.env.engines.script import read_turns, scripted_engine
+from rollout_service.cli.env.engines import PoolModels, read_turns, scripted_engine
 from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.engines.errors import NoBackendError

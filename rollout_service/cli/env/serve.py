@@ -8,10 +8,10 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from rollout_service.authoring.openenv_server.server import EnvironmentServer
+from rollout_service.authoring.openenv_server import EnvironmentServer
 from rollout_service.cli import common
 from rollout_service.cli.env.check import load_environment, read_dataset
-from rollout_service.cli.env.engines.pools import PoolModels
+from rollout_service.cli.env.engines import PoolModels
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import is_loopback, load_settings

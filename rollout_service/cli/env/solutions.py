@@ -17,9 +17,9 @@ import anyio.to_thread
 from pydantic import JsonValue
 
 from rollout_service.base.errors import describe, format_failure
-from rollout_service.cli.env.engines.pools import PoolModels
+from rollout_service.cli.env.engines import PoolModels
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.reference import Solving
+from rollout_service.environments.lint import Solving
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play

@@ -91,7 +91,7 @@ def command(
 
 
 async def _save(client: RolloutClient, rollout_id: str, file: Path) -> None:
-    from rollout_service.cli.trace.writing import written
+    from rollout_service.cli.trace_writing import written
 
     content = await client.saved_page(rollout_id)
     with written(file) as write:

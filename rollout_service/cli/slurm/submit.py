@@ -172,7 +172,7 @@ async def _submit(spec: JobSpec, jobs: Path, *, dry_run: bool, write_only: bool,
     from rollout_service.cluster.slurm import commands
     from rollout_service.cluster.slurm.folder import JobFolder, Submitted
     from rollout_service.cluster.slurm.limits import check_fits
-    from rollout_service.cluster.slurm.script import render
+    from rollout_service.cluster.slurm.spec import render
 
     folder = JobFolder(jobs / spec.name)
     script = render(spec, folder.path)

@@ -61,7 +61,7 @@ def command(
     """
 
     def main() -> int | None:
-        from rollout_service.cli.submit.inputs import is_stream, reread
+        from rollout_service.cli.submit.files import is_stream, reread
 
         with reread(tasks) as file:
             submission = _Submission(
@@ -185,8 +185,7 @@ async def _roll_out(
     tally: Tally,
 ) -> int:
     """Roll out what is not in the results yet, and return how many were already there."""
-    from rollout_service.cli.submit.progress import ProgressView
-    from rollout_service.cli.submit.waiting import explain_waiting
+    from rollout_service.cli.submit.progress import ProgressView, explain_waiting
 
     total, resumed = tally.total, 0
 

@@ -10,18 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO, Self
 
 from pydantic import ValidationError
 
 from api_schemas.rollouts import Rollout, RolloutRequest
 from rollout_service.base import strict_json
 from rollout_service.base.validation import describe_problems
+from rollout_service.cli.common import CommandError
 
 LONGEST_STEM = 64
 BEGIN = b'{"rollout_id":'
@@ -146,3 +150,56 @@ def explain_bad_line(error: ValueError) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(describe_problems(error, RolloutRequest))
     return str(error)
+
+
+# The commands' input files.
+#
+# Guarantee: a stream (a pipe, a FIFO, `/dev/stdin`, `<(command)`, or `-` for standard input) is read exactly once, to
+# its end, before a command begins; the command can then read it as often as any file.
+
+STDIN = "-"
+READ_HINT = "Correct the path; - stands for the standard input."
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether this input can be read only once."""
+    return str(path) == STDIN or not path.is_file()
+
+
+@contextmanager
+def reread(path: Path) -> Iterator[Path]:
+    """Yield a path that can be read any number of times: the file itself, or a temporary copy of a stream.
+
+    This blocks until the stream ends, so call it before an event loop starts.
+
+    Raises:
+        CommandError: The input cannot be read.
+    """
+    if not is_stream(path):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="rollout-input-") as copy:
+        try:
+            with _opened(path) as stream:
+                shutil.copyfileobj(stream, copy)
+        except OSError as error:
+            raise CommandError(f"{path} cannot be read: {error.strerror}", hint=READ_HINT) from error
+        copy.flush()
+        yield Path(copy.name)
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the content of a file or stream.
+
+    Raises:
+        CommandError: The file or stream cannot be read.
+    """
+    try:
+        with _opened(path) as stream:
+            return stream.read()
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror}", hint=READ_HINT) from error
+
+
+def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:
+    return nullcontext(sys.stdin.buffer) if str(path) == STDIN else path.open("rb")

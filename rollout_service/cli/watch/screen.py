@@ -6,9 +6,12 @@ view is left; a server that is away for a while is said to be, and the last that
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -22,7 +25,6 @@ from api_schemas.views.overview import Overview
 from rollout_client.client import RolloutClient
 from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.watch import sections
-from rollout_service.cli.watch.keys import read_keys
 from rollout_service.cli.watch.view import format_event
 
 LOOK_SECONDS = 1.0
@@ -133,3 +135,37 @@ async def _look(client: RolloutClient, screen: Screen) -> None:
     while True:
         await anyio.sleep(LOOK_SECONDS)
         screen.update(await client.overview())
+
+
+# Reads single keys from the terminal, beside what is shown on it.
+#
+# Guarantee: however the block is left, the terminal is as it was before.
+
+
+async def read_keys(press: Callable[[str], None]) -> None:
+    """Call `press` with each key until cancelled; do nothing without a terminal to read from."""
+    if not sys.stdin.isatty():
+        return
+    descriptor = sys.stdin.fileno()
+    with unbuffered(descriptor):
+        while True:
+            await anyio.wait_readable(descriptor)
+            keys = os.read(descriptor, 64)
+            if not keys:  # the terminal is gone
+                return
+            for key in keys.decode(errors="ignore"):
+                press(key)
+
+
+@contextmanager
+def unbuffered(descriptor: int) -> Iterator[None]:
+    """Have the terminal hand over each key at once, and show none, within the block."""
+    import termios
+    import tty
+
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor, termios.TCSANOW)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)

@@ -13,8 +13,7 @@ import anyio
 import anyio.to_thread
 import uvicorn
 
-from rollout_service.http.allowed_hosts import AllowedHosts
-from rollout_service.http.host_middleware import HostMiddleware
+from rollout_service.http.allowed_hosts import AllowedHosts, HostMiddleware
 
 _GRACE_SECONDS = 2
 

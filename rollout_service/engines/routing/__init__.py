@@ -5,13 +5,13 @@ from typing import Literal
 from rollout_service.engines.routing.contract import (
     Candidate,
     Cost,
+    CostRouterOptions,
     Decision,
     Observer,
     Reason,
     RequestEnd,
     Router,
 )
-from rollout_service.engines.routing.cost_options import CostRouterOptions
 from rollout_service.engines.routing.cost_router import CostRouter
 from rollout_service.engines.routing.least_loaded import LeastLoaded
 

@@ -27,17 +27,14 @@ candidates; only the tokens that a conversation gained are hashed.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation
 from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS, Chains, extend_chain
-from rollout_service.engines.routing.contract import Candidate, Cost, Decision, Reason
-from rollout_service.engines.routing.cost_options import CostRouterOptions
-from rollout_service.engines.routing.engine_model import EngineModel
-from rollout_service.engines.routing.rates import Rates
-from rollout_service.engines.routing.rendezvous import first_choice, rank
-from rollout_service.engines.routing.workload import TrackedRollout, WorkloadStats
+from rollout_service.engines.routing.contract import Candidate, Cost, CostRouterOptions, Decision, Reason
+from rollout_service.engines.routing.engine_model import EngineModel, Rates
 
 _LEAST_DUTY_CYCLE = 0.05
 """Bounds how many rollouts of other nodes are inferred from each of their requests in flight."""
@@ -50,6 +47,68 @@ class _SentRequest:
     at: float
     wait: float
     others: int
+
+
+# Averages over the rollouts of a pool, which start as guesses and follow the observations.
+
+_LEARNING = 0.05
+"""Weight of a new observation in an average; the first ones weigh more."""
+_LIGHTEST, _HEAVIEST = 0.25, 4.0
+"""Bounds of a rollout's weight, so that one extreme prompt does not outweigh all others."""
+
+
+@dataclass(slots=True)
+class TrackedRollout:
+    """One rollout: the engine it is assigned to, its turns so far, and its weight against the others."""
+
+    sticky_backend: str
+    weight: float = 1.0
+    turns: int = 0
+
+
+@dataclass(slots=True)
+class WorkloadStats:
+    """The averages of a pool."""
+
+    turns: float = 8.0
+    """Turns of a rollout."""
+    first_prompt: float = 1000.0
+    """Tokens of a rollout's first prompt."""
+    uncached: float = 200.0
+    """Prompt tokens that the engine has to read in a turn after the first."""
+    sampled: float = 200.0
+    """Tokens that such a turn samples."""
+    duty_cycle: float = 0.5
+    """The fraction of its life that a rollout has a request in flight."""
+    _begun: int = 0
+    _later_turns: int = 0
+
+    def begin(self, backend_id: str, prompt_tokens: int) -> TrackedRollout:
+        """Return a new rollout on a backend, and learn from its first prompt.
+
+        Its weight is the length of that prompt relative to the average, since a prompt takes room and is attended to in
+        every turn.
+        """
+        self._begun += 1
+        self.first_prompt += max(_LEARNING, 1 / (self._begun + 1)) * (prompt_tokens - self.first_prompt)
+        weight = prompt_tokens / self.first_prompt
+        return TrackedRollout(backend_id, max(_LIGHTEST, min(_HEAVIEST, weight)))
+
+    def end(self, rollout: TrackedRollout) -> None:
+        """Learn from a rollout that has ended."""
+        self.turns += _LEARNING * (rollout.turns - self.turns)
+
+    def learn_later_turn(self, uncached: int, sampled: int) -> None:
+        """Learn from the answer to a turn after a rollout's first."""
+        self._later_turns += 1
+        weight = max(_LEARNING, 1 / (self._later_turns + 1))
+        self.uncached += weight * (uncached - self.uncached)
+        self.sampled += weight * (sampled - self.sampled)
+
+    def learn_duty_cycle(self, in_flight: int, rollouts: int) -> None:
+        """Learn from a request that is sent while this many rollouts are open."""
+        if rollouts:
+            self.duty_cycle += _LEARNING * (min(1.0, in_flight / rollouts) - self.duty_cycle)
 
 
 class CostRouter:
@@ -267,3 +326,19 @@ def _reason(costs: Sequence[Cost], best: Cost, rollout: TrackedRollout | None) -
         return Reason.HOME
     is_present = any(cost.backend_id == rollout.sticky_backend for cost in costs)
     return Reason.MOVED if is_present else Reason.HOMELESS
+
+
+# A first choice of engine for each prompt, on which all nodes agree without talking to each other.
+#
+# Guarantees: the order of engines for a prompt depends only on the prompt and the engines' ids, so every node
+# computes the same one. When an engine joins or leaves, only the prompts whose first choice it is change theirs.
+
+
+def rank(prompt: int, backend_id: str) -> bytes:
+    """Return the rank of an engine for a prompt with this hash; the least comes first."""
+    return blake2b(f"{prompt}:{backend_id}".encode(), digest_size=8).digest()
+
+
+def first_choice(prompt: int, backend_ids: Iterable[str]) -> str:
+    """Return the engine that every node tries first for the prompt."""
+    return min(backend_ids, key=lambda backend_id: rank(prompt, backend_id))

@@ -3,15 +3,177 @@
 Guarantees: memory is bounded by the engine's capacity; the engine's own reports replace the beliefs.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, inf, log
 
 from rollout_service.engines.contract import BackendLoad
 from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS
-from rollout_service.engines.routing.cost_options import CostRouterOptions
-from rollout_service.engines.routing.prefixes import PrefixIndex
-from rollout_service.engines.routing.rates import Rates
+from rollout_service.engines.routing.contract import CostRouterOptions
+
+# The blocks that one engine is expected to hold in its prefix cache.
+#
+# A tree of blocks mirrors the engine's own: a prompt that was served is held from its beginning. Eviction is LRU, and
+# never removes a block before those that follow it. So the blocks of a chain that are held are its first ones, and
+# memory is bounded by the capacity.
+
+
+@dataclass(slots=True)
+class _Block:
+    above: int | None
+    """The hash of the block before it."""
+    served_at: float = inf
+    """When an answer first showed that it is held; infinite while its prompt is only on its way."""
+    below: set[int] | None = None
+    """The hashes of the blocks that follow it; most blocks at the end of a prompt never have any."""
+
+
+class PrefixIndex:
+    """The blocks that an engine holds, least recently used first; `capacity` counts blocks."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def capacity(self) -> int:
+        """The number of blocks that the engine has room for."""
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, blocks: int) -> None:
+        self._capacity = max(1, blocks)
+        self._evict()
+
+    def match(self, chain: Sequence[int]) -> int:
+        """Return how many blocks of `chain` are held, looking at log2(len(chain)) of them."""
+        low, high = 0, len(chain)
+        while low < high:
+            middle = (low + high) // 2
+            if chain[middle] in self._blocks:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def hold(self, chain: Sequence[int], *, served_at: float = inf) -> None:
+        """Note that the engine holds these blocks, or showed so at `served_at`; of too many, keep the first."""
+        blocks = self._blocks
+        for position in range(min(len(chain), self._capacity) - 1, -1, -1):
+            block = chain[position]
+            known = blocks.get(block)
+            if known is None:
+                known = blocks[block] = _Block(chain[position - 1] if position else None)
+            else:
+                blocks.move_to_end(block)
+            if served_at < known.served_at:
+                known.served_at = served_at
+        self._join(chain)
+        self._evict()
+
+    def served_before(self, block: int, moment: float) -> bool:
+        """Return whether the engine was known to hold this block at that time."""
+        return block in self._blocks and self._blocks[block].served_at <= moment
+
+    def drop(self, block: int) -> None:
+        """Drop a block that the engine has lost, with all its descendants."""
+        if block not in self._blocks:
+            return
+        self._part(self._blocks[block].above, block)
+        doomed = [block]
+        while doomed:
+            lost = self._blocks.pop(doomed.pop(), None)
+            if lost is not None and lost.below:
+                doomed.extend(lost.below)
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self._blocks.clear()
+
+    def _join(self, chain: Sequence[int]) -> None:
+        """Link every block to the one that follows it."""
+        for position in range(min(len(chain), self._capacity) - 1, 0, -1):
+            above = self._blocks[chain[position - 1]]
+            if above.below is None:
+                above.below = {chain[position]}
+            elif chain[position] in above.below:
+                return  # the blocks above it are linked already
+            else:
+                above.below.add(chain[position])
+
+    def _evict(self) -> None:
+        while len(self._blocks) > self._capacity:
+            block, gone = self._blocks.popitem(last=False)
+            self._part(gone.above, block)
+
+    def _part(self, above: int | None, block: int) -> None:
+        parent = self._blocks.get(above) if above is not None else None
+        if parent is not None and parent.below:
+            parent.below.discard(block)
+
+
+# The speed of an engine, learned from its answers.
+#
+# The time of an answer is taken as `uncached prompt tokens * prefill + sampled tokens * (decode + others *
+# crowding)`, where the others are the requests that ran at the same time: without them a busy engine would be taken
+# for a slow one.
+#
+# The first answers scale all rates alike, by the mean of the logarithms of their errors. From then on an error
+# changes each rate in proportion to its part in the expected time (an exponentiated gradient): rates stay positive,
+# no unit has to be chosen, and answers that are nearly all sampling hardly change the prefill rate. An error counts
+# up to a bound, so one answer that waited for a compilation changes little.
+
+_SCALED = 8
+"""The number of first answers that scale all rates alike."""
+_STEP = 0.05
+"""The fraction of an error that a later answer corrects."""
+_LARGEST_ERROR = 1.0
+"""The largest error that counts, as a logarithm: a factor of e."""
+_SHORTEST = 1e-6
+"""The shortest time that counts, in seconds."""
+
+
+@dataclass(slots=True)
+class Rates:
+    """The seconds per token of one engine; the initial values are a guess."""
+
+    prefill: float = 1e-4
+    """Seconds per prompt token that is not cached."""
+    decode: float = 1e-2
+    """Seconds per sampled token of a request that runs alone."""
+    crowding: float = 3e-4
+    """Seconds that each other request adds to a sampled token."""
+    answers: int = 0
+    """How many answers the rates were learned from."""
+
+    def expected(self, uncached: float, sampled: float, others: float) -> float:
+        """Return the seconds that such an answer is expected to take."""
+        pace = self.decode + others * self.crowding
+        return max(_SHORTEST, uncached * self.prefill + sampled * pace)
+
+    def learn(self, uncached: int, sampled: int, others: float, seconds: float) -> None:
+        """Learn from one answer."""
+        expected = self.expected(uncached, sampled, others)
+        error = log(max(_SHORTEST, seconds) / expected)
+        self.answers += 1
+        if self.answers <= _SCALED:
+            self._scale(*[exp(error / self.answers)] * 3)
+            return
+        step = _STEP * max(-_LARGEST_ERROR, min(_LARGEST_ERROR, error)) / expected
+        self._scale(
+            exp(step * uncached * self.prefill),
+            exp(step * sampled * self.decode),
+            exp(step * sampled * others * self.crowding),
+        )
+
+    def _scale(self, prefill: float, decode: float, crowding: float) -> None:
+        self.prefill *= prefill
+        self.decode *= decode
+        self.crowding *= crowding
 
 
 @dataclass(slots=True)

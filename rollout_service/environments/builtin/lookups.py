@@ -17,9 +17,9 @@ from typing import Annotated, Final, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 

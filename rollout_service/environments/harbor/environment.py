@@ -24,12 +24,11 @@ from rollout_service.environments.contract import EvaluateIn
 from rollout_service.environments.declarative.files import archive
 from rollout_service.environments.harbor import variables
 from rollout_service.environments.harbor.errors import HealthcheckFailedError
-from rollout_service.environments.harbor.rewards import Rewards, combine, is_below
 from rollout_service.environments.harbor.services import start_services
 from rollout_service.environments.harbor.spec import spec_of
 from rollout_service.environments.harbor.task_folder import SETUP, SOLUTION, HarborTask, TaskStep
 from rollout_service.environments.harbor.task_toml import HealthcheckTable
-from rollout_service.environments.harbor.verifier import Verifier
+from rollout_service.environments.harbor.verifier import Rewards, Verifier, combine, is_below
 from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Score
 from rollout_service.settings.harbor import HarborSettings
 from sandboxes import ExecResult, Sandbox

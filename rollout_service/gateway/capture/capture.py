@@ -17,12 +17,10 @@ from typing import NamedTuple
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, ToolCall, Trajectory
 from rollout_service.engines.contract import NOTHING_RETURNED, Generation
 from rollout_service.gateway.capture.history import Head, as_messages
-from rollout_service.gateway.capture.lanes import find_roles, quotes, role_of_new
-from rollout_service.gateway.capture.length import check_length
-from rollout_service.gateway.capture.matching import Match, RecordedTurn, TurnIndex
+from rollout_service.gateway.capture.lanes import check_length, find_roles, quotes, role_of_new
+from rollout_service.gateway.capture.matching import Match, RecordedTurn, Standing, TurnIndex
 from rollout_service.gateway.capture.report import CaptureReport
 from rollout_service.gateway.capture.splitter import Splitter
-from rollout_service.gateway.capture.standing import Standing
 from rollout_service.gateway.contract import (
     AnswerEnd,
     AnswerEvent,
@@ -30,8 +28,8 @@ from rollout_service.gateway.contract import (
     ClientMessage,
     ModelCall,
     TokenLogprob,
+    map_roles,
 )
-from rollout_service.gateway.roles import map_roles
 from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import orjson
+
 from api_schemas.trajectories import SegmentRole
 from rollout_service.gateway.capture.history import Head
-from rollout_service.gateway.capture.matching import RecordedTurn
-from rollout_service.gateway.contract import ModelCall
-from rollout_service.tokens import TreeTurn
+from rollout_service.gateway.capture.matching import Match, RecordedTurn
+from rollout_service.gateway.contract import ClientMessage, ModelCall
+from rollout_service.gateway.errors import ContextOverflowError
+from rollout_service.tokens import ChatRenderer, TreeTurn
 
 _QUOTED_LINE = 20
 """The shortest line that tells that a text is quoted, in characters."""
@@ -111,3 +114,42 @@ def quotes(text: str, answer: str) -> bool:
     """Return whether a text has at least half of an answer's lines, leaving out short ones."""
     lines = [line.strip() for line in answer.splitlines() if len(line.strip()) >= _QUOTED_LINE]
     return bool(lines) and sum([line in text for line in lines]) * 2 >= len(lines)
+
+
+# Compares a prompt with the model's context before it is rendered, which takes 36 bytes for each of its tokens.
+#
+# A prompt that is not refused here may still be too long: the ids of what is rendered tell exactly.
+
+_SPOKEN_CHARS = 32
+"""How many characters an agent's own answers may have for each token of the context. Many chat formats leave out what
+it thought, so these are not counted; no prompt has as many."""
+
+
+def check_length(
+    renderer: ChatRenderer,
+    call: ModelCall,
+    messages: Sequence[ClientMessage],
+    match: Match,
+    context_length: int,
+) -> None:
+    """Refuse a prompt that is surely longer than the context.
+
+    Raises:
+        ContextOverflowError: It is; its count of tokens is an estimate.
+    """
+    known, new = (match.turn.turn.end, messages[match.begin :]) if match.turn is not None else (0, messages)
+    room = max(context_length - known, 1)
+    texts = [message.text for message in new if message.role != "assistant"]
+    if match.turn is None and call.tools:
+        texts.append(orjson.dumps([dict(tool) for tool in call.tools]).decode())
+    spoken = sum([_spoken_chars(message) for message in new if message.role == "assistant"])
+    tokens = renderer.count_if_over(texts, room)
+    if tokens is None and spoken > _SPOKEN_CHARS * room:
+        tokens = spoken // _SPOKEN_CHARS
+    if tokens is not None:
+        raise ContextOverflowError(known + tokens, context_length)
+
+
+def _spoken_chars(message: ClientMessage) -> int:
+    calls = sum([len(call.arguments) for call in message.calls])
+    return len(message.text) + len(message.reasoning or "") + calls

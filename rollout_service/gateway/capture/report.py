@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from api_schemas.trajectories import ForkReason, SegmentRole
-from rollout_service.gateway.capture.standing import Standing
+from rollout_service.gateway.capture.matching import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

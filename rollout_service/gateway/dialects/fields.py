@@ -8,7 +8,7 @@ JavaScript clients send when they cut a text, becomes the replacement character.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Never
 
@@ -18,6 +18,9 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError, MalformedBodyError, TooLargeError
 from rollout_service.base.strict_json import MAX_DEPTH, has_more, measure_depth
+from rollout_service.gateway.contract import ClientToolCall
+from rollout_service.gateway.errors import UnsupportedContentError
+from rollout_service.tokens import ToolSpec
 
 MAX_VALUES = 500_000
 """The most values of a document. They take up to 200 bytes each, where the document has three: `{},`."""
@@ -194,3 +197,62 @@ def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
         return value or ""
     texts = [text for block in message.objects(name) if (text := part(block)) is not None]
     return separator.join(texts)
+
+
+# What the dialects do alike with the parts of messages and with tools.
+
+BETWEEN_PARTS = "\n\n"
+"""What joins the texts of one message that a client sent in several parts, other than an assistant's."""
+
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def unsupported(path: str, what: str) -> Never:
+    """Refuse an image, a sound or a file."""
+    message = f"the model reads text only, and this is {what}"
+    raise UnsupportedContentError([FieldError(path=path, message=message)], hint="Leave it out.")
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> ToolSpec:
+    """Return a tool in the OpenAI function format."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description or "",
+            "parameters": dict(parameters or _NO_PARAMETERS),
+        },
+    }
+
+
+def custom_tool(name: str, description: str | None, form: Mapping[str, Any] | None) -> ToolSpec:
+    """Return a function for a tool whose input is one text: with one parameter, and its grammar in the description."""
+    lines = [description] if description else []
+    if form and form.get("type") == "grammar":
+        lines.append(
+            f"The input follows this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}"
+        )
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return function_tool(name, BETWEEN_PARTS.join(lines), parameters)
+
+
+def custom_call(call_id: str | None, name: str, text: str) -> ClientToolCall:
+    """Return the call of a function that stands for a custom tool's call."""
+    return ClientToolCall(call_id, name, dump_json({"input": text}))
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text that a custom tool is called with; malformed arguments as they are."""
+    fields = parse_object(arguments)
+    text = None if fields is None else fields.get("input")
+    return text if isinstance(text, str) else arguments
+
+
+def describe_tools(tools: list[ToolSpec]) -> str:
+    """Return tools as text, for a message that makes them known."""
+    return "\n".join(f"<tool>{dump_json(tool['function'])}</tool>" for tool in tools)
+
+
+def raw_call_text(name: str, arguments: str) -> str:
+    """Return a malformed call as text, for dialects that can only carry well-formed ones."""
+    return f"{name}({arguments})"

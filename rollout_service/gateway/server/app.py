@@ -30,8 +30,7 @@ from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.gateway.threads import in_thread
 from rollout_service.http.access_log import without_keys
 from rollout_service.http.connections import find_slot
-from rollout_service.http.requests.bodies import BodiesInFlight, HeldBytes
-from rollout_service.http.requests.disconnects import cancel_on_disconnect
+from rollout_service.http.requests import BodiesInFlight, HeldBytes, cancel_on_disconnect
 from rollout_service.settings.gateway import GatewaySettings
 
 log = structlog.get_logger(__name__)

@@ -5,22 +5,37 @@ Guarantee: a prompt, a rule or a setting that cannot be used is refused before a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
 
+import anyio
 import anyio.to_thread
+import structlog
 
-from rollout_service.base.errors import NotFoundError
+from api_schemas.rollouts.sessions import Hint
+from api_schemas.trajectories import Message
+from rollout_service.base.errors import NotFoundError, ServiceError, describe
+from rollout_service.engines.contract import (
+    GenerateRequest,
+    RequestedExtras,
+    SamplingOptions,
+    new_request_id,
+)
+from rollout_service.engines.errors import BackendProtocolError
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.judging.contract import Judge
+from rollout_service.judging.contract import Judge, Vote
+from rollout_service.judging.rubric import Rubric, without_reasoning
 from rollout_service.live.contract import LiveStore, TurnRecord
-from rollout_service.live.judging.hindsight import JudgedHints, PromptOf, RecordedPrompt
 from rollout_service.live.judging.overrides import Overrides
-from rollout_service.live.judging.prompt import hint_rubric, value_rubric
+from rollout_service.live.judging.prompt import USABLE, hint_rubric, question, value_rubric
 from rollout_service.live.judging.stage import JudgeObserver, JudgeStage
-from rollout_service.live.judging.teacher import TeacherReader
-from rollout_service.live.judging.turn_judge import TurnJudge
-from rollout_service.live.replay import prompt_of
+from rollout_service.live.judging.teacher import PoolEngines, ServedModels, TeacherReader
+from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
+from rollout_service.live.replay import TurnPrompt, prompt_of
 from rollout_service.settings.live import LiveJudgeSettings
+from sandboxes.task_groups import open_task_group
 
 
 async def make_judge_stage(
@@ -78,3 +93,206 @@ def recorded_prompts(store: LiveStore, serving: PolicyServing) -> PromptOf:
         )
 
     return find
+
+
+# Hints in hindsight: what the next state tells about what an answer should have been.
+#
+# Guarantees: a hint is between marks that the judge wrote in its own answer, and comes from a vote that says that
+# there is one. The augmented prompt is rendered by the policy's own chat format from the recorded messages, with the
+# hint at the end of the last user message. Whatever fails, the turn keeps its value and the mark says why there is no
+# hint.
+
+log = structlog.get_logger(__name__)
+
+HEADER: Final = "[user's hint / instruction]"
+"""The line above a hint in the last user message."""
+TOO_SHORT: Final = 10
+"""Hints of up to this many characters are passed over: they are no sentences."""
+LONGEST: Final = 2_000
+"""Longer hints are passed over: they are not a few sentences."""
+CANDIDATES: Final = 3
+"""The most hints whose overlap is measured, the shortest ones."""
+_HINT = re.compile(r"\[HINT_START\]((?:(?!\[HINT_(?:START|END)\]).)*)\[HINT_END\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPrompt:
+    """What a turn was sampled on, and by which pool."""
+
+    pool: str
+    prompt: TurnPrompt
+
+
+PromptOf = Callable[[TurnRecord], Awaitable[RecordedPrompt]]
+"""Returns what a turn was sampled on; a ServiceError says why that is not known."""
+
+
+class JudgedHints:
+    """Asks the judge for hints, and selects one."""
+
+    def __init__(
+        self,
+        judge: Judge,
+        rubric: Rubric,
+        prompt_of: PromptOf,
+        models: ServedModels,
+        *,
+        selection: Literal["longest", "overlap"] = "longest",
+        teacher_pool: str | None = None,
+    ) -> None:
+        self._judge = judge
+        self._rubric = rubric
+        self._prompt_of = prompt_of
+        self._models = models
+        self._selection = selection
+        self._teacher_pool = teacher_pool
+
+    async def find(self, turn: TurnRecord) -> FoundHint:
+        """Return the hint that is selected, or why there is none; nothing is raised."""
+        try:
+            return await self._find(turn)
+        except ServiceError as error:
+            return FoundHint(None, describe(error).code)
+        except Exception as error:  # noqa: BLE001 - a hint must not cost the turn its value
+            log.error(
+                "a hint could not be made",
+                session_id=turn.session_id,
+                turn=turn.turn,
+                error=type(error).__name__,  # its message may quote the turn
+                hint="Check the prompt for hints.",
+            )
+            return FoundHint(None, "internal_error")
+
+    async def _find(self, turn: TurnRecord) -> FoundHint:
+        if turn.next_state is None:
+            return FoundHint(None, "no_next_state")
+        instance, texts = question(turn.answer, turn.next_state)
+        poll = await self._judge.poll(self._rubric, instance, texts, keep_texts=True)
+        proposed = candidates(poll.votes)
+        if not proposed:
+            valid = any(vote.label is not None for vote in poll.votes)
+            return FoundHint(None, "no_hint" if valid else "judge_failed")
+        recorded = await self._prompt_of(turn)
+        hinted = await anyio.to_thread.run_sync(self._augment_all, recorded, proposed)
+        if not hinted:
+            return FoundHint(None, "no_user_message")
+        chosen = await self._select(recorded, proposed, hinted)
+        return FoundHint(
+            Hint(
+                text=proposed[chosen],
+                prompt_ids=hinted[chosen],
+                candidates=len(proposed),
+                selected_by=self._selection,
+            )
+        )
+
+    def _augment_all(self, recorded: RecordedPrompt, hints: Sequence[str]) -> list[list[int]]:
+        """Return the prompts with each hint; none if no user message can have one. Slow for a long prompt."""
+        renderer = self._models.connect(recorded.pool)[0].renderer
+        prompts: list[list[int]] = []
+        for hint in hints:
+            messages = with_hint(recorded.prompt.messages, hint)
+            if messages is None:
+                return []
+            prompts.append(renderer.render(messages, recorded.prompt.tools))
+        return prompts
+
+    async def _select(
+        self, recorded: RecordedPrompt, hints: Sequence[str], hinted: Sequence[Sequence[int]]
+    ) -> int:
+        longest = max(range(len(hints)), key=lambda number: len(hints[number]))
+        if self._selection == "longest" or len(hints) == 1:
+            return longest
+        compared = sorted(range(len(hints)), key=lambda number: len(hints[number]))[:CANDIDATES]
+        scores = await overlaps(
+            self._models.connect(recorded.pool)[1],
+            self._models.connect(self._teacher_pool or recorded.pool)[1],
+            recorded.prompt.prompt_ids,
+            [hinted[number] for number in compared],
+            recorded.prompt.output_ids,
+        )
+        return compared[max(range(len(scores)), key=scores.__getitem__)]
+
+
+def candidates(votes: Iterable[Vote]) -> list[str]:
+    """Return the different hints of the votes that say that there is one, in their order."""
+    found: dict[str, str] = {}
+    for vote in votes:
+        said = without_reasoning(vote.text) if vote.label == USABLE else None
+        blocks = _HINT.findall(said or "")
+        hint = blocks[-1].strip() if blocks else ""
+        if TOO_SHORT < len(hint) <= LONGEST:
+            found.setdefault(" ".join(hint.casefold().split()), hint)
+    return list(found.values())
+
+
+def with_hint(messages: Sequence[Message], hint: str) -> list[Message] | None:
+    """Return the messages with the hint at the end of the last user message; None if there is no user message."""
+    for place in range(len(messages) - 1, -1, -1):
+        if messages[place].role == "user":
+            content = f"{messages[place].content}\n\n{HEADER}\n{hint}".lstrip("\n")
+            edited = messages[place].model_copy(update={"content": content})
+            return [*messages[:place], edited, *messages[place + 1 :]]
+    return None
+
+
+# Which hint makes a teacher expect what the policy nearly said: the overlap of their likeliest tokens.
+#
+# Guarantee: the overlap of a hint is the sum, over positions of the recorded answer, of how many of the k likeliest
+# tokens the policy without and the teacher with the hint have in common, each after the same recorded tokens.
+
+TOP: Final = 4
+POSITIONS: Final = 64
+"""The positions of a longer answer that are looked at, evenly spread: each costs a request for one token."""
+AT_ONCE: Final = 8
+
+
+async def overlaps(
+    policy: PoolEngines,
+    teacher: PoolEngines,
+    prompt_ids: Sequence[int],
+    hinted: Sequence[Sequence[int]],
+    sampled_ids: Sequence[int],
+) -> list[int]:
+    """Return the overlap under each hinted prompt.
+
+    Raises:
+        InferenceError: An engine does not return its likeliest tokens, or does not answer.
+    """
+    places = positions(len(sampled_ids))
+    limit = anyio.CapacityLimiter(AT_ONCE)
+    found: dict[tuple[int, int], frozenset[int]] = {}
+
+    async def look(number: int, place: int, engines: PoolEngines, prompt: Sequence[int]) -> None:
+        async with limit:
+            found[number, place] = await likeliest(engines, [*prompt, *sampled_ids[:place]])
+
+    async with open_task_group() as tasks:
+        for place in places:
+            tasks.start_soon(look, -1, place, policy, prompt_ids)
+            for number, prompt in enumerate(hinted):
+                tasks.start_soon(look, number, place, teacher, prompt)
+    return [
+        sum(len(found[-1, place] & found[number, place]) for place in places) for number in range(len(hinted))
+    ]
+
+
+def positions(length: int) -> list[int]:
+    """Return the positions of an answer of this length that are looked at."""
+    count = min(length, POSITIONS)
+    return [number * length // count for number in range(count)]
+
+
+async def likeliest(engines: PoolEngines, ids: Sequence[int]) -> frozenset[int]:
+    """Return the likeliest tokens after these ids.
+
+    Raises:
+        InferenceError: The engine does not return them.
+    """
+    request = GenerateRequest(
+        new_request_id(), list(ids), SamplingOptions(max_new_tokens=1), RequestedExtras(top_logprobs=TOP)
+    )
+    top = (await engines.generate(request)).extras.top_logprobs
+    if not top:
+        raise BackendProtocolError("the engine sampled nothing, so it has no likeliest tokens")
+    return frozenset(each.token_id for each in top[0])

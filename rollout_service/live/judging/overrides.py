@@ -15,9 +15,9 @@ from typing import Final
 
 import structlog
 
-from rollout_service.judging.quoting import cut_middle
+from rollout_service.judging.rubric import cut_middle
 from rollout_service.live.contract import TurnRecord
-from rollout_service.live.plugins import load_functions
+from rollout_service.live.detectors import load_functions
 
 log = structlog.get_logger(__name__)
 

@@ -7,17 +7,18 @@ without a value and with a reason; only engines that are out of service are an e
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from api_schemas.rollouts.sessions import Hint, JudgedBy, MarkReason
-from rollout_service.judging.contract import Judge
+from api_schemas.rollouts.sessions import Hint, JudgedBy, MarkReason, Votes
+from rollout_service.engines.errors import InferenceError
+from rollout_service.judging.contract import Judge, Vote, VoteOutcome
 from rollout_service.judging.rubric import Rubric
 from rollout_service.live.contract import TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import Overrides
-from rollout_service.live.judging.prompt import question
-from rollout_service.live.judging.votes import outage, tally
+from rollout_service.live.judging.prompt import VALUES, question
 from sandboxes.task_groups import open_task_group
 
 
@@ -113,3 +114,42 @@ class TurnJudge:
 
 def _overridden(name: str, value: float) -> TurnMarkRecord:
     return TurnMarkRecord(value=value, reason=MarkReason.OVERRIDE, source=f"override:{name}", at=0.0)
+
+
+# What the judge's votes on a turn come to.
+#
+# Guarantees: a value rests on valid votes alone. The value with most of them counts; if several have most, it is 0,
+# and the reason says so. Without any there is no value, which is not the same as 0.
+
+
+@dataclass(frozen=True, slots=True)
+class VoteTally:
+    """The outcome of a vote."""
+
+    value: float | None
+    reason: MarkReason
+    votes: Votes
+
+
+def tally(votes: Sequence[Vote]) -> VoteTally:
+    """Return what the votes come to; one with another label than -1, 0 or 1 has failed."""
+    counts = Counter(VALUES[vote.label] for vote in votes if vote.label in VALUES)
+    counted = Votes(
+        minus=counts[-1.0], zero=counts[0.0], plus=counts[1.0], failed=len(votes) - counts.total()
+    )
+    if not counts:
+        is_late = bool(votes) and all(vote.outcome is VoteOutcome.TIMED_OUT for vote in votes)
+        return VoteTally(None, MarkReason.TIMEOUT if is_late else MarkReason.ALL_FAILED, counted)
+    most = max(counts.values())
+    winners = [value for value, count in counts.items() if count == most]
+    if len(winners) > 1:
+        return VoteTally(0.0, MarkReason.TIE, counted)
+    return VoteTally(winners[0], MarkReason.MAJORITY, counted)
+
+
+def outage(votes: Sequence[Vote]) -> InferenceError | None:
+    """Return the engines' error if no vote reached one that works, so that asking again later may help."""
+    errors = [vote.error for vote in votes]
+    if errors and all(isinstance(error, InferenceError) and error.retryable for error in errors):
+        return next(error for error in errors if isinstance(error, InferenceError))
+    return None

@@ -17,11 +17,11 @@ import structlog
 from pydantic import JsonValue
 
 from api_schemas.runs import RunState
+from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError
 from rollout_service.groups.shares import Owner, next_window
 from rollout_service.live.contract import LiveStore, PartRecord, SessionRecord
-from rollout_service.live.parts.orders import live_runs, order_of
 from rollout_service.store.runs_contract import RunRecord, RunStore
 
 log = structlog.get_logger(__name__)
@@ -213,3 +213,37 @@ def _parts_of(task: Task) -> list[list[JsonValue]]:
     """Return the parts that a task names, as pairs of a session's id and a number."""
     named = task.instance.get("parts")
     return [one for one in named if isinstance(one, list)] if isinstance(named, list) else []
+
+
+# Which run takes a session: the oldest running one that trains on its pool and takes its tenant.
+
+TrainedPool = Callable[[str], str]
+"""Returns the pool whose runs train on what a pool serves: its own, or the one that it is a candidate for."""
+
+
+async def live_runs(runs: RunStore) -> list[RunRecord]:
+    """Return the runs of live sessions that are not over, the oldest first."""
+    return [
+        run
+        for run in await runs.active()
+        if run.request.live is not None and run.state in (RunState.RUNNING, RunState.PAUSED)
+    ]
+
+
+def run_of(session: SessionRecord, runs: Sequence[RunRecord], trained_pool: TrainedPool) -> RunRecord | None:
+    """Return the run that takes a session now; None if there is none.
+
+    A run with groups of several takes only sessions of a group.
+    """
+    pool = trained_pool(session.pool)
+    for run in runs:
+        is_apt = run.request.group_size == 1 or session.group is not None
+        is_its_own = run.request.pool == pool and session.tenant in order_of(run).tenants
+        if run.state is RunState.RUNNING and is_apt and is_its_own:
+            return run
+    return None
+
+
+def order_of(run: RunRecord) -> LiveDelivery:
+    """Return a run's order for live sessions; the default for a run that has none."""
+    return run.request.live or LiveDelivery()

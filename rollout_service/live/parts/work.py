@@ -6,23 +6,25 @@ Guarantee: a store that fails for a while delays this work, and ends nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import anyio
+import structlog
 
+from api_schemas.rollouts.sessions import MaskReason, TurnKind
+from api_schemas.runs.live import LiveDelivery
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.live.contract import LiveStore
+from rollout_service.live.contract import LiveStore, SessionRecord, TurnFate
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.metrics import LiveMetrics
-from rollout_service.live.parts.closing import PartCloser
 from rollout_service.live.parts.deletion import SessionDeletion
-from rollout_service.live.parts.delivery import PartDelivery
+from rollout_service.live.parts.delivery import PartDelivery, TrainedPool, live_runs, order_of, run_of
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
-from rollout_service.live.parts.orders import TrainedPool
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
+from rollout_service.store.runs_contract import RunRecord, RunStore
 from rollout_service.tokens import ChatRenderer
 
 LOOK_SECONDS = 0.2
@@ -46,6 +48,211 @@ class InService:
         elif self._since is None:
             self._since = self._clock()
         return self._since
+
+
+# Puts the turns of sessions into parts, each turn once, for the run that takes the session.
+#
+# Guarantees: `decision.decide` alone decides; a turn is in at most one part, whenever the service is killed; a store
+# that fails delays everything and loses nothing.
+
+log = structlog.get_logger(__name__)
+
+SESSIONS_AT_ONCE = 100
+"""The most sessions that one step looks at, so that turns being served wait for a few milliseconds at most; the others
+follow in the next."""
+
+
+class PartCloser:
+    """Decides about the turns of sessions."""
+
+    def __init__(
+        self,
+        store: LiveStore,
+        runs: RunStore,
+        *,
+        judging_since: Callable[[], float | None] = lambda: 0.0,
+        trained_pool: TrainedPool = lambda pool: pool,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`judging_since` tells since when the judge is at work, None while it is not."""
+        self._store = store
+        self._runs = runs
+        self._judging_since = judging_since
+        self._trained_pool = trained_pool
+        self._clock = clock
+
+    async def step(self) -> int:
+        """Look at the sessions that wait longest; return how many parts were made.
+
+        Raises:
+            StoreError: A store failed; what was decided before stays.
+        """
+        sessions = await self._store.undecided(SESSIONS_AT_ONCE)
+        if not sessions:
+            return 0
+        runs = await live_runs(self._runs)
+        fates = await self._store.fates([session.session_id for session in sessions])
+        made = 0
+        for session in sessions:
+            made += await self._close(session, fates.get(session.session_id, ()), runs)
+        return made
+
+    async def _close(
+        self, session: SessionRecord, turns: Sequence[TurnFate], runs: Sequence[RunRecord]
+    ) -> bool:
+        run = run_of(session, runs, self._trained_pool)
+        decision = decide(
+            session,
+            turns,
+            None if run is None else order_of(run),
+            Moment(self._clock(), self._judging_since()),
+            whole=run is not None and run.request.group_size > 1,
+        )
+        if decision is None:
+            return False
+        part = await self._store.take_part(
+            session.session_id,
+            None if run is None else run.run_id,
+            decision.usable,
+            decision.dropped,
+            self._clock(),
+        )
+        if part is not None:
+            log.info(
+                "part of a session closed",
+                session=session.session_id,
+                part=part.part,
+                run=part.run_id,
+                usable=len(part.usable),
+                dropped=len(decision.dropped),
+            )
+        return part is not None
+
+
+# Which turns of a session are decided now: those to train on, and why not the others. Pure functions.
+#
+# Guarantees: the same turns, session, order and time always give the same decision; no turn is left out because it is
+# bad; a turn whose fate may still change is decided only when its session is over, or its time is up.
+#
+# A turn is usable if its client got it, it has a value, and nothing rules it out. An open session is closed *for
+# training* from time to time, up to its newest judged turn. Once it has ended, all of its turns are decided together.
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDecision:
+    """What becomes of some turns of a session."""
+
+    usable: tuple[int, ...] = ()
+    dropped: Mapping[int, MaskReason] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When turns are looked at."""
+
+    now: float
+    judging_since: float | None
+    """Since when the judge is at work; None while it is not, so that no turn fails for want of it."""
+
+
+def decide(
+    session: SessionRecord,
+    turns: Sequence[TurnFate],
+    order: LiveDelivery | None,
+    moment: Moment,
+    *,
+    whole: bool = False,
+) -> TurnDecision | None:
+    """Return what becomes of a session's undecided turns; None if nothing is to be decided now.
+
+    `order` is that of the run which takes the session, None if none does. With `whole`, nothing is decided before the
+    session has ended.
+    """
+    if order is None:
+        return _without_run(session, turns, moment)
+    due = [turn for turn in turns if _is_due(turn)]
+    if session.closed_at is not None:
+        if any(not _is_late(turn, session, order, moment) for turn in due):
+            return None
+        return _decision(session, turns, order)
+    judged = [turn for turn in turns if _is_judged(turn)]
+    if whole or not judged or not _closes(judged, order, moment.now):
+        return None
+    taken = [turn for turn in turns if turn.turn <= judged[-1].turn and not _may_change(turn)]
+    waiting = [turn for turn in due if turn.turn < judged[-1].turn]
+    if any(not _is_late(turn, session, order, moment) for turn in waiting):
+        return None
+    return _decision(session, sorted([*taken, *waiting], key=lambda turn: turn.turn), order)
+
+
+def _without_run(session: SessionRecord, turns: Sequence[TurnFate], moment: Moment) -> TurnDecision | None:
+    """Decide the turns of a session that no run takes: what can never be trained on, and what was kept too long."""
+    old = {
+        turn.turn: _reason(session, turn) or MaskReason.NO_RUN
+        for turn in turns
+        if turn.recorded_at + session.retention_seconds <= moment.now
+    }
+    if session.closed_at is not None:
+        certain = ((turn.turn, _reason(session, turn)) for turn in turns if not _is_due(turn))
+        old |= {turn: reason for turn, reason in certain if reason is not None}
+    return TurnDecision(dropped=old) if old else None
+
+
+def _decision(session: SessionRecord, turns: Sequence[TurnFate], order: LiveDelivery) -> TurnDecision | None:
+    dropped = {turn.turn: reason for turn in turns if (reason := _reason(session, turn)) is not None}
+    judged = [turn for turn in turns if turn.turn not in dropped]
+    zeros = [turn.turn for turn in judged if turn.value == 0 and order.zeros != "keep"]
+    if order.zeros == "at_least_one" and len(zeros) == len(judged):
+        zeros = zeros[:-1]  # the last has the most judged turns before it
+    dropped |= dict.fromkeys(zeros, MaskReason.ZERO)
+    usable = tuple(turn.turn for turn in judged if turn.turn not in dropped)
+    return TurnDecision(usable, dropped) if usable or dropped else None
+
+
+def _reason(session: SessionRecord, turn: TurnFate) -> MaskReason | None:
+    """Return why a turn is not usable, as far as it is not for its value; None if it is judged."""
+    if turn.kind is TurnKind.SIDE:
+        return MaskReason.SIDE
+    if turn.mask is not None:
+        return turn.mask
+    if not turn.delivered:
+        return MaskReason.UNDELIVERED
+    if turn.value is None:
+        is_unanswered = turn.followed_at is None and turn.marked_at is None
+        return MaskReason.NO_NEXT_STATE if is_unanswered else MaskReason.JUDGE_FAILED
+    return MaskReason.QUARANTINED if session.quarantined else None
+
+
+def _is_judged(turn: TurnFate) -> bool:
+    return turn.value is not None and turn.delivered and turn.mask is None and turn.kind is TurnKind.MAIN
+
+
+def _is_due(turn: TurnFate) -> bool:
+    """Return whether a turn waits for the judge."""
+    is_open = turn.kind is TurnKind.MAIN and turn.mask is None and turn.delivered
+    return is_open and turn.followed_at is not None and turn.marked_at is None
+
+
+def _may_change(turn: TurnFate) -> bool:
+    """Return whether a turn of an open session may still be delivered, followed or judged."""
+    if turn.kind is TurnKind.SIDE or turn.mask is not None:
+        return False
+    return not turn.delivered or turn.marked_at is None
+
+
+def _is_late(turn: TurnFate, session: SessionRecord, order: LiveDelivery, moment: Moment) -> bool:
+    """Return whether a due turn has waited for the judge as long as it may."""
+    if moment.now >= turn.recorded_at + session.retention_seconds:
+        return True
+    if moment.judging_since is None:
+        return False
+    since = max(turn.followed_at or 0.0, moment.judging_since)
+    return moment.now >= since + order.judge_seconds
+
+
+def _closes(judged: Sequence[TurnFate], order: LiveDelivery, now: float) -> bool:
+    first = min(turn.marked_at or 0.0 for turn in judged)
+    return len(judged) >= order.close_turns or now >= first + order.close_seconds
 
 
 @dataclass(frozen=True, slots=True)

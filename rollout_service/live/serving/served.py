@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import count
@@ -24,13 +27,12 @@ from rollout_service.gateway.sessions.keys import unknown_key
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.live.consent import ConversationConsent
 from rollout_service.live.contract import LiveStore, SessionRecord
-from rollout_service.live.errors import SessionEndedError
+from rollout_service.live.errors import RateLimitedError, SessionEndedError
 from rollout_service.live.recorder import RecordingParts, SessionRecorder
 from rollout_service.live.register import SessionRegister, hash_of
 from rollout_service.live.replay import LIVE, rebuild
 from rollout_service.live.serving.active import ActiveSession, ActiveSessions
 from rollout_service.live.serving.connecting import SessionEngines, Unrecorded
-from rollout_service.live.serving.limits import RequestRate
 from rollout_service.settings.live import LiveKey, LiveSettings
 
 KEY_PREFIX = "sk-live-"
@@ -201,3 +203,49 @@ def _number_of(session_id: str) -> int:
     """Return which session of its client's id one is by its name, 1 if it does not say."""
     found = _NUMBER.search(session_id)
     return 1 if found is None else int(found[1])
+
+
+# How many answers a user may ask for. Guarantee: memory is bounded by the users of the last minute.
+
+MINUTE = 60.0
+
+
+@dataclass(slots=True)
+class _Allowance:
+    left: float
+    at: float
+
+
+class RequestRate:
+    """A limit that refills evenly."""
+
+    def __init__(self, per_minute: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = per_minute
+        self._clock = clock
+        self._users: OrderedDict[str, _Allowance] = OrderedDict()
+
+    def take(self, user: str, count: int = 1) -> None:
+        """Count a request, or further answers that one asks for.
+
+        Raises:
+            RateLimitedError: The user has asked for too many.
+        """
+        if self._most is None:
+            return
+        now, per_second = self._clock(), self._most / MINUTE
+        self._forget(now)
+        allowance = self._users.get(user) or _Allowance(self._most, now)
+        left = min(self._most, allowance.left + (now - allowance.at) * per_second)
+        if left < count:
+            raise RateLimitedError(
+                f"this user may ask for {self._most} answers a minute",
+                hint="Repeat the request later, or ask for fewer answers at once.",
+                seconds=(count - left) / per_second,
+            )
+        self._users[user] = _Allowance(left - count, now)
+        self._users.move_to_end(user)
+
+    def _forget(self, now: float) -> None:
+        """Forget users whose allowance is whole again."""
+        while self._users and next(iter(self._users.values())).at <= now - MINUTE:
+            self._users.popitem(last=False)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+import orjson
+
+from api_schemas.errors import FieldError
 from api_schemas.rollouts.sessions import MaskReason, NextState, TurnMark
 from api_schemas.sessions import LiveSession, SessionCounts, SessionPart, SessionState
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.live.contract import NextStateRecord, PartRecord, SessionRecord, TurnRecord
 
 _DROPPED = "dropped:"
@@ -82,3 +87,27 @@ def _next_state(state: NextStateRecord) -> NextState:
 
 def _time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
+
+
+# Where a page of sessions ends, as a text for its reader.
+
+
+def encode_cursor(last: tuple[float, str]) -> str:
+    """Return the cursor of the page after this session, by the time of its opening and its id."""
+    return urlsafe_b64encode(orjson.dumps(last)).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> tuple[float, str]:
+    """Return the session after which a page begins.
+
+    Raises:
+        InvalidFieldError: It is not the cursor of a page.
+    """
+    try:
+        opened_at, session_id = orjson.loads(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        last = float(opened_at), str(session_id)
+        if encode_cursor(last) == cursor:  # the decoder skips characters, and a time may be NaN
+            return last
+    except (ValueError, TypeError):
+        pass
+    raise InvalidFieldError([FieldError(path="query.cursor", message="is not the `next_cursor` of a page")])

@@ -16,6 +16,7 @@ from api_schemas.rollouts.sessions import ClosedBecause, MaskReason
 from api_schemas.sessions import FeedbackByVersion
 from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import (
+    DIGEST_BYTES,
     Deleted,
     LiveStore,
     NextStateRecord,
@@ -27,7 +28,6 @@ from rollout_service.live.contract import (
     TurnRecord,
 )
 from rollout_service.live.sqlite import (
-    consent_statements,
     part_statements,
     removal_statements,
     session_statements,
@@ -118,13 +118,13 @@ class SqliteLiveStore(LiveStore):
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=opted_out))
 
     async def opt_out(self, conversation: str, added: OptOuts, at: float) -> None:
-        await self._write(lambda db: consent_statements.opt_out(db, conversation, added, at))
+        await self._write(lambda db: opt_out(db, conversation, added, at))
 
     async def opt_outs(self, conversation: str) -> OptOuts:
-        return await self._read(lambda db: consent_statements.opt_outs(db, conversation))
+        return await self._read(lambda db: opt_outs(db, conversation))
 
     async def forget_opt_outs(self, before: float) -> None:
-        await self._write(lambda db: consent_statements.forget(db, before))
+        await self._write(lambda db: forget_opt_outs(db, before))
 
     async def use(self, session_id: str, at: float) -> None:
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=False))
@@ -225,3 +225,44 @@ class SqliteLiveStore(LiveStore):
 
     async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
         return await self._thread.run(job, writes=False)
+
+
+# The statements on what was not to be stored; each function runs inside one transaction, in the database's thread.
+
+MAX_DIGESTS = 4_096
+"""The most hashes that are kept of one conversation: 32 KiB, which each of its turns without consent writes again."""
+
+_READ = "SELECT digests, is_complete FROM opt_outs WHERE conversation = ?"
+_WRITE = """
+INSERT INTO opt_outs (conversation, digests, is_complete, used_at) VALUES (:conversation, :digests, :is_complete, :at)
+ON CONFLICT (conversation) DO UPDATE SET
+    digests = excluded.digests, is_complete = excluded.is_complete, used_at = excluded.used_at
+"""
+
+
+def opt_outs(db: sqlite3.Connection, conversation: str) -> OptOuts:
+    """Return what of a conversation was not to be stored."""
+    row = db.execute(_READ, (conversation,)).fetchone()
+    if row is None:
+        return OptOuts()
+    data = row["digests"]
+    places = range(0, len(data), DIGEST_BYTES)
+    return OptOuts(frozenset(data[at : at + DIGEST_BYTES] for at in places), bool(row["is_complete"]))
+
+
+def opt_out(db: sqlite3.Connection, conversation: str, added: OptOuts, at: float) -> None:
+    """Remember what of a conversation was not to be stored."""
+    known = opt_outs(db, conversation)
+    digests = sorted(known.digests | added.digests)
+    values = {
+        "conversation": conversation,
+        "digests": b"".join(digests[:MAX_DIGESTS]),
+        "is_complete": known.is_complete and added.is_complete and len(digests) <= MAX_DIGESTS,
+        "at": at,
+    }
+    db.execute(_WRITE, values)
+
+
+def forget_opt_outs(db: sqlite3.Connection, before: float) -> None:
+    """Forget conversations that had no such turn since a time."""
+    db.execute("DELETE FROM opt_outs WHERE used_at < ?", (before,))

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from sandboxes import SandboxProvider
-from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import EgressCounts
 
 READ_SECONDS = 5.0
 

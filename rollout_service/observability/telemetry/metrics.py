@@ -20,7 +20,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
 from rollout_service.observability.telemetry.egress import EgressCollector
 from rollout_service.observability.telemetry.parallel import ParallelMetrics
-from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import EgressCounts
 from sandboxes.scheduling.pressure import Resource
 
 STAGE_SECONDS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)

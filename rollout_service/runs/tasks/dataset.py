@@ -15,7 +15,7 @@ from api_schemas.errors import FieldError
 from api_schemas.runs import DatasetTasks, FileTasks
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.splits import select_split
+from rollout_service.environments.dataset_files import select_split
 from rollout_service.runs.tasks.files import FIELD, Rows, SourceChangedError, reopen_file
 from rollout_service.runs.tasks.source import Reopen
 

@@ -17,21 +17,20 @@ from rollout_service.base.errors import describe, root_cause
 from rollout_service.base.shutdown import Shutdown
 from rollout_service.http import problems
 from rollout_service.http.access_log import AccessLogMiddleware
-from rollout_service.http.allowed_hosts import AllowedHosts
-from rollout_service.http.host_middleware import HostMiddleware
+from rollout_service.http.allowed_hosts import AllowedHosts, HostMiddleware
+from rollout_service.http.draining import ShutdownMiddleware
 from rollout_service.http.keyring import Keyring
 from rollout_service.http.path_prefix import PathPrefixMiddleware
-from rollout_service.http.shutdown_middleware import ShutdownMiddleware
 from rollout_service.live.serving.app import SessionCalls
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.server.api import openapi
 from rollout_service.server.api.middleware import (
     BearerAuthMiddleware,
     BodyLimitMiddleware,
     JsonBodyMiddleware,
     RequestMetricsMiddleware,
 )
-from rollout_service.server.api.openapi import pages
 from rollout_service.server.api.routes import (
     backends,
     canaries,
@@ -41,13 +40,14 @@ from rollout_service.server.api.routes import (
     health,
     lists,
     nodes,
+    overview,
     prorl,
     rollouts,
     runs,
     sandboxes,
     sessions,
+    trajectories,
 )
-from rollout_service.server.api.routes.views import overview, trajectories
 from rollout_service.server.dashboard import routes as dashboard
 from rollout_service.server.lifecycle import open_service
 from rollout_service.settings import Settings
@@ -113,7 +113,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
         version=__version__,
         summary="Agentic rollouts for any RL trainer",
         lifespan=lifespan,
-        openapi_url=None,  # `pages` serves it, with a page that works offline
+        openapi_url=None,  # `openapi.install` serves it, with a page that works offline
         generate_unique_id_function=lambda route: route.name,
         middleware=[
             Middleware(PathPrefixMiddleware, prefix=settings.path_prefix),
@@ -138,7 +138,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
     for module in MODULES:
         app.include_router(module.router)
     app.state.routes = [route for module in MODULES for route in module.router.routes]
-    pages.install(app, keyed=settings.is_keyed, prefix=settings.path_prefix)
+    openapi.install(app, keyed=settings.is_keyed, prefix=settings.path_prefix)
     dashboard.install(app)
     return app
 

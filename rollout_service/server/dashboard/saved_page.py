@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from html import escape
+from posixpath import dirname, join, normpath
 
-from rollout_service.server.dashboard.bundle import check_embeddable, join_modules
 from rollout_service.server.dashboard.routes import INDEX, static_files
 
 ENTRY = "saved/main.js"
@@ -88,3 +88,117 @@ def _viewer() -> _Viewer:
 
 def _hash(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+# Joins ES modules into one script, for a page in a file of its own, which may load nothing.
+#
+# Guarantees: each module is in the script once, behind all that it imports, and sees nothing of the others but what
+# it imports by name. What cannot be joined is refused: a module or name that is missing, a circle of imports, and
+# forms of `import` and `export` that no module of the page uses. Nothing in the script ends the element that it is
+# put into.
+
+_BEGIN = r"(?:(?<=[;}\n])|\A)"
+_IMPORT = re.compile(_BEGIN + r"import\s*(\w+)?\s*(?:\{([^{}]*)\})?\s*from\s*\"([^\"]+)\";?")
+_EXPORT_LIST = re.compile(_BEGIN + r"export\s*\{(?P<names>[^{}]*)\};?")
+_EXPORT_PARTS = re.compile(_BEGIN + r"export const \{(?P<names>[\w\s,$]+)\}")
+_EXPORT_ONE = re.compile(_BEGIN + r"export (?:async )?(?:const|class|function\*?) (?P<names>[\w$]+)")
+_EXPORT_DEFAULT = re.compile(_BEGIN + r"export default ")
+_LEFT = re.compile(_BEGIN + r"(?:import|export)(?=[\s{*\"'])[^\n]{0,80}")
+_DEFAULT = "default_export"
+_ENDS_ELEMENT = re.compile(r"</(?=script|style)|<!--|<script", re.IGNORECASE)
+
+
+def join_modules(files: Mapping[str, str], entry: str, instead: Mapping[str, str]) -> str:
+    """Return one script that runs the module `entry`, with all that it imports.
+
+    Args:
+        files: The texts of modules by their paths.
+        entry: The path of the module that is run.
+        instead: The modules that stand in for others, by the paths of these.
+
+    Raises:
+        ValueError: The modules cannot be joined; the message says which one, and why.
+    """
+    bundle = _Bundle(files, instead)
+    bundle.add(entry, ())
+    return check_embeddable("\n".join(module.text for module in bundle.modules.values()))
+
+
+def check_embeddable(text: str) -> str:
+    """Return a script or style sheet that can be the text of its element.
+
+    Raises:
+        ValueError: Something in it would end the element, or be read as a comment.
+    """
+    if found := _ENDS_ELEMENT.search(text):
+        raise ValueError(f"{text[max(0, found.start() - 40) : found.end() + 20]!r} cannot be in an element")
+    return text
+
+
+class _Bundle:
+    """The modules of a script, in the order in which they run."""
+
+    def __init__(self, files: Mapping[str, str], instead: Mapping[str, str]) -> None:
+        self._files = files
+        self._instead = instead
+        self.modules: dict[str, _Module] = {}
+
+    def add(self, path: str, importers: tuple[str, ...]) -> _Module:
+        """Add a module behind all that it imports, unless it is there."""
+        if path in importers:
+            raise ValueError(f"modules import each other: {' -> '.join((*importers, path))}")
+        if path not in self.modules:
+            if path not in self._files:
+                raise ValueError(f"there is no module {path} for {importers[-1:]}")
+            source = self._files[path]
+            specifiers = [found[3] for found in _IMPORT.finditer(source)]
+            others = {name: self.add(self._resolve(path, name), (*importers, path)) for name in specifiers}
+            self.modules[path] = _Module(path, source, others)
+        return self.modules[path]
+
+    def _resolve(self, importer: str, specifier: str) -> str:
+        if not specifier.startswith("."):
+            raise ValueError(f"{importer}: {specifier!r} is not a relative path")
+        path = normpath(join(dirname(importer), specifier))
+        return self._instead.get(path, path)
+
+
+class _Module:
+    """A module as a constant of the script: an object with what it exports."""
+
+    def __init__(self, path: str, source: str, others: Mapping[str, _Module]) -> None:
+        self._path = path
+        self._others = others
+        self.name = re.sub(r"\W", "_", path)
+        self.exports: dict[str, str] = {}
+        """The names inside the module by those under which they are exported."""
+        text = _IMPORT.sub(self._take, source)
+        for form in (_EXPORT_LIST, _EXPORT_PARTS, _EXPORT_ONE, _EXPORT_DEFAULT):
+            text = form.sub(self._give, text)
+        if left := _LEFT.search(text):
+            raise ValueError(f"{path}: {left[0]!r} is a form that is not known")
+        names = ", ".join(f"{outside}: {inside}" for outside, inside in self.exports.items())
+        self.text = f"const {self.name} = (() => {{\n{text}\nreturn {{{names}}};\n}})();"
+
+    def _take(self, found: re.Match[str]) -> str:
+        """Return what stands for an import."""
+        other = self._others[found[3]]
+        pairs = _pairs(found[2] or "") + ([("default", found[1])] if found[1] else [])
+        for outside, _ in pairs:
+            if outside not in other.exports:
+                raise ValueError(f"{self._path}: {found[3]!r} does not export {outside!r}")
+        return f"const {{{', '.join(f'{outside}: {inside}' for outside, inside in pairs)}}} = {other.name};"
+
+    def _give(self, found: re.Match[str]) -> str:
+        """Return what stands for an export."""
+        if found.re is _EXPORT_DEFAULT:
+            self.exports["default"] = _DEFAULT
+            return f"const {_DEFAULT} = "
+        self.exports |= {outside: inside for inside, outside in _pairs(found["names"])}
+        return "" if found.re is _EXPORT_LIST else found[0].removeprefix("export ")
+
+
+def _pairs(names: str) -> list[tuple[str, str]]:
+    """Return the two names of each part of `a, b as c`: (a, a) and (b, c)."""
+    parts = [part.split(" as ") for part in names.split(",") if part.strip()]
+    return [(part[0].strip(), part[-1].strip()) for part in parts]

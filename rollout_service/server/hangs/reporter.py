@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import anyio
-import structlog
 from pydantic import JsonValue
 
 from api_schemas.events import EventKind
@@ -19,11 +18,10 @@ from api_schemas.views.hangs import HangFinding, HangVerdict
 from rollout_service.base.errors import StoreError
 from rollout_service.base.signals import ResettableEvent
 from rollout_service.server.hangs.heartbeat import BlockedLoop, lines_of
+from rollout_service.server.hangs.last_report import log
+from rollout_service.server.hangs.signs.engines import WEIGHTS
 from rollout_service.server.hangs.signs.runs import RUN
-from rollout_service.server.hangs.signs.versions import WEIGHTS
 from rollout_service.store.contract import Store
-
-log = structlog.get_logger(__name__)
 
 MAX_EVENTS = 256
 RETRY_SECONDS = 1.0

@@ -15,29 +15,36 @@ import faulthandler
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from api_schemas.events import EventKind
-from api_schemas.views.hangs import HangFinding, HangReport, RolloutActivity
+from api_schemas.rollouts.stages import Stage
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, RolloutActivity
+from rollout_service.activity import ActivityBoard
 from rollout_service.base.private_files import make_private
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.server.hangs.durations import StepDurations
 from rollout_service.server.hangs.findings import FindingLog, worst_first
-from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbeat
+from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, EVENT_LOOP, LoopHeartbeat
 from rollout_service.server.hangs.last_report import STACKS, LastReport
-from rollout_service.server.hangs.metrics import HangMetrics
 from rollout_service.server.hangs.reporter import HangReporter
 from rollout_service.server.hangs.rules import LOOK_SECONDS
-from rollout_service.server.hangs.signs.runs import TroubledRuns
-from rollout_service.server.hangs.signs.versions import OtherVersions
+from rollout_service.server.hangs.signs.engines import WEIGHTS, OtherVersions
+from rollout_service.server.hangs.signs.runs import RUN, TroubledRuns
 from rollout_service.server.hangs.stacks import stack_of_task
 from rollout_service.server.hangs.verdicts import Verdicts
 from rollout_service.server.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of
@@ -185,3 +192,56 @@ def dumping_stacks(path: Path) -> Iterator[None]:
             yield
         finally:
             faulthandler.unregister(signal.SIGUSR1)
+
+
+# Metrics of what is stuck, of the event loop's delay, and of the oldest work in each stage, read when the metrics
+# are.
+#
+# Guarantee: every kind, verdict and stage has a value at all times, so that an alert never meets an absent series.
+
+
+@dataclass(frozen=True, slots=True)
+class HangMetrics(Collector):
+    """The metrics of the watch."""
+
+    findings: Callable[[], Iterable[HangFinding]]
+    lag: Callable[[], float]
+    board: ActivityBoard
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        stuck = GaugeMetricFamily(
+            "rollout_stuck",
+            "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem",
+            labels=["kind", "verdict"],
+        )
+        counts: Counter[tuple[str, str]] = Counter()
+        for finding in self.findings():
+            counts[finding.kind, finding.verdict] += max(1, finding.count)
+        for kind in (*StepKind, EVENT_LOOP, RUN, WEIGHTS):
+            for verdict in HangVerdict:
+                stuck.add_metric([kind, verdict], counts[kind, verdict])
+        yield stuck
+        yield GaugeMetricFamily(
+            "rollout_loop_lag_seconds",
+            "The greatest delay of the event loop within the last ten seconds",
+            self.lag(),
+        )
+        oldest = GaugeMetricFamily(
+            "rollout_stage_oldest_seconds",
+            "How long the oldest rollout in a stage has been worked on",
+            labels=["stage"],
+        )
+        now = time.perf_counter()
+        for stage, seconds in oldest_in_stages(self.board, now).items():
+            oldest.add_metric([stage], seconds)
+        yield oldest
+
+
+def oldest_in_stages(board: ActivityBoard, now: float) -> dict[Stage, float]:
+    """Return for each stage how long the oldest rollout in it has been worked on; 0 if there is none."""
+    oldest = dict.fromkeys(Stage, 0.0)
+    for activity in board.all():
+        if activity.stage is not None and activity.working_since is not None:
+            oldest[activity.stage] = max(oldest[activity.stage], now - activity.working_since)
+    return oldest

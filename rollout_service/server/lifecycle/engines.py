@@ -17,7 +17,7 @@ from api_schemas.inference import BackendSpec
 from rollout_service.base import state_files
 from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
-from rollout_service.engines.local_servers.keep_running import kept_running
+from rollout_service.engines.local_servers.process import kept_running
 from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.weights.controller import Exclusive

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from api_schemas.errors import FieldError
 from api_schemas.nodes import NodeState
 from rollout_service.base.errors import InvalidFieldError
-from rollout_service.cluster.membership import Membership
+from rollout_service.cluster.membership import ClusterNodes, Membership
 from rollout_service.cluster.node import Node
-from rollout_service.cluster.nodes import ClusterNodes
 from rollout_service.cluster.placement import Placement
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.pipeline.claims import ClaimRules

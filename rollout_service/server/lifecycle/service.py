@@ -18,8 +18,8 @@ from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFou
 from rollout_service.base.shutdown import Shutdown
 from rollout_service.base.signals import first_of
 from rollout_service.cluster.concurrency import Concurrency
+from rollout_service.cluster.membership import ClusterNodes
 from rollout_service.cluster.node import Node
-from rollout_service.cluster.nodes import ClusterNodes
 from rollout_service.engines.pool.pools import DEFAULT_POOL
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.engines.serving.subagent_pools import check_own_pool, check_subagent_pool, subagent_pools

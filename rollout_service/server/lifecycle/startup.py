@@ -8,27 +8,48 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
+import anyio
+import anyio.to_thread
+import structlog
+
+from api_schemas.rollouts import Stage
+from rollout_service.activity import ActivityBoard
 from rollout_service.base.shutdown import Shutdown
+from rollout_service.cluster.concurrency import Concurrency
+from rollout_service.cluster.leadership import RETENTION_ROLE, RUNS_ROLE, Leadership
 from rollout_service.cluster.membership import Membership
+from rollout_service.cluster.placement import Placement
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.groups import FilterRegistry
+from rollout_service.observability.telemetry.health import NodeMetrics
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.pipeline.context import AttemptContext
-from rollout_service.runs import Delivery
+from rollout_service.observability.telemetry.parallel import SlotMetrics
+from rollout_service.observability.tracing.otel.opening import tracing
+from rollout_service.observability.tracing.steps import StepArchive, StepWriter
+from rollout_service.pipeline.claims import ClaimRules
+from rollout_service.pipeline.context import AttemptContext, Stages
+from rollout_service.pipeline.fair_slots import FairSlots
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.pipeline.turn_writer import TurnWriter
+from rollout_service.runs import Delivery, RunManager
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
-from rollout_service.server.events import EventTail
+from rollout_service.runs.tasks.dataset import reopening
+from rollout_service.server.events import EventTail, StateWatcher
 from rollout_service.server.hangs import HangWatch
-from rollout_service.server.lifecycle.attempts import Attempts, open_attempts
 from rollout_service.server.lifecycle.engines import EngineContext, open_engines
 from rollout_service.server.lifecycle.foundation import Foundation, open_foundation
 from rollout_service.server.lifecycle.membership import ClusterMember, Suitability
-from rollout_service.server.lifecycle.node import begin_work, make_concurrency, make_member
 from rollout_service.server.lifecycle.service import Service, check_environment_here
 from rollout_service.server.overview import OverviewBuilder, OverviewFeed
 from rollout_service.server.trajectories import TrajectoryViewer
-from rollout_service.settings import Settings
+from rollout_service.settings import PipelineSettings, Settings
+from rollout_service.store.runs_contract import RetentionPolicy
 
 
 @asynccontextmanager
@@ -133,3 +154,180 @@ def _service(
         clock=foundation.clock,
         shutdown=shutdown,
     )
+
+
+# Opens what attempts work with, and what records them: their steps, their turns, and traces.
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """What attempts work with, and the record of what they did."""
+
+    context: AttemptContext
+    steps: StepArchive
+
+
+async def open_attempts(
+    stack: AsyncExitStack, foundation: Foundation, engines: EngineContext, shutdown: Shutdown
+) -> Attempts:
+    """Open what attempts work with.
+
+    Raises:
+        ConfigurationError: The environment's variables ask for traces that cannot be exported.
+    """
+    settings, store, metrics = foundation.settings, foundation.store, foundation.metrics
+    activities, step_writer = ActivityBoard(), StepWriter(store)
+    activities.observe(step_writer)
+    await stack.enter_async_context(step_writer.running())
+    slots = FairSlots(settings.pipeline.subagent_slots)
+    metrics.registry.register(SlotMetrics(lambda: slots.held, lambda: slots.waiting, slots.total))
+    await stack.enter_async_context(
+        tracing(activities, metrics.registry, settings.node_name, engines.serving.views)
+    )
+    context = AttemptContext(
+        owner=foundation.owner,
+        store=store,
+        stages=make_stages(settings.pipeline, metrics),
+        environments=foundation.environments,
+        sandboxes=foundation.sandboxes,
+        policies=engines.serving,
+        admission=foundation.node.admission,
+        metrics=metrics,
+        max_attempts=settings.pipeline.max_attempts,
+        turn_writer=await _open_turn_writer(stack, foundation) if settings.pipeline.resume else None,
+        gateway=engines.gateway,
+        judge=engines.judge,
+        sampler=engines.sampler,
+        subagent_slots=slots,
+        activities=activities,
+        is_stopping=lambda: shutdown.begun,
+    )
+    return Attempts(context, StepArchive(store, activities, step_writer))
+
+
+def make_stages(settings: PipelineSettings, metrics: Metrics) -> Stages:
+    """Make the limiters of the three stages."""
+    limiters = {
+        stage: StageLimiter(
+            stage,
+            places=getattr(settings, f"{stage}_queue"),
+            workers=getattr(settings, f"{stage}_workers"),
+            metrics=metrics,
+        )
+        for stage in Stage
+    }
+    return Stages(
+        init=limiters[Stage.INIT], rollout=limiters[Stage.ROLLOUT], evaluate=limiters[Stage.EVALUATE]
+    )
+
+
+async def _open_turn_writer(stack: AsyncExitStack, foundation: Foundation) -> TurnWriter:
+    writer = TurnWriter(foundation.store, foundation.owner, foundation.metrics)
+    await stack.enter_async_context(writer.running())
+    return writer
+
+
+# Makes what works through rollouts and runs, and lets it begin: this node in its cluster, its pipeline, its runs.
+#
+# Guarantees: the pipeline claims nothing before this node has joined, and has handed back what it held before the
+# node leaves; this node leads the runs only while its pipeline works.
+
+log = structlog.get_logger(__name__)
+
+
+async def make_member(
+    foundation: Foundation, serving: PolicyServing, context: AttemptContext
+) -> ClusterMember:
+    """Make this node's member of its cluster, with a pipeline and a run manager that have not begun.
+
+    Raises:
+        ConfigurationError: The settings name a filter that cannot be used.
+    """
+    settings, environments = foundation.settings, foundation.environments
+    claims = ClaimRules(one.spec.name for one in environments.list())
+    pipeline = Pipeline(context, settings.pipeline, claims)
+    return ClusterMember(
+        settings=settings,
+        cluster=foundation.store.cluster,
+        owner=foundation.owner,
+        node=foundation.node,
+        placement=Placement(environments, foundation.sandboxes, settings.cluster.labels),
+        claims=claims,
+        pipeline=pipeline,
+        manager=await _make_run_manager(foundation, serving),
+        stages=(context.stages.init, context.stages.rollout),
+    )
+
+
+async def _make_run_manager(foundation: Foundation, serving: PolicyServing) -> RunManager:
+    """Make the run manager with all filters; log those that cannot be used."""
+    filters = await anyio.to_thread.run_sync(FilterRegistry.load)
+    for name, problem in filters.problems.items():
+        log.error("a filter cannot be used", name=name, error=str(problem), hint=problem.hint)
+
+    def pool_version(pool: str) -> int:
+        return max((view.weight_version for view in serving.views() if view.pool == pool), default=0)
+
+    keep = foundation.settings.retention
+    return RunManager(
+        foundation.store,
+        filters,
+        places=_places(foundation.settings.pipeline),
+        reopen=reopening(foundation.environments.get),
+        pool_version=pool_version,
+        metrics=foundation.metrics,
+        retention=RetentionPolicy(keep.ended_run_seconds, keep.settled_group_seconds, keep.rollout_seconds),
+    )
+
+
+def _places(stages: PipelineSettings) -> int:
+    """Return how many rollouts can be in progress before their evaluation."""
+    return stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
+
+
+def make_concurrency(foundation: Foundation, stages: Stages, manager: RunManager) -> Concurrency:
+    """Make what changes how much this node runs at once, and tells the run manager."""
+
+    def on_change(pipeline: PipelineSettings) -> None:
+        # Of nodes that share a store, the next heartbeat tells the leader, wherever it is.
+        if not foundation.store.cluster.is_shared:
+            manager.resize(_places(pipeline))
+
+    return Concurrency(stages, foundation.node, foundation.settings, on_change)
+
+
+async def begin_work(
+    stack: AsyncExitStack,
+    foundation: Foundation,
+    serving: PolicyServing,
+    member: ClusterMember,
+    hangs: HangWatch,
+) -> Membership:
+    """Join the cluster, and work until the stack is closed."""
+    membership = member.membership()
+    await stack.enter_async_context(membership.joined())
+    await stack.enter_async_context(hangs.running())  # also while the pipeline ends
+    await stack.enter_async_context(member.pipeline.running())
+    claims = member.claims
+    await _watch_states(
+        stack,
+        StateWatcher(
+            foundation.announcer.announce,
+            foundation.node,
+            backends=serving.views,
+            claims=lambda: claims.is_open,
+        ),
+    )
+    leadership = Leadership(member.cluster, member.owner)
+    foundation.metrics.registry.register(NodeMetrics(lambda: membership.beat, lambda: leadership.leases))
+    manager = member.manager
+    await stack.enter_async_context(
+        leadership.leading({RUNS_ROLE: manager.manage, RETENTION_ROLE: manager.prune})
+    )
+    return membership
+
+
+async def _watch_states(stack: AsyncExitStack, watcher: StateWatcher) -> None:
+    tasks = await stack.enter_async_context(anyio.create_task_group())
+    stack.callback(tasks.cancel_scope.cancel)
+    tasks.start_soon(watcher.run)

@@ -2,5 +2,5 @@
 
 from rollout_service.server.overview.backend_figures import BackendFigures as BackendFigures
 from rollout_service.server.overview.builder import OverviewBuilder as OverviewBuilder
-from rollout_service.server.overview.feed import OverviewFeed as OverviewFeed
+from rollout_service.server.overview.builder import OverviewFeed as OverviewFeed
 from rollout_service.server.overview.outcomes import Outcomes as Outcomes

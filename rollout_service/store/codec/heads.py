@@ -16,7 +16,7 @@ import zstandard
 
 from api_schemas.runs import Group
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec.row import Row
+from rollout_service.store.codec.record import Row
 from rollout_service.store.columns import Columns
 from rollout_service.store.runs_contract import GroupHead
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api_schemas.runs.history import RunHistory
-from rollout_service.groups.figures import PHASES, GroupFigures
+from rollout_service.groups.statistics import PHASES, GroupFigures
 from rollout_service.store.codec.rollouts import when
 from rollout_service.store.runs_contract import GroupClosure
 

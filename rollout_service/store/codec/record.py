@@ -9,8 +9,13 @@ The length 0 stands for a sub-agent without a trajectory.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import struct
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pydantic import BaseModel
 
 _JOINED = b"\x03"
 _LENGTH = struct.Struct("<Q")
@@ -55,3 +60,25 @@ def _parts(record: bytes) -> list[bytes]:
     if at > len(record) or not parts:
         raise ValueError("the record was cut off")
     return parts
+
+
+# The fingerprint by which a store tells a repeated request from another one with the same id.
+#
+# Guarantee: the caller's trace does not count, since a client that repeats a request may do so within another span.
+
+
+def fingerprint(request: BaseModel) -> bytes:
+    """Return the SHA-256 of the request's canonical JSON: sorted keys, defaults filled in, no white space."""
+    canonical = json.dumps(
+        request.model_dump(mode="json", exclude={"trace"}), sort_keys=True, separators=(",", ":")
+    )
+    return hashlib.sha256(canonical.encode()).digest()
+
+
+# The part of a stored record that the codecs need.
+
+
+class Row(Protocol):
+    """A record with named fields, such as a row of SQLite or a dictionary."""
+
+    def __getitem__(self, name: str, /) -> Any: ...

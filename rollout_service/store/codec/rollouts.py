@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 import zlib
@@ -23,11 +24,12 @@ from pydantic import TypeAdapter
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, StopReason
+from api_schemas.rollouts.sessions import TurnMark
 from api_schemas.rollouts.trees import NodeDetail, RolloutNodes
 from api_schemas.trajectories import Trajectory
 from rollout_service.base.errors import RecordLostError
-from rollout_service.store.codec import trees, turn_marks
-from rollout_service.store.codec.row import Row
+from rollout_service.store.codec import trees
+from rollout_service.store.codec.record import Row
 from rollout_service.store.contract import Lease
 
 _RETRIES = TypeAdapter(list[ErrorInfo])
@@ -84,7 +86,7 @@ def encode_result(result: Rollout) -> str:
     if result.nodes:
         text = f'{text[:-1]},"nodes":"{trees.encode(result.nodes)}"}}'
     if result.turn_marks:
-        text = f'{text[:-1]},"turn_marks":"{turn_marks.encode(result.turn_marks)}"}}'
+        text = f'{text[:-1]},"turn_marks":"{encode_turn_marks(result.turn_marks)}"}}'
     return text
 
 
@@ -160,7 +162,7 @@ def _decode_rollout(row: Row, shown: Shown) -> Rollout:
         result.pop("kind", None)
         result.pop("session", None)
     elif marks is not None and shown is not Shown.WORK:
-        result["turn_marks"] = turn_marks.decode(marks)
+        result["turn_marks"] = decode_turn_marks(marks)
     if state is RolloutState.CANCELLED:
         result.setdefault("stop_reason", StopReason.CANCELLED)
     return Rollout(
@@ -214,3 +216,22 @@ def decode_event(row: Row) -> Event:
         subject=row["subject"],
         data=json.loads(row["data"]),
     )
+
+
+# The marks of the turns of a stored part of a session, as a compressed part of the rollout's result.
+#
+# Guarantee: reading returns what was written, to the last bit.
+
+_MARKS = TypeAdapter(list[TurnMark])
+_LEVEL = 1
+
+
+def encode_turn_marks(marks: Sequence[TurnMark]) -> str:
+    """Return marks as text."""
+    text = _MARKS.dump_json(list(marks))
+    return base64.b64encode(zstandard.ZstdCompressor(level=_LEVEL).compress(text)).decode()
+
+
+def decode_turn_marks(text: str) -> list[TurnMark]:
+    """Return the marks that `encode_turn_marks` wrote."""
+    return _MARKS.validate_json(zstandard.ZstdDecompressor().decompress(base64.b64decode(text)))

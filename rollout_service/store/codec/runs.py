@@ -17,7 +17,7 @@ from rollout_service.base.errors import RecordLostError
 from rollout_service.base.ids import BatchId, GroupId
 from rollout_service.groups.shares import Owner
 from rollout_service.store.codec import rollouts as codec
-from rollout_service.store.codec.row import Row
+from rollout_service.store.codec.record import Row
 from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupClosure, RunRecord
 
 _SAMPLES = TypeAdapter(list[ClosedSample])

@@ -15,8 +15,8 @@ from api_schemas.errors import FieldError
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.views.summaries import RolloutSummary, SummaryOrder
 from rollout_service.base.errors import InvalidFieldError
+from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.rollouts import reading, when
-from rollout_service.store.codec.row import Row
 
 NO_FIGURES: Mapping[str, int | float | None] = {"turns": None, "tokens": None, "worked": None}
 """The figures of a rollout whose record cannot be read."""

@@ -16,9 +16,8 @@ import anyio
 import anyio.to_thread
 
 from rollout_service.store.segments.files import SharedFiles
-from rollout_service.store.segments.ledger import SegmentLedger
-from rollout_service.store.segments.problems import folder_failed
-from rollout_service.store.segments.reference import DRAFT_SUFFIX, FILE_NAME
+from rollout_service.store.segments.ledger import DRAFT_SUFFIX, FILE_NAME, SegmentLedger
+from rollout_service.store.segments.proof import folder_failed
 
 T = TypeVar("T")
 

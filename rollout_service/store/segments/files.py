@@ -13,7 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from rollout_service.base.private_files import OWNER_ONLY
-from rollout_service.store.segments.reference import DRAFT_SUFFIX
+from rollout_service.store.segments.ledger import DRAFT_SUFFIX
 
 
 class SharedFiles:

@@ -6,7 +6,7 @@ Guarantees: see `writer`, `reader`, `collector`, `proof` and `watch`, each of wh
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -15,15 +15,18 @@ from typing import Self
 import anyio
 import anyio.to_thread
 
-from rollout_service.base.errors import RecordLostError
+from rollout_service.base.errors import RecordLostError, StoreError
 from rollout_service.store.segments import collector
 from rollout_service.store.segments.files import SharedFiles
-from rollout_service.store.segments.ledger import SegmentLedger, SegmentTotals
-from rollout_service.store.segments.problems import folder_failed
-from rollout_service.store.segments.proof import FolderProof, prove_shared
-from rollout_service.store.segments.reader import SegmentReader
-from rollout_service.store.segments.reference import SegmentReference
-from rollout_service.store.segments.watch import FolderWatch
+from rollout_service.store.segments.ledger import SegmentLedger, SegmentReference, SegmentTotals
+from rollout_service.store.segments.proof import (
+    FolderMark,
+    FolderProof,
+    folder_failed,
+    folder_hangs,
+    prove_shared,
+    record_lost,
+)
 from rollout_service.store.segments.writer import FILE_BYTES, FILE_SECONDS, SegmentWriter
 
 SWEEP_SECONDS = 86_400.0
@@ -161,3 +164,137 @@ class SegmentFolder:
     async def close(self) -> None:
         """Seal this service's files; idempotent."""
         await self._writer.close()
+
+
+# Reads records from segment files, whoever wrote them.
+#
+# Guarantees: the event loop never waits for the disk; a record that cannot be read is a RecordLostError, which harms
+# no other record; a folder that has gone away as a whole is a StoreError, since its records are not lost.
+
+READERS = 8
+"""The most threads that read at once."""
+
+
+class SegmentReader:
+    """Reads from the files of one folder."""
+
+    def __init__(self, files: SharedFiles, proof: FolderProof) -> None:
+        self._files = files
+        self._proof = proof
+        self._threads = anyio.CapacityLimiter(READERS)
+
+    async def read(self, reference: str, subject: str) -> bytes:
+        """Return a record; `subject` names in errors what it belongs to.
+
+        Raises:
+            RecordLostError: The record is gone or damaged.
+            StoreError: The folder cannot be read at the moment.
+        """
+        found = (await self.read_all({subject: reference}))[0]
+        if isinstance(found, RecordLostError):
+            raise found
+        return found
+
+    async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
+        """Return many records by what they belong to, in this order; each that is lost is an error in its place.
+
+        Raises:
+            StoreError: The folder cannot be read at the moment.
+        """
+        return await anyio.to_thread.run_sync(self._read_all, references, limiter=self._threads)
+
+    def _read_all(self, references: Mapping[str, str]) -> list[bytes | RecordLostError]:
+        found: list[bytes | RecordLostError] = []
+        for subject, reference in references.items():
+            try:
+                found.append(self._read(SegmentReference.parse(reference)))
+            except FileNotFoundError:
+                self._proof.check()
+                found.append(record_lost(subject, "its file is missing"))
+            except OSError as error:
+                raise folder_failed(self._files.folder, error) from error
+            except ValueError as error:
+                found.append(record_lost(subject, str(error)))
+        return found
+
+    def _read(self, reference: SegmentReference) -> bytes:
+        framed = self._files.read(reference.file, reference.offset, reference.framed_length)
+        return reference.extract(framed)
+
+
+# Whether the shared folder can be used, as this service last saw it.
+#
+# Guarantees: a folder that was lost, exchanged, filled, made read-only, or that does not answer, is noticed within
+# seconds although nothing is written; once it is usable again, that is noticed by itself. After the store's folder
+# was exchanged for a new one on purpose, the new one is used without a restart.
+
+CHECK_SECONDS = 5.0
+"""How often the folder is checked. A check writes one small file."""
+AGAIN_SECONDS = 1.0
+"""How often it is checked while it cannot be used."""
+HANGS_SECONDS = 10.0
+"""How long a check may take; file systems over a network wait for their server without end."""
+WRITE_SECONDS = 3.0
+"""How long a failed write counts: a small file may still fit where a record does not."""
+
+
+class FolderWatch:
+    """Checks the folder, and hears of what failed there."""
+
+    def __init__(self, proof: FolderProof, ledger: SegmentLedger) -> None:
+        self._proof = proof
+        self._ledger = ledger
+        self._checked: StoreError | None = None
+        """The result of the last check."""
+        self._write: StoreError | None = None
+        self._write_failed_at = 0.0
+        self.tell: Callable[[StoreError | None], None] = lambda _: None
+        """Told why the folder cannot be used, or None, whenever that was looked at."""
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why the folder cannot be used, or None."""
+        recent = time.monotonic() - self._write_failed_at < WRITE_SECONDS
+        return self._checked or (self._write if recent else None)
+
+    async def run(self) -> None:
+        """Check again and again, until cancelled."""
+        while True:
+            await anyio.sleep(CHECK_SECONDS if self.problem is None else AGAIN_SECONDS)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._tell_if_it_hangs)
+                await self.check()
+                tasks.cancel_scope.cancel()
+
+    async def check(self) -> None:
+        """Check now whether the folder is the one that the store uses, and can be written."""
+        await self.follow()
+        try:
+            # A check that waits for a file server must not hold up the end of the service.
+            await anyio.to_thread.run_sync(self._proof.check_usable, abandon_on_cancel=True)
+        except StoreError as error:
+            self._found(error)
+        else:
+            self._found(None)
+
+    async def follow(self) -> None:
+        """Learn which folder the store uses now: it may have been exchanged, or Redis may have lost everything."""
+        try:
+            self._proof.mark = FolderMark(await self._ledger.store_id(), await self._ledger.mark(None))
+        except StoreError:
+            return  # the store itself fails, and says so
+
+    def wrote(self, error: StoreError | None) -> None:
+        """Hear how a write to the folder ended. One that succeeded proves little: its file was open before."""
+        self._write = error
+        if error is not None:
+            self._write_failed_at = time.monotonic()
+        self.tell(self.problem)
+
+    def _found(self, error: StoreError | None) -> None:
+        self._checked = error
+        self.tell(self.problem)
+
+    async def _tell_if_it_hangs(self) -> None:
+        await anyio.sleep(HANGS_SECONDS)
+        self._found(folder_hangs(self._proof.folder, HANGS_SECONDS))

@@ -10,9 +10,12 @@ been deleted in the meantime.
 
 from __future__ import annotations
 
+import re
+import struct
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +74,70 @@ class SegmentLedger(Protocol):
     async def totals(self) -> SegmentTotals:
         """Return what is held."""
         ...
+
+
+# Records in segment files, and the references to them.
+#
+# Guarantee: a record is returned exactly as it was written, or not at all. Its length and its checksum are in the
+# reference as well as before the bytes, so a torn, overwritten or exchanged file is always noticed.
+#
+# A file begins with FILE_HEADER. A record is its length and its CRC-32 (uint32 each, little-endian), then its bytes.
+# A reference is the text `FILE:OFFSET:LENGTH:CRC`, with the CRC in hexadecimal digits.
+
+FILE_HEADER = b"rollout segment 1\n"
+FILE_NAME = re.compile(r"[0-9a-f]{12}-[0-9]{1,12}\.segment", re.ASCII)
+DRAFT_SUFFIX = ".draft"
+_HEADER = struct.Struct("<II")
+_FORM = re.compile(rf"({FILE_NAME.pattern}):([0-9]{{1,15}}):([0-9]{{1,10}}):([0-9a-f]{{8}})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReference:
+    """Where a record is, and how to know it."""
+
+    file: str
+    offset: int
+    """Where the record's header begins, in bytes."""
+    length: int
+    """The length of the record without its header, in bytes."""
+    crc: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the reference with this text.
+
+        Raises:
+            ValueError: The text is not a reference.
+        """
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is not a reference to a record")
+        file, offset, length, crc = found.groups()
+        return cls(file, int(offset), int(length), int(crc, 16))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.offset}:{self.length}:{self.crc:08x}"
+
+    @property
+    def framed_length(self) -> int:
+        """The length of the record with its header, in bytes."""
+        return _HEADER.size + self.length
+
+    def extract(self, framed: bytes) -> bytes:
+        """Return the record from its bytes with the header.
+
+        Raises:
+            ValueError: These are not the bytes that were written.
+        """
+        if len(framed) != self.framed_length:
+            raise ValueError(f"the file ends {self.framed_length - len(framed)} bytes too early")
+        data = framed[_HEADER.size :]
+        if _HEADER.unpack_from(framed) != (self.length, self.crc) or zlib.crc32(data) != self.crc:
+            raise ValueError("the checksum is wrong")
+        return data
+
+
+def frame(file: str, offset: int, data: bytes) -> tuple[SegmentReference, bytes]:
+    """Return a record's reference and its header."""
+    crc = zlib.crc32(data)
+    return SegmentReference(file, offset, len(data), crc), _HEADER.pack(len(data), crc)

@@ -23,10 +23,8 @@ import structlog
 
 from rollout_service.base.errors import ServiceError, StoreError
 from rollout_service.store.segments.files import SharedFiles
-from rollout_service.store.segments.ledger import SegmentLedger
-from rollout_service.store.segments.problems import LOST_HINT, folder_failed, folder_lost
-from rollout_service.store.segments.proof import FolderProof
-from rollout_service.store.segments.reference import FILE_HEADER, SegmentReference, frame
+from rollout_service.store.segments.ledger import FILE_HEADER, SegmentLedger, SegmentReference, frame
+from rollout_service.store.segments.proof import LOST_HINT, FolderProof, folder_failed, folder_lost
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
 from rollout_service.base.errors import ConflictError, RecordLostError, describe
 from rollout_service.store.codec import rollouts as codec
-from rollout_service.store.codec.fingerprint import fingerprint
+from rollout_service.store.codec.record import fingerprint
 from rollout_service.store.codec.summaries import NO_FIGURES
 from rollout_service.store.contract import Lease
 

@@ -24,9 +24,9 @@ from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec.fingerprint import fingerprint
-from rollout_service.store.codec.group_rows import make_row
+from rollout_service.store.codec.groups import make_row
 from rollout_service.store.codec.history import make_history
+from rollout_service.store.codec.record import fingerprint
 from rollout_service.store.codec.summaries import decode_cursor, encode_cursor
 from rollout_service.store.columns import Columns
 from rollout_service.store.lists_contract import GroupSelection

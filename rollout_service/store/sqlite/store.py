@@ -34,7 +34,7 @@ from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec import trees
-from rollout_service.store.contract import Lease, Store
+from rollout_service.store.contract import EncodedSteps, Lease, Store, UnsavedTurn
 from rollout_service.store.lists_contract import LOOKED_AT
 from rollout_service.store.single_cluster import SingleCluster
 from rollout_service.store.sqlite import rollout_statements as statements
@@ -43,8 +43,6 @@ from rollout_service.store.sqlite.lists.summaries import ROWS_AT_ONCE, SummarySe
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.schema import STORE, Disk
 from rollout_service.store.sqlite.thread import DatabaseThread
-from rollout_service.store.steps_contract import EncodedSteps
-from rollout_service.store.turns_contract import UnsavedTurn
 
 T = TypeVar("T")
 

@@ -12,8 +12,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_service.store.steps_contract import MAX_RECORDS, EncodedSteps
-from rollout_service.store.turns_contract import UnsavedTurn
+from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTurn
 
 _SAVE = """
 INSERT INTO turns (rollout, number, data)

@@ -8,14 +8,14 @@ import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from sandboxes.images.dockerfile.bases import base_state
-from sandboxes.images.dockerfile.context import BuildContext, ContextFile, digest, send
-from sandboxes.images.dockerfile.layer_builder import BuildOptions, LayerBuilder
+from sandboxes.images import squashfs
+from sandboxes.images.dockerfile.context import BuildContext, ContextFile, digest, send, send_tree
+from sandboxes.images.dockerfile.layer_builder import BuildOptions, LayerBuilder, add_settings, pack
 from sandboxes.images.dockerfile.layers import LayerStore, make_key
-from sandboxes.images.dockerfile.namespace import PATH, Line, StepJob, StepMount
-from sandboxes.images.dockerfile.packing import add_settings, pack
-from sandboxes.images.dockerfile.parser import HEREDOC, Instruction
+from sandboxes.images.dockerfile.namespace import PATH, Line, StepJob, StepMount, StepResult
+from sandboxes.images.dockerfile.parser import HEREDOC, Instruction, StageState
 from sandboxes.images.dockerfile.plan import (
     ADDRESS,
     PREDEFINED,
@@ -24,10 +24,11 @@ from sandboxes.images.dockerfile.plan import (
     BuildStage,
     copied_words,
     parse_mount,
+    platform_arguments,
 )
-from sandboxes.images.dockerfile.settings import SETTINGS
-from sandboxes.images.dockerfile.stages import StageState
-from sandboxes.images.dockerfile.words import expand_heredoc
+from sandboxes.images.dockerfile.words import expand_heredoc, split_words
+from sandboxes.images.facts import read_environment, read_labels
+from sandboxes.images.tree import ImageTree
 
 
 class PlanExecutor:
@@ -218,3 +219,142 @@ class PlanExecutor:
 
     def _expand(self, state: StageState, text: str) -> str:
         return state.expand(text, self._plan.parsed.escape)
+
+
+# Begins stages with a base: its files become a layer, and its settings are those that the stage begins with.
+
+UNPACK = ("-quiet", "-no-progress", "-no-xattrs", "-no-exit-code", "-force")
+
+
+def base_state(builder: LayerBuilder, apptainer: Path, base: Path, origin: Instruction) -> StageState:
+    """Return the state of a stage that has nothing but a base, an image file or folder.
+
+    Args:
+        builder: makes the layer.
+        apptainer: the program that reads image files.
+        base: its path.
+        origin: the instruction that asks for it.
+
+    Raises:
+        ImageBuildError: The base cannot be unpacked, or is too large.
+        ImageError: The base cannot be read.
+    """
+    path = base.resolve()
+    found = path.stat()
+    owners, fresh = builder.namespace.keeps_owners, builder.options.fresh
+    key = make_key("base", str(path), found.st_size, found.st_mtime_ns, owners, fresh)
+    state = StageState(key)
+    builder.add(state, origin, key, lambda changes: _unpack(builder, apptainer, path, changes, origin))
+    tree = ImageTree(state.files[0])
+    descriptor = squashfs.read_descriptor(apptainer, path) if path.is_file() else {}
+    state.declared = {"PATH": PATH} | read_environment(tree)
+    state.env, state.labels = dict(state.declared), read_labels(tree)
+    state.workdir = descriptor.get("WorkingDir") or state.labels.get("docker.workdir") or "/"
+    state.user = descriptor.get("User") or state.labels.get("docker.user") or ""
+    state.entrypoint = _strings(descriptor.get("Entrypoint") or state.labels.get("docker.entrypoint"))
+    state.command = _strings(descriptor.get("Cmd") or state.labels.get("docker.cmd"))
+    return state
+
+
+def _unpack(
+    builder: LayerBuilder, apptainer: Path, image: Path, changes: Path, origin: Instruction
+) -> StepResult:
+    if image.is_dir():
+        job = StepJob("write", changes=changes, dest="/", many=True)
+        return builder.namespace.run(job, builder.say, data=lambda pipe: send_tree(image, pipe))
+    where = squashfs.offset(apptainer, image)
+    argv = ["unsquashfs", *UNPACK, "-offset", where, "-dest", "/tmp/out", "/tmp/in0"]  # noqa: S108  see step/overlay.py
+    # It complains of devices, which nobody can make here, and which every sandbox has of its own.
+    job = StepJob("tool", output=changes / "fs", inputs=[image], argv=argv)
+    result = builder.namespace.run(job)
+    if not any((changes / "fs").iterdir()):
+        raise builder.failed(origin, replace(result, exit_code=result.exit_code or 1))
+    return replace(result, exit_code=0)
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    """Return a list of strings of a descriptor, or of a label, where it is JSON."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return ()
+    return tuple(map(str, found)) if isinstance(found, list) else ()
+
+
+# The instructions that make no layer: each changes what is known of its stage.
+
+KEPT_AS_LABELS = {
+    "EXPOSE": "expose",
+    "HEALTHCHECK": "healthcheck",
+    "STOPSIGNAL": "stopsignal",
+    "VOLUME": "volume",
+}
+Handler = Callable[[BuildPlan, StageState, Instruction], None]
+
+
+def _arg(plan: BuildPlan, state: StageState, one: Instruction) -> None:
+    for word in split_words(one.text, plan.parsed.escape):
+        name, equals, default = word.partition("=")
+        known = platform_arguments() | dict(plan.arguments)
+        otherwise = state.expand(default, plan.parsed.escape) if equals else known.get(name)
+        value = plan.given.get(name, otherwise)
+        if value is not None:
+            state.args[name] = value
+
+
+def _env(plan: BuildPlan, state: StageState, one: Instruction) -> None:
+    state.env |= _pairs(plan, state, one)
+
+
+def _label(plan: BuildPlan, state: StageState, one: Instruction) -> None:
+    state.labels |= _pairs(plan, state, one)
+
+
+def _pairs(plan: BuildPlan, state: StageState, one: Instruction) -> dict[str, str]:
+    escape = plan.parsed.escape
+    words = split_words(one.text, escape)
+    if "=" not in words[0]:  # the old form: one name, and the rest of the line
+        name, _, value = one.text.partition(" ")
+        return {state.expand(name, escape): state.expand(value.strip(), escape)}
+    pairs = (word.partition("=") for word in words)
+    return {state.expand(name, escape): state.expand(value, escape) for name, _, value in pairs}
+
+
+def _maintainer(_plan: BuildPlan, state: StageState, one: Instruction) -> None:
+    state.labels["maintainer"] = one.text
+
+
+def _keep_as_label(plan: BuildPlan, state: StageState, one: Instruction) -> None:
+    flags = "".join(f"--{name}={value} " for name, value in one.flags)
+    plain = one.keyword == "HEALTHCHECK"
+    text = flags + (one.text if plain else state.expand(one.text, plan.parsed.escape))
+    state.labels[f"docker.{KEPT_AS_LABELS[one.keyword]}"] = text if one.array is None else one.text
+
+
+def _user(plan: BuildPlan, state: StageState, one: Instruction) -> None:
+    state.user = state.expand(one.text, plan.parsed.escape)
+
+
+def _shell(_plan: BuildPlan, state: StageState, one: Instruction) -> None:
+    state.shell = one.array or ()
+
+
+def _start_command(_plan: BuildPlan, state: StageState, one: Instruction) -> None:
+    words = one.array if one.array is not None else (*state.shell, one.text)
+    if one.keyword == "ENTRYPOINT":
+        state.entrypoint, state.command = words, ()
+    else:
+        state.command = words
+
+
+SETTINGS: Mapping[str, Handler] = {
+    "ARG": _arg,
+    "ENV": _env,
+    "USER": _user,
+    "SHELL": _shell,
+    "LABEL": _label,
+    "MAINTAINER": _maintainer,
+    "ENTRYPOINT": _start_command,
+    "CMD": _start_command,
+} | dict.fromkeys(KEPT_AS_LABELS, _keep_as_label)
+"""What each does to the state of a stage of a plan. They raise ValueError for text that means nothing."""

@@ -7,11 +7,13 @@ arguments, JSON arrays, and here-documents of RUN, COPY and ADD.
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from sandboxes.errors import DockerfileError
-from sandboxes.images.dockerfile.words import DEFAULT_ESCAPE, split_words, unquote
+from sandboxes.images.dockerfile.layers import ImageLayer
+from sandboxes.images.dockerfile.words import DEFAULT_ESCAPE, expand, split_words, unquote
 
 DIRECTIVE = re.compile(r"#[ \t]*([A-Za-z]\w*)[ \t]*=[ \t]*(.*?)[ \t]*")
 HEREDOC = re.compile(r"\d*<<(-?)([^<]+)")
@@ -207,3 +209,41 @@ class _InstructionReader:
 
     def _error(self, line: int, message: str, hint: str | None = None) -> DockerfileError:
         return DockerfileError(message, file=self._file, line=line, hint=hint)
+
+
+# What a build knows of its stages: the variables, labels and layers that the instructions so far have given one.
+
+
+@dataclass(slots=True)
+class StageState:
+    """What is known of a stage so far."""
+
+    key: str
+    layers: tuple[ImageLayer, ...] = ()
+    """The topmost first."""
+
+    declared: Mapping[str, str] = field(default_factory=dict)
+    """The variables of the base's own scripts, which the image keeps."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    args: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    workdir: str = "/"
+    user: str = ""
+    shell: tuple[str, ...] = ("/bin/sh", "-c")
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The folders of the layers, the topmost first."""
+        return tuple(layer.files for layer in self.layers)
+
+    @property
+    def size_bytes(self) -> int:
+        """What all layers take on disk."""
+        return sum(layer.size_bytes for layer in self.layers)
+
+    def expand(self, text: str, escape: str) -> str:
+        """Replace the variables of a text; see `words.expand`."""
+        return expand(text, self.args | self.env, escape)

@@ -12,7 +12,7 @@ limit holds for each process and the disk limit for each file, and a list of hos
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,16 +21,17 @@ import anyio.to_thread
 from sandboxes.config import ApptainerConfig, parse_user_range
 from sandboxes.contract import DEFAULT_WORKDIR, Bind, SandboxSpec
 from sandboxes.egress.rules import AllowList
-from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
+from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
 from sandboxes.host.facts import INSTALL_HINT, find_apptainer
 from sandboxes.host.processes import MARKER
-from sandboxes.host.subordinate_ids import has_subordinate_ids, subordinate_ids_command
+from sandboxes.host.subordinate_ids import has_subordinate_ids, resolve_user, subordinate_ids_command
 from sandboxes.host.uid_leases import HostUsers, UserLease
-from sandboxes.host.users import resolve_user
+from sandboxes.images import toolkit
+from sandboxes.images.cache import default_cache
 from sandboxes.images.store import ImageStore
+from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
-from sandboxes.providers.apptainer.prepared import PreparedImages
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, EgressPlan, HostProvider, LaunchPlan
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT
@@ -292,3 +293,69 @@ def _find_binary(configured: Path | None) -> Path:
     if not os.access(configured, os.X_OK):
         raise ProviderUnavailableError(f"{configured} is not an executable file", hint=INSTALL_HINT)
     return configured
+
+
+# Prepare images for Apptainer sandboxes: the image on disk, and the Python that runs its kernels.
+#
+# The image's own python3 is used if the image's files show that it runs and has ipykernel; otherwise the toolkit's
+# is. This is determined once per image, when it is unpacked, and costs a start nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image that is ready to start sandboxes from."""
+
+    image: Path
+    """The image file, or the folder it is unpacked in."""
+
+    python: str = "python3"
+    binds: tuple[Bind, ...] = ()
+    workdir: str | None = None
+    """The working folder that the image names."""
+
+    user_env: dict[str, str] = field(default_factory=dict)
+    """HOME, USER and LOGNAME of the user that the image names."""
+
+
+class PreparedImages:
+    """Finds images by name, and prepares them."""
+
+    def __init__(
+        self, config: ApptainerConfig, images: ImageStore, apptainer: Path, owner: tuple[int, int]
+    ) -> None:
+        self._config = config
+        self._images = images
+        self.unpacked = UnpackedImages(
+            apptainer,
+            config.unpacked_dir or default_cache() / "unpacked",
+            *owner,
+            budget_bytes=config.unpacked_budget_bytes,
+        )
+        """The unpacked images."""
+
+    async def prepare(self, name: str) -> PreparedImage:
+        """Prepare an image. The first time takes seconds if the image has to be unpacked.
+
+        Raises:
+            ImageNotFoundError: The image does not exist, or the toolkit is required and its image does not exist.
+            ImageError: The image cannot be unpacked, or the toolkit cannot be made.
+        """
+        return await anyio.to_thread.run_sync(self._prepare, name)
+
+    def _prepare(self, name: str) -> PreparedImage:
+        image = self._images.resolve(name)
+        facts = None if self._config.unpack or image.is_dir() else self.unpacked.facts(image)
+        if facts is None:
+            unpacked = self.unpacked.provide(image)
+            image, facts = unpacked.folder, unpacked.facts
+        if self._config.python == "image" or (self._config.python == "auto" and not facts.needs_toolkit):
+            return PreparedImage(image, workdir=facts.workdir, user_env=facts.user_env)
+        try:
+            folder = self.unpacked.toolkit(self._images.resolve(self._config.toolkit_image))
+        except ImageNotFoundError:
+            if self._config.python == "toolkit":
+                raise
+            # Bash works anyway; the start of a kernel reports what is missing.
+            return PreparedImage(image, workdir=facts.workdir, user_env=facts.user_env)
+        bind = Bind(str(folder), toolkit.INSIDE)
+        return PreparedImage(image, toolkit.PYTHON, (bind,), facts.workdir, facts.user_env)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.config import ApptainerConfig, parse_user_range
+from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.host.uid_leases import HostUsers
-from sandboxes.host.users import resolve_user
 from sandboxes.images.cache import default_cache
 from sandboxes.providers.apptainer import seccomp
 from sandboxes.providers.apptainer.launch import PTYS

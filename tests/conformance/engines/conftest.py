@@ -9,8 +9,8 @@ from anyio.from_thread import start_blocking_portal
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.kinds.vllm.backend import VllmBackend
+from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.local_servers.process import ServerProcess
-from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.engines.local_servers.vllm_cpu import CACHE_BLOCK, VllmCpuServer
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm, Shape, write_random_checkpoint
 from tests.support.engines.engine_under_test import Checkpoints, EngineUnderTest, until_idle

@@ -12,7 +12,7 @@ import pytest
 
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
-from rollout_service.engines.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
+from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT
 
 pytestmark = [
     pytest.mark.anyio,

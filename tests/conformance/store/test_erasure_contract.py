@@ -19,10 +19,10 @@ from rollout_service.cluster.identity import is_gone
 from rollout_service.groups import FilterChain
 from rollout_service.runs.closing import close_group
 from rollout_service.store import Store
+from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.store.steps_contract import EncodedSteps
 from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, create_run, lease_batch, leased_batch, trajectory
 from tests.support.searching import holding, redis_values, sqlite_values, traces

@@ -19,7 +19,7 @@ from api_schemas.tasks import Task
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter
 from rollout_service.base.errors import InvalidFieldError, NotFoundError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.groups.figures import GroupFigures
+from rollout_service.groups.statistics import GroupFigures
 from rollout_service.store import Lease, Store
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.store import RedisStore

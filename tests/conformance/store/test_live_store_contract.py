@@ -12,9 +12,8 @@ import pytest
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
 from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import DIGEST_BYTES, LiveStore, OptOuts
-from rollout_service.live.sqlite.consent_statements import MAX_DIGESTS
 from rollout_service.live.sqlite.schema import LIVE
-from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.live.sqlite.store import MAX_DIGESTS, SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
 pytestmark = pytest.mark.anyio

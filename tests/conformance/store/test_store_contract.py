@@ -38,11 +38,10 @@ from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment,
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.store import Lease, Store
+from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTurn
 from rollout_service.store.redis import RedisStore
 from rollout_service.store.runs_contract import NewGroup, RetentionPolicy
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.store.steps_contract import MAX_RECORDS, EncodedSteps
-from rollout_service.store.turns_contract import UnsavedTurn
 from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio

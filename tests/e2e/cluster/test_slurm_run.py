@@ -17,7 +17,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.shipped import policy_folder
 from sandboxes.images.store import ImageStore
 from tests.support.redis_server import program as redis_program

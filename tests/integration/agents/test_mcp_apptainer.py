@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.agents.mcp.errors import McpServerError
+from rollout_service.agents.mcp.transports import McpServerError
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play

@@ -19,10 +19,10 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_service.activity import Activity, ActivityBoard, noting, waits_for
 from rollout_service.cli import app
-from rollout_service.observability.tracing.steps.encoding import compress, encode
+from rollout_service.observability.tracing.steps import compress, encode
+from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.runs_contract import NewGroup
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.store.steps_contract import EncodedSteps
 from tests.support.api.server import api_server
 
 TASK = Task(environment="calc", instance={"question": "1", "answer": "1"})

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app
-from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder

@@ -13,7 +13,7 @@ from rollout_service.environments.bridges.games.environment import GameEnvironme
 from rollout_service.environments.bridges.games.library import GameLibrary
 from rollout_service.environments.bridges.gem.environment import GEM, GemGame
 from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM, GymnasiumToyText
-from rollout_service.environments.splits import count_splits
+from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy

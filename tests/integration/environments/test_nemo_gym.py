@@ -17,7 +17,7 @@ from api_schemas.trajectories import ToolCall
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.nemo_gym.environment import NemoGym
 from rollout_service.environments.bridges.nemo_gym.library import NEMO_GYM, SERVERS, WORKER
-from rollout_service.environments.splits import count_splits
+from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

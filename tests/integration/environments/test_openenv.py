@@ -13,8 +13,8 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import EnvironmentFailedError, ServiceError
-from rollout_service.environments.bridges.openenv.environment import OpenEnv, load_openenv
-from rollout_service.environments.bridges.openenv.session import OpenEnvServer, OpenEnvServerError
+from rollout_service.environments.bridges.openenv import OpenEnv, load_openenv
+from rollout_service.environments.bridges.openenv_session import OpenEnvServer, OpenEnvServerError
 from rollout_service.episodes import PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play

@@ -19,15 +19,14 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from rollout_service.authoring.openenv_server.server import EnvironmentServer
+from rollout_service.authoring.openenv_server import EnvironmentServer
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.cli import app
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.bridges.openenv.declaration import OpenEnvDeclaration
-from rollout_service.environments.bridges.openenv.environment import OpenEnv
-from rollout_service.environments.bridges.openenv.session import OpenEnvServer, OpenEnvServerError
-from rollout_service.environments.bridges.verifiers.library import VERIFIERS
-from rollout_service.environments.builtin.calc.environment import environment as calc
+from rollout_service.environments.bridges.openenv import OpenEnv, OpenEnvDeclaration
+from rollout_service.environments.bridges.openenv_session import OpenEnvServer, OpenEnvServerError
+from rollout_service.environments.bridges.verifiers.catalog import VERIFIERS
+from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.pipeline.sandbox_source import SandboxSource

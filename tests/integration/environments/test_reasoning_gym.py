@@ -17,7 +17,7 @@ from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.bridges.reasoning_gym.environment import ReasoningGym
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, WORKER, generate
-from rollout_service.environments.splits import count_splits
+from rollout_service.environments.dataset_files import count_splits
 from rollout_service.episodes import Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play

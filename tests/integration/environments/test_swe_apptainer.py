@@ -10,11 +10,10 @@ import pytest
 from api_schemas.rollouts import StopReason
 from benchmarks.support.swe_patches import adding, hostile_patches
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
-from rollout_service.environments.reference import Solving
+from rollout_service.environments.lint import Solving
 from rollout_service.environments.registry import load_path
 from rollout_service.environments.swe.environment import PATCH
-from rollout_service.environments.swe.evaluation import SweEvaluation
-from rollout_service.environments.swe.grading import SWEBENCH, judge_log
+from rollout_service.environments.swe.grading import SWEBENCH, SweEvaluation, judge_log
 from rollout_service.environments.swe.repository import apply_patch, go_to_start, make_ready, read_changes
 from rollout_service.environments.swe.scripts import END, START, plant_canary
 from rollout_service.environments.swe.tasks import read_task

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
-from rollout_service.environments.splits import count_splits
+from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy

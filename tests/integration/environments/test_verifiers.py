@@ -15,10 +15,10 @@ from pydantic import JsonValue
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import ForkReason, Segment, Trajectory
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
+from rollout_service.environments.bridges.verifiers.catalog import VERIFIERS
 from rollout_service.environments.bridges.verifiers.declaration import TasksetTable
 from rollout_service.environments.bridges.verifiers.environment import VerifiersEnvironment, load_verifiers
-from rollout_service.environments.bridges.verifiers.library import VERIFIERS
-from rollout_service.environments.splits import count_splits
+from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, turn

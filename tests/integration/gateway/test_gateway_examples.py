@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.environments.builtin.calc.environment import environment
+from rollout_service.environments.builtin.calc import environment
 from tests.support.adapters.service import engine, service
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"

@@ -15,8 +15,8 @@ from anyio.from_thread import start_blocking_portal
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.local_servers.process import EngineStartError
-from rollout_service.engines.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.engines.local_servers.vllm_cpu import VllmCpuServer
 from rollout_service.testing import write_random_checkpoint
 

@@ -31,7 +31,7 @@ from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnMarkRecord
 from rollout_service.live.judging.opening import make_judge_stage, make_teacher
-from rollout_service.live.next_state import next_state
+from rollout_service.live.recorder import next_state
 from rollout_service.live.replay import LIVE, pack
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveJudgeSettings

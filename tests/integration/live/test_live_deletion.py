@@ -14,8 +14,8 @@ from api_schemas.runs import Batch
 from api_schemas.sessions import DeletedSessions
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.store.codec import trajectories as trajectory_codec
-from rollout_service.store.codec import turn_marks
-from rollout_service.store.steps_contract import EncodedSteps
+from rollout_service.store.codec.rollouts import encode_turn_marks
+from rollout_service.store.contract import EncodedSteps
 from tests.support.live.parts import LiveBench, live_bench
 
 pytestmark = pytest.mark.anyio
@@ -43,7 +43,7 @@ async def traces(bench: LiveBench, rollout_id: str) -> list[bytes]:
     trajectory = await bench.store.trajectory(rollout_id)
     assert trajectory is not None
     tokens = trajectory_codec.encode(trajectory)
-    marks = turn_marks.encode(rollout.turn_marks).encode()
+    marks = encode_turn_marks(rollout.turn_marks).encode()
     return [tokens[20:60], marks[20:80], b"said after", b"answer 0"]
 
 

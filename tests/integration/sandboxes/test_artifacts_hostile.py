@@ -8,7 +8,7 @@ import pytest
 
 from api_schemas.rollouts import StopReason
 from rollout_service.cli.env.new import make_environment
-from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource

@@ -15,7 +15,7 @@ from api_schemas.tasks import Task
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store.redis import RedisConfig, RedisStore
-from rollout_service.store.redis.lists import index
+from rollout_service.store.redis import lists as index
 from tests.support.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]

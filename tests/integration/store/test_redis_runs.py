@@ -22,7 +22,7 @@ from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis import RedisConfig, RedisConnection
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.keys import RunKeys
-from rollout_service.store.redis.runs.packing import pack
+from rollout_service.store.redis.runs.records import pack
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch, RetentionPolicy
 from tests.support.redis_server import RedisServer, redis_server

@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.folder import SegmentReader
 from rollout_service.store.segments.proof import MARK_FILE, FolderMark, FolderProof
-from rollout_service.store.segments.reader import SegmentReader
 
 ROOT = Path(__file__).parents[3]
 RECORDS = 300

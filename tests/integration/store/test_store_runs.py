@@ -12,12 +12,12 @@ from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunState
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import NotFoundError, StoreError
+from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.runs_contract import (
     GroupClosure,
     RetentionPolicy,
 )
 from rollout_service.store.sqlite import SqliteStore, schema
-from rollout_service.store.steps_contract import EncodedSteps
 from tests.support.runs import (
     TASKS,
     ManualClock,

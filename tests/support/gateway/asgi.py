@@ -24,7 +24,7 @@ from rollout_service.gateway.server.app import GatewayApp
 from rollout_service.gateway.sessions.keys import OneSession
 from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
-from rollout_service.http.requests.bodies import BodiesInFlight
+from rollout_service.http.requests import BodiesInFlight
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 

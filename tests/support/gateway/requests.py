@@ -9,9 +9,8 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from rollout_service.gateway.contract import ClientMessage, ModelCall
+from rollout_service.gateway.contract import ClientMessage, ModelCall, map_roles
 from rollout_service.gateway.dialects import CODECS
-from rollout_service.gateway.roles import map_roles
 from rollout_service.gateway.server.app import GatewayApp
 from rollout_service.gateway.server.paths import Action, GatewayRequest
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.registry import load_path
-from rollout_service.environments.swe.declaration import SweDeclaration
-from rollout_service.environments.swe.environment import SweEnvironment
+from rollout_service.environments.swe.environment import SweDeclaration, SweEnvironment
 from sandboxes.errors import ImagePathError
 from sandboxes.images.dockerfile.context import BuildContext
 from sandboxes.images.dockerfiles import dockerfile_at, find_bases

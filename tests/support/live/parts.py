@@ -21,9 +21,9 @@ from rollout_service.cluster.identity import is_gone
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.groups import FilterRegistry
 from rollout_service.live.contract import LiveStore
-from rollout_service.live.parts.closing import PartCloser
 from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
+from rollout_service.live.parts.work import PartCloser
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.attempt import Attempt

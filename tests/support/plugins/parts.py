@@ -56,7 +56,7 @@ PARTS = (
         "bridges",
         2,
         "uses the real libraries of bridges",
-        ("rollout_service/environments/bridges/", "rollout_service/authoring/openenv_server/"),
+        ("rollout_service/environments/bridges/", "rollout_service/authoring/"),
     ),
     Part(
         "harbor",

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from rollout_service.store.segments import SegmentTotals
 from rollout_service.store.segments.files import SharedFiles
-from rollout_service.store.segments.reference import SegmentReference
+from rollout_service.store.segments.ledger import SegmentReference
 
 
 class MemoryLedger:

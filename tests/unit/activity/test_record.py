@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import (
+    MAX_STEPS,
     Activity,
     ActivityBoard,
     OpenStep,
@@ -23,7 +24,6 @@ from rollout_service.activity import (
     noting,
     waits_for,
 )
-from rollout_service.activity.record import MAX_STEPS
 from rollout_service.base.errors import UnavailableError
 
 pytestmark = pytest.mark.anyio

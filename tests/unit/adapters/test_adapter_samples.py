@@ -23,7 +23,7 @@ from rollout_client.adapters.submit import (
     read_sampling,
     task_text,
 )
-from rollout_client.adapters.weights import WeightsFolder
+from rollout_client.adapters.trl import WeightsFolder
 from rollout_client.errors import WeightsError
 from tests.support.adapters.rollouts import FakeClient, rollout, segment
 

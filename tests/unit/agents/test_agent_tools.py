@@ -5,7 +5,6 @@ import json
 import pytest
 from pydantic import Field
 
-from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS, builtin_tools
 from rollout_service.agents.tool_calling.tools import (
     Arguments,
@@ -14,6 +13,7 @@ from rollout_service.agents.tool_calling.tools import (
     ToolResult,
     by_name,
 )
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.base.errors import ConfigurationError
 from sandboxes.errors import SandboxClosedError
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollout_service.agents.errors import ToolInputError
-from rollout_service.agents.tool_calling import file_search
+from rollout_service.agents.tool_calling import builtin_tools
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
 from rollout_service.agents.tool_calling.tools import ToolContext, by_name
+from rollout_service.agents.turns import ToolInputError
 
 pytestmark = pytest.mark.anyio
 TOOLS = by_name(BUILTIN_TOOLS)
@@ -66,8 +66,8 @@ async def test_mistakes_are_explained(use):
 
 
 async def test_what_is_left_out_is_said(use, local_sandbox, monkeypatch):
-    monkeypatch.setattr(file_search, "MOST_FILES", 2)
-    monkeypatch.setattr(file_search, "MOST_LINES", 3)
+    monkeypatch.setattr(builtin_tools, "MOST_FILES", 2)
+    monkeypatch.setattr(builtin_tools, "MOST_LINES", 3)
     await local_sandbox.write_file("many.txt", "line\n" * 50 + "y" * 5_000)
     assert (await use("glob", pattern="**/*")).endswith("more files match; give a narrower pattern]")
     found = await use("grep", pattern="line", path="many.txt")

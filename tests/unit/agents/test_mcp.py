@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rollout_service.agents.errors import ToolInputError
-from rollout_service.agents.mcp.errors import McpServerError
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.mcp.tools import open_servers, result_text
+from rollout_service.agents.mcp.transports import McpServerError
 from rollout_service.agents.tool_calling.tools import ToolContext
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.base.errors import describe
 from tests.support import mcp_server
 from tests.support.web_server import web_server
@@ -88,7 +88,7 @@ async def test_a_server_that_dies_or_hangs_is_a_typed_failure(local_sandbox, mon
         assert (info.code, info.boundary, info.retryable) == ("mcp_server_failed", "environment", True)
         with pytest.raises(McpServerError, match="has ended"):
             await call(tools["notes__add"], a=1, b=1)
-    monkeypatch.setattr("rollout_service.agents.mcp.connection.PING_SECONDS", 0.1)
+    monkeypatch.setattr("rollout_service.agents.mcp.tools.PING_SECONDS", 0.1)
     async with opened(local_sandbox, stdio(env={"SLEEP": "600"})) as tools:
         with pytest.raises(McpServerError, match="nor a ping after it"):
             await call(tools["notes__sleep"], seconds=0.1)

@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from pydantic import ValidationError
 
-from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import ToolContext
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.agents.web import search
 from rollout_service.agents.web.search import SearchFailedError, SearchSettings, search_tool
 from rollout_service.base.errors import ConfigurationError, describe

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
-from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling import calls
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
+from rollout_service.agents.turns import ToolInputError
 from rollout_service.episodes import ContextFullError, Episode, EpisodeLimits
 from rollout_service.testing.scripted_policy import (
     ScriptedPolicy,

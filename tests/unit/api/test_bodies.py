@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.base.errors import TooManyBytesError
-from rollout_service.http.requests.bodies import BodiesInFlight, HeldBytes
+from rollout_service.http.requests import BodiesInFlight, HeldBytes
 from rollout_service.server.api.app import create_app
 from rollout_service.server.api.routes.support.strict import MAX_CONTAINERS
 from rollout_service.settings import load_settings
@@ -63,7 +63,7 @@ async def test_a_body_waits_for_room_and_is_told_to_come_back_if_there_is_none()
 
 
 async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_service.http.requests.bodies.WAIT_SECONDS", 0)
+    monkeypatch.setattr("rollout_service.http.requests.WAIT_SECONDS", 0)
     app = create_app(load_settings(max_body_bytes=1_024, http={"max_bytes_in_flight": 1_024}))
 
     async def never_ends() -> AsyncIterator[bytes]:

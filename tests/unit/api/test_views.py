@@ -13,7 +13,7 @@ from api_schemas.sandboxes import SandboxView
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
-from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.math import environment as math
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from rollout_service.authoring.audit import audit_environment
-from rollout_service.authoring.audit.leaks import Needle, in_prompt, needles
-from rollout_service.authoring.audit.report import AuditReport, InstanceAudit, TrialRecord
+from rollout_service.authoring.audit import Needle, audit_environment, in_prompt, needles
+from rollout_service.authoring.audit_report import AuditReport, InstanceAudit, TrialRecord
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli.env.audit import show
 from rollout_service.cli.env.new import make_environment

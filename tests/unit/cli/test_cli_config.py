@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout_service.cli import app, serve
-from rollout_service.cli.config.reference import reference
+from rollout_service.cli.settings_reference import reference
 from rollout_service.settings import Settings
 from rollout_service.settings.keys import iter_tables, known_keys
 from rollout_service.settings.sources import FLAGS

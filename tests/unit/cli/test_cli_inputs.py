@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.submit.inputs import read_whole, reread
+from rollout_service.cli.submit.files import read_whole, reread
 
 CONTENT = b'{"a": 1}\n' * 20_000
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.env.engines.script import read_turns
+from rollout_service.cli.env.engines import read_turns
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_client.arrays import BatchArrays
 from rollout_service.base.errors import StoreError
-from rollout_service.runs.batch_encoding import BatchFile
+from rollout_service.runs.delivery import BatchFile
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.heads import group_json
 from rollout_service.store.columns import Columns

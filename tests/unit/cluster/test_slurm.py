@@ -19,8 +19,7 @@ from rollout_service.cluster.slurm.folder import JobFolder, Published
 from rollout_service.cluster.slurm.limits import check_fits
 from rollout_service.cluster.slurm.node import JobNode
 from rollout_service.cluster.slurm.relay import relay
-from rollout_service.cluster.slurm.script import render
-from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of
+from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of, render
 from sandboxes.host.ports import free_port
 
 pytestmark = pytest.mark.anyio

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rollout_service.server.dashboard.bundle import check_embeddable, join_modules
+from rollout_service.server.dashboard.saved_page import check_embeddable, join_modules
 
 
 def joined(entry: str, **more: str) -> str:

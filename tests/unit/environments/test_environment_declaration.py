@@ -7,10 +7,10 @@ import pytest
 from pydantic import BaseModel, model_validator
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
+from rollout_service.environments.dataset_files import count_splits
 from rollout_service.environments.declarative.declaration import read_declaration, read_table
 from rollout_service.environments.declarative.environment import DeclarativeEnvironment, load_folder
-from rollout_service.environments.kinds import load_declared
-from rollout_service.environments.splits import count_splits
+from rollout_service.environments.registry import load_declared
 
 MINIMAL = 'name = "e"\nimage = "base"\n[evaluate]\ncommand = "true"\n'
 

@@ -9,8 +9,8 @@ from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.cli.env.check import load_environment
 from rollout_service.environments.contract import Environment, EnvironmentSpec
+from rollout_service.environments.dataset_files import count_splits, select_split
 from rollout_service.environments.registry import GROUP, EnvironmentRegistry, load_path
-from rollout_service.environments.splits import count_splits, select_split
 from rollout_service.episodes import Score
 
 

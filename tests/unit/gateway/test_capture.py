@@ -9,8 +9,7 @@ import pytest
 from api_schemas.trajectories import FinishReason, ForkReason, SegmentRole
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import CapturePolicy, Standing, TurnCapture
-from rollout_service.gateway.contract import ClientMessage, Lane
-from rollout_service.gateway.roles import map_roles
+from rollout_service.gateway.contract import ClientMessage, Lane, map_roles
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import (
     BASH,

@@ -1,7 +1,6 @@
 """System and developer messages in the roles that chat formats allow."""
 
-from rollout_service.gateway.contract import ClientMessage
-from rollout_service.gateway.roles import map_roles
+from rollout_service.gateway.contract import ClientMessage, map_roles
 
 USER, ANSWER = ClientMessage("user", "u"), ClientMessage("assistant", "a")
 

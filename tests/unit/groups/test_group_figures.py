@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
 from api_schemas.tasks import Task
-from rollout_service.groups.figures import GroupFigures, group_figures
+from rollout_service.groups.statistics import GroupFigures, group_figures
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

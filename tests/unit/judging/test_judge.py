@@ -13,9 +13,8 @@ from pydantic import ValidationError
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.engines.errors import BackendUnreachable
-from rollout_service.judging.cache import JudgmentCache
 from rollout_service.judging.contract import JudgeTimeoutError, NoVerdictError, SampledText
-from rollout_service.judging.judge import PoolJudge
+from rollout_service.judging.judge import JudgmentCache, PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.judging.rubric import Rubric, RubricSettings
 from rollout_service.pipeline.sandbox_source import SandboxSource

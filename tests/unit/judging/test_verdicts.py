@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.judging.quoting import cut_middle, quote
-from rollout_service.judging.verdicts import read_box, read_verdict
+from rollout_service.judging.rubric import cut_middle, quote, read_box, read_verdict
 
 LABELS = ["correct", "incorrect", "partly correct"]
 

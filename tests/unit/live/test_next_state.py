@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall
-from rollout_service.live.next_state import next_state, says_error
+from rollout_service.live.recorder import next_state, says_error
 
 
 def test_all_results_of_three_calls_are_in_the_text_with_their_tools() -> None:

@@ -8,7 +8,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.pipeline.subagents.fair_slots import FairSlots
+from rollout_service.pipeline.fair_slots import FairSlots
 
 pytestmark = pytest.mark.anyio
 

@@ -28,8 +28,7 @@ from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
 from rollout_service.pipeline.pipeline import Pipeline
-from rollout_service.pipeline.semaphore import ResizableSemaphore, acquire_available
-from rollout_service.pipeline.stage import Slot, StageLimiter
+from rollout_service.pipeline.stage import ResizableSemaphore, Slot, StageLimiter, acquire_available
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import retrying
 from rollout_service.store.contract import Lease

@@ -26,10 +26,10 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec, 
 from rollout_service.episodes import Episode, Policy, Score, WorkClock
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.settling import keeps_turns
-from rollout_service.pipeline.turns.writer import TurnWriter
+from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.settings import PipelineSettings
+from rollout_service.store.contract import UnsavedTurn
 from rollout_service.store.sqlite.store import SqliteStore
-from rollout_service.store.turns_contract import UnsavedTurn
 from rollout_service.tokens import Conversation, ParsedTurn, ToolSpec, check_invariants
 from tests.support.attempts import attempt_context
 

@@ -18,7 +18,7 @@ from api_schemas.trajectories import FinishReason, ForkReason, Segment
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.engines.serving.replay import RecordedPolicy
 from rollout_service.engines.serving.turn_log import TurnLog
-from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry

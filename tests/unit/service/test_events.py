@@ -15,8 +15,7 @@ import pytest
 from api_schemas.events import Event, EventKind
 from api_schemas.inference import BackendState, BackendView
 from rollout_service.base.errors import InvalidFieldError, StoreError
-from rollout_service.server.events import Announcer, EventSelection, EventTail, StateWatcher
-from rollout_service.server.events.tail import PAGE_EVENTS
+from rollout_service.server.events import PAGE_EVENTS, Announcer, EventSelection, EventTail, StateWatcher
 from rollout_service.store.sqlite import SqliteStore
 from sandboxes.scheduling.pressure import HoldReason
 
@@ -107,7 +106,7 @@ async def test_a_reader_far_behind_misses_nothing(store: SqliteStore) -> None:
 
 @pytest.mark.slow
 async def test_the_tail_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_service.server.events.tail.TAIL_EVENTS", 64)
+    monkeypatch.setattr("rollout_service.server.events.TAIL_EVENTS", 64)
     tail = EventTail(store)
     for _ in range(64 + 300):
         event = await store.record("run.changed", "run", {})
@@ -163,7 +162,7 @@ async def test_what_is_announced_is_written(store: SqliteStore) -> None:
 async def test_events_are_written_in_the_order_of_their_announcement(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_service.server.events.announcer.CLOSE_SECONDS", 60.0)
+    monkeypatch.setattr("rollout_service.server.events.CLOSE_SECONDS", 60.0)
     announcer = Announcer(store)
     said: list[tuple[EventKind, dict[str, Any]]] = []
     async with announcer.running():
@@ -177,8 +176,8 @@ async def test_events_are_written_in_the_order_of_their_announcement(
 
 
 async def test_no_more_events_wait_than_are_kept(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_service.server.events.announcer.CLOSE_SECONDS", 60.0)
-    monkeypatch.setattr("rollout_service.server.events.announcer.MAX_WAITING", 32)
+    monkeypatch.setattr("rollout_service.server.events.CLOSE_SECONDS", 60.0)
+    monkeypatch.setattr("rollout_service.server.events.MAX_WAITING", 32)
     announcer = Announcer(store)
     for number in range(32 + 5):
         announcer.announce(EventKind.BACKEND_STATE, "policy@a", {"number": number})
@@ -195,7 +194,7 @@ async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.M
             await anyio.sleep_forever()
             raise AssertionError("nothing wakes it")
 
-    monkeypatch.setattr("rollout_service.server.events.announcer.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("rollout_service.server.events.CLOSE_SECONDS", 0.05)
     announcer = Announcer(Hanging())  # type: ignore[arg-type]
     with anyio.fail_after(5):
         async with announcer.running():

@@ -19,10 +19,8 @@ from api_schemas.rollouts.tokens import TokenRange
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Segment, Trajectory
 from rollout_service.engines.shipped import policy_folder
-from rollout_service.server.trajectories import TrajectoryViewer
-from rollout_service.server.trajectories.columns import outline, token_range
-from rollout_service.server.trajectories.token_text import join
-from rollout_service.tokens.token_bytes import TokenBytes
+from rollout_service.server.trajectories import TrajectoryViewer, join, outline, token_range
+from rollout_service.tokens.tokenizer import TokenBytes
 
 TOKENIZER = tokenizers.Tokenizer.from_file(str(policy_folder("calc-base") / "tokenizer.json"))
 BYTES = TokenBytes.of(TOKENIZER)
@@ -286,14 +284,14 @@ async def test_paging_reads_a_trajectory_once() -> None:
 async def test_what_was_deleted_is_not_shown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     viewer, store = viewer_of([1, 2])
     await viewer.outline("one")
-    monkeypatch.setattr("rollout_service.server.trajectories.viewer.KEPT_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_service.server.trajectories.KEPT_SECONDS", 0.0)
     await viewer.outline("one")
     assert store.reads == 2
 
 
 @pytest.mark.anyio
 async def test_few_trajectories_are_kept_if_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_service.server.trajectories.viewer.MAX_KEPT_TOKENS", 250)
+    monkeypatch.setattr("rollout_service.server.trajectories.MAX_KEPT_TOKENS", 250)
     viewer, store = viewer_of(list(range(100)))
     for name in ("one", "two", "three"):
         await viewer.outline(name)

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 
 from rollout_service.base.errors import RecordLostError, StoreError
 from rollout_service.store.segments import SegmentFolder
-from rollout_service.store.segments import watch as watching
+from rollout_service.store.segments import folder as watching
 from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
-from rollout_service.store.segments.reference import SegmentReference
 from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger
 
 pytestmark = pytest.mark.anyio

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rollout_service.base.errors import StoreError
 from rollout_service.store.segments import SegmentFolder
 from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
-from rollout_service.store.segments.reference import SegmentReference
 from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger
 
 STEPS = st.lists(

@@ -10,7 +10,7 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Stage
 from api_schemas.tasks import Task
 from rollout_service.observability.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
-from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import EgressCounts
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 
 ERROR = ErrorInfo(code="store_failed", message="m", boundary=Boundary.STORE, retryable=True)

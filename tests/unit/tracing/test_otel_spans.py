@@ -19,7 +19,7 @@ from api_schemas.trajectories import FinishReason
 from rollout_service.activity import ActivityBoard, in_lane, note_outcome, waits_for
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
-from rollout_service.observability.tracing.otel.ids import RolloutIds
+from rollout_service.observability.tracing.otel.conventions import RolloutIds
 from rollout_service.observability.tracing.otel.observer import TraceObserver
 
 pytestmark = pytest.mark.anyio
@@ -290,7 +290,7 @@ async def test_what_runs_at_once_is_a_part_of_what_it_runs_for(traced: Traced) -
 
 async def test_a_wait_is_a_span_only_if_it_was_long(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("rollout_service.activity.record.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("rollout_service.activity.time.perf_counter", lambda: now[0])
     with traced.board.working("r-1", attempt=1, environment="calc") as activity:
         activity.stage = Stage.INIT
         with waits_for(StepKind.PLACE, "init"):

@@ -17,10 +17,11 @@ from api_schemas.rollouts.steps import RolloutAttempts, StepKind
 from api_schemas.tasks import Task
 from rollout_service.activity import Activity, ActivityBoard, OpenStep, in_lane, note_outcome, waits_for
 from rollout_service.base.errors import StoreError
-from rollout_service.observability.tracing.steps import StepArchive, StepWriter, encoding, writer
+from rollout_service.observability.tracing import steps as steps_module
+from rollout_service.observability.tracing.steps import StepArchive, StepWriter
 from rollout_service.store import retrying
+from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.store.steps_contract import EncodedSteps
 
 pytestmark = pytest.mark.anyio
 
@@ -146,7 +147,7 @@ async def test_a_store_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_memory_is_bounded_while_the_store_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "MAX_WAITING", 3)
+    monkeypatch.setattr(steps_module, "MAX_WAITING", 3)
     saves, board = StepWriter(FailingStore(0)), ActivityBoard()  # type: ignore[arg-type]
     board.observe(saves)
     for _ in range(5):
@@ -174,9 +175,9 @@ def test_any_step_can_be_encoded(
     steps: list[tuple[StepKind, str, str, str | None, dict[str, object]]],
 ) -> None:
     activity = anyio.run(_recorded, steps)
-    record = encoding.decompress(encoding.compress(encoding.encode(activity)))
+    record = steps_module.decompress(steps_module.compress(steps_module.encode(activity)))
     assert isinstance(json.loads(record), dict)
-    found = encoding.rows(encoding.decode(record))
+    found = steps_module.rows(steps_module.decode(record))
     clean = [(kind, *(_clean(text) for text in (name, lane))) for kind, name, lane, _, _ in steps]
     assert [(step.kind, step.name, step.lane) for step in found] == clean
     errors = [None if error is None else _clean(error) for *_, error, _ in steps]

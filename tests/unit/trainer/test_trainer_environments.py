@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.environments.builtin.calc.problems import evaluate_expression
+from rollout_service.environments.builtin.calc import evaluate_expression
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_service.engines.kinds.embedded.extras import Entry, PromptReading
+from rollout_service.engines.kinds.embedded.bodies import Entry, PromptReading
 from rollout_service.engines.kinds.embedded.sampler import SamplerSettings
 
 _ID_BITS = 32

@@ -21,8 +21,8 @@ from typing import TypeVar
 import numpy as np
 
 from api_schemas.inference import PauseMode
+from rollout_service.engines.kinds.embedded.bodies import likeliest
 from rollout_service.engines.kinds.embedded.cache import PrefixCache
-from rollout_service.engines.kinds.embedded.extras import likeliest
 from rollout_service.engines.kinds.embedded.job import EngineJob
 from rollout_service.engines.kinds.embedded.model import KVStore, Qwen3
 from rollout_service.engines.kinds.embedded.sampler import sample

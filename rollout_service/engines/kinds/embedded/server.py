@@ -27,10 +27,10 @@ from rollout_service.engines.kinds.embedded.bodies import (
     AbortBody,
     GenerateBody,
     PauseBody,
+    PromptReading,
     UpdateBody,
     VersionBody,
 )
-from rollout_service.engines.kinds.embedded.extras import PromptReading
 from rollout_service.engines.kinds.embedded.job import EngineJob
 from rollout_service.engines.kinds.embedded.sampler import SamplerSettings
 from rollout_service.engines.kinds.embedded.scheduler import EngineBusyError, EngineCore, EngineOptions

@@ -4,28 +4,40 @@
 token ids.
 """
 
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from api_schemas.inference import DistributedWeights, PauseMode, WeightsGroupRequest
-from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation, ModelInfo, TokenSink
-from rollout_service.engines.errors import BackendProtocolError
-from rollout_service.engines.kinds.answer_size import generation_bytes
-from rollout_service.engines.kinds.checks import parse_version
+from api_schemas.trajectories import FinishReason
+from rollout_service.engines.contract import (
+    BackendLoad,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    TokenChunk,
+    TokenSink,
+)
+from rollout_service.engines.errors import BackendProtocolError, BackendRejected, BackendUnreachable
+from rollout_service.engines.kinds import checks as check
+from rollout_service.engines.kinds.checks import mapping, parse_version
 from rollout_service.engines.kinds.http_backend import (
     CONTROL_SECONDS,
+    QUOTED_CHARACTERS,
     HttpBackend,
     kv_key,
     read_model_config,
     routing_shape,
 )
 from rollout_service.engines.kinds.request_json import dump_request
-from rollout_service.engines.kinds.sglang.stream import SGLangStream, stream_interval
+from rollout_service.engines.kinds.sglang import wire
 from rollout_service.engines.kinds.sglang.weights import SGLangWeights
 from rollout_service.engines.kinds.sglang.wire import generate_body, parse_generation
+from rollout_service.engines.kinds.token_stream import TokenStream, generation_bytes
 
 
 class SGLangBackend(HttpBackend):
@@ -161,3 +173,134 @@ def _sum(loads: list[dict[str, Any]], name: str) -> int | None:
     """Return the sum over the ranks; None if the engine does not report this number."""
     values = [load.get(name) for load in loads]
     return sum(value for value in values if isinstance(value, int)) if values[0] is not None else None
+
+
+# SGLang's streamed answers: chunks with all tokens so far or, by the server's choice, with only the new ones.
+#
+# `completion_tokens` tells the two apart, chunk by chunk. A server started with `--incremental-streaming-output`
+# sends each token once; others send n tokens in a time and size that grow with n squared, so they are asked for fewer
+# chunks.
+
+_CUMULATIVE_CHUNKS = 256
+_SMALLEST_CUMULATIVE = 8
+_REFUSED = range(400, 500)
+_FAILED = range(500, 600)
+_OF_TOKENS = ("output_token_logprobs", "output_top_logprobs")
+
+
+def stream_interval(request: GenerateRequest, *, is_incremental: bool) -> int:
+    """Return how many tokens a chunk should have."""
+    if is_incremental:
+        return request.chunk_tokens
+    smallest = max(_SMALLEST_CUMULATIVE, request.chunk_tokens)
+    return max(smallest, math.ceil(request.sampling.max_new_tokens / _CUMULATIVE_CHUNKS))
+
+
+class SGLangStream(TokenStream):
+    """The chunks of one answer of `/generate`."""
+
+    def __init__(
+        self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink
+    ) -> None:
+        super().__init__(request, info, backend_id, on_tokens)
+        self.is_incremental: bool | None = None
+        """Whether chunks have only the new tokens; None while none has shown it."""
+        self._versions: list[int] = []
+        self._entries: dict[str, list[Any]] = {}
+        self._last: dict[str, Any] | None = None
+
+    def take(self, chunk: Mapping[str, Any]) -> None:
+        if self._last is not None:
+            self._refuse_more()
+        meta = mapping(chunk.get("meta_info"), "meta_info")
+        total = self._total(meta)
+        new_ids = self._new(chunk.get("output_ids"), "output_ids", total)
+        entries = {
+            name: self._new(meta[name], name, total) for name in _OF_TOKENS if meta.get(name) is not None
+        }
+        if meta.get("finish_reason") is not None:
+            self._end_with(chunk, meta, new_ids, entries)
+        elif new_ids:
+            self._deliver_new(meta, new_ids, entries)
+
+    def _total(self, meta: Mapping[str, Any]) -> int:
+        """Return how many tokens were sampled so far; an abort in the engine's queue may not say."""
+        total = meta.get("completion_tokens")
+        if total is None and meta.get("finish_reason") is not None:
+            return len(self._ids)
+        if not isinstance(total, int) or total < len(self._ids):
+            raise BackendProtocolError(f"completion_tokens is {total!r} after {len(self._ids)}")
+        return total
+
+    def _new(self, values: object, name: str, total: int) -> list[Any]:
+        """Return what belongs to the new tokens, of a list with entries for all tokens or only for them."""
+        new = total - len(self._ids)
+        if not isinstance(values, list):
+            raise BackendProtocolError(f"{name} is not a list")
+        if new and self._ids:
+            self.is_incremental = len(values) < total
+        if new and len(values) not in {new, total}:
+            raise BackendProtocolError(f"{name} has {len(values)} entries for {new} new of {total} tokens")
+        return values[len(values) - new :]
+
+    def _deliver_new(self, meta: Mapping[str, Any], ids: list[Any], entries: dict[str, list[Any]]) -> None:
+        ids = self._new_ids(ids, "output_ids")
+        versions = wire.token_versions(meta, len(self._ids) + len(ids))
+        chunk = TokenChunk(
+            ids=ids,
+            logprobs=wire.token_logprobs(entries, ids),
+            versions=versions[len(self._ids) :],
+            top_logprobs=wire.top_logprobs(entries, self._request, len(ids), self._info)
+            if self._request.extras.top_logprobs
+            else None,
+            cached_tokens=check.cached_count(
+                meta.get("cached_tokens"),
+                "meta_info.cached_tokens",
+                len(self._request.input_ids),
+                required=True,
+            ),
+        )
+        self._keep(entries)
+        self._versions += versions[len(self._ids) :]
+        self._deliver(chunk)
+
+    def _keep(self, entries: dict[str, list[Any]]) -> None:
+        for name, values in entries.items():
+            self._entries.setdefault(name, []).extend(values)
+
+    # ---- the end
+
+    def _end_with(
+        self, chunk: Mapping[str, Any], meta: Mapping[str, Any], ids: list[Any], entries: dict[str, list[Any]]
+    ) -> None:
+        _refuse_failure(mapping(meta["finish_reason"], "meta_info.finish_reason"))
+        total = len(self._ids) + len(ids)
+        if len(chunk["output_ids"]) == total:
+            check.expect_prefix(chunk["output_ids"], self._ids)
+        self._keep(entries)
+        self._last = {**chunk, "output_ids": self._ids + ids, "meta_info": {**meta, **self._entries}}
+
+    def _whole(self, engine_seconds: float) -> Generation:
+        if self._last is None:
+            raise self._broken_off()
+        generation = wire.parse_generation(
+            self._last,
+            self._request,
+            backend_id=self._backend_id,
+            info=self._info,
+            engine_seconds=engine_seconds,
+        )
+        known = len(self._versions)
+        return replace(generation, versions=self._versions + generation.versions[known:])
+
+
+def _refuse_failure(reason: Mapping[str, Any]) -> None:
+    """Refuse an abort that says that the request failed, which an unstreamed answer reports by its status."""
+    status = reason.get("status_code")
+    if reason.get("type") != FinishReason.ABORT.value or not isinstance(status, int):
+        return
+    message = f"/generate ended with {status}: {str(reason.get('message'))[:QUOTED_CHARACTERS]}"
+    if status in _REFUSED:
+        raise BackendRejected(message)
+    if status in _FAILED:
+        raise BackendUnreachable(message, hint="See the engine's log.")

@@ -7,6 +7,7 @@ development routes (`VLLM_SERVER_DEV_MODE=1`); without them it samples, but refu
 """
 
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from rollout_service.engines.contract import (
     Generation,
     ModelInfo,
     SamplingOptions,
+    TokenChunk,
     TokenSink,
     new_request_id,
 )
 from rollout_service.engines.errors import BackendProtocolError, BackendRejected, BackendUnreachable
-from rollout_service.engines.kinds.answer_size import generation_bytes
 from rollout_service.engines.kinds.checks import answer_of, parse_version
 from rollout_service.engines.kinds.http_backend import (
     CONTROL_SECONDS,
@@ -34,9 +35,9 @@ from rollout_service.engines.kinds.http_backend import (
     routing_shape,
 )
 from rollout_service.engines.kinds.request_json import dump_request
+from rollout_service.engines.kinds.token_stream import TokenStream, generation_bytes
 from rollout_service.engines.kinds.vllm import wire
 from rollout_service.engines.kinds.vllm.metrics import parse_load
-from rollout_service.engines.kinds.vllm.stream import VllmStream
 from rollout_service.engines.pool.locality import is_local
 
 _UPDATE_SECONDS = 900.0
@@ -45,6 +46,64 @@ _FLUSH_AGAIN_SECONDS = 0.05
 _START_DEV = "Start vLLM with VLLM_SERVER_DEV_MODE=1, on a network where only this service can reach it."
 _NOT_FOUND = f"answered {HTTPStatus.NOT_FOUND.value}"
 _PROBE_PROMPT = (0,)
+
+
+# vLLM's streamed answers: each chunk has the new tokens; versions, experts and counts come at the end.
+
+
+class VllmStream(TokenStream):
+    """The chunks of one answer of the token-in, token-out route."""
+
+    def __init__(
+        self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink
+    ) -> None:
+        super().__init__(request, info, backend_id, on_tokens)
+        self._entries: list[Any] = []
+        self._last: dict[str, Any] | None = None
+        self._usage: object = None
+
+    def take(self, chunk: Mapping[str, Any]) -> None:
+        wire.expect_request(chunk, self._request)
+        if chunk.get("choices") == []:
+            self._usage = chunk.get("usage")
+            return
+        if self._last is not None:
+            self._refuse_more()
+        choice = wire.only_choice(chunk)
+        ids = self._new_ids(choice.get("token_ids") or [], "token_ids")
+        entries = wire.logprob_entries(choice) if ids else []
+        if choice.get("finish_reason") is not None:
+            content = {"content": [*self._entries, *entries]}
+            self._last = {**choice, "token_ids": [*self._ids, *ids], "logprobs": content}
+        elif ids:
+            self._deliver_new(choice, ids)
+            self._entries += entries
+
+    def _deliver_new(self, choice: Mapping[str, Any], ids: list[int]) -> None:
+        wanted = self._request.extras.top_logprobs
+        chunk = TokenChunk(
+            ids=ids,
+            logprobs=wire.token_logprobs(choice, ids),
+            versions=None,
+            top_logprobs=wire.top_logprobs(choice, wanted, len(ids), self._info) if wanted else None,
+        )
+        self._deliver(chunk)
+
+    def _whole(self, engine_seconds: float) -> Generation:
+        if self._last is None or self._usage is None:
+            raise self._broken_off()
+        answer = {
+            "request_id": wire.engine_request_id(self._request.request_id),
+            "choices": [self._last],
+            "usage": self._usage,
+        }
+        return wire.parse_generation(
+            answer,
+            self._request,
+            backend_id=self._backend_id,
+            info=self._info,
+            engine_seconds=engine_seconds,
+        )
 
 
 class VllmBackend(HttpBackend):

@@ -32,16 +32,14 @@ from rollout_service.engines.errors import (
 from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.probe import try_weights
 from rollout_service.engines.pool.registry import BackendRegistry
-from rollout_service.engines.pool.weights.fan_out import FanOut, PoolCommand
-from rollout_service.engines.pool.weights.outcomes import OUT_OF_SERVICE
+from rollout_service.engines.pool.weights.outcomes import OUT_OF_SERVICE, FanOut, PoolCommand
 from rollout_service.engines.pool.weights.process_groups import (
     ProcessGroups,
     assign_ranks,
     require_process_groups,
     wait_for_master,
 )
-from rollout_service.engines.pool.weights.shared_state import PoolState
-from rollout_service.engines.pool.weights.state import PoolWeights, WeightSet, kv_handling
+from rollout_service.engines.pool.weights.state import PoolState, PoolWeights, WeightSet, kv_handling
 
 Exclusive = Callable[[str], AbstractAsyncContextManager[None]]
 """Keeps all other services from commanding a pool."""

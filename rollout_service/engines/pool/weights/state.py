@@ -4,10 +4,21 @@ Guarantees: versions only grow, unless forced; a version names one set of weight
 for certain does not count as having them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from api_schemas.inference import DiskWeights, DistributedWeights, KvHandling, PauseMode, WeightsRequest
+from pydantic import BaseModel
+
+from api_schemas.inference import (
+    DiskWeights,
+    DistributedWeights,
+    KvHandling,
+    PauseMode,
+    Weights,
+    WeightsRequest,
+)
 from rollout_service.engines.contract import Backend
 from rollout_service.engines.errors import BackendRejected, WeightsConflict
 from rollout_service.engines.pool.weights.process_groups import require_process_groups
@@ -149,3 +160,29 @@ def kv_handling(mode: PauseMode) -> KvHandling:
 def _is_same(wanted: Source, present: Source) -> bool:
     """Return whether both are the same weights; a folder may stand for weights that came over a process group."""
     return wanted == present or (isinstance(wanted, DiskWeights) and isinstance(present, DistributedWeights))
+
+
+# The state that a command leaves in a pool, as the services that share the pool's engines pass it on.
+#
+# Guarantee: a pool that takes it over has the same pause, weights and process groups as the pool that carried the
+# command out, and gives no request to a backend that the command left without the weights.
+
+
+class PoolState(BaseModel):
+    """The pause, the weights and the process groups of a pool."""
+
+    pause: PauseMode | None = None
+    source: Weights | None = None
+    """Where the weights came from; None before the first update."""
+    version: int = 0
+    """The version of the weights, if there is a source."""
+    kept_kv: list[int] = []
+    """The versions that were loaded while KV of older weights stayed in use."""
+    unknown: list[str] = []
+    """The backends whose weights are not known for certain."""
+    groups: dict[str, list[str]] = {}
+    """The backends of each process group."""
+    versions: dict[str, int] = {}
+    """The version of each backend in service."""
+    out: list[str] = []
+    """The backends that the last command took out of service."""

@@ -8,6 +8,8 @@ library would leave their rewards out. What fails in the library fails the rollo
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Self
@@ -16,22 +18,29 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
-from rollout_service.base.errors import InvalidFieldError, did_you_mean
-from rollout_service.environments.bridges.process import library_in_sandbox
-from rollout_service.environments.bridges.verifiers.catalog import ListedTask, Listing, list_tasksets
-from rollout_service.environments.bridges.verifiers.conversation import library_messages, library_turns
+from rollout_service.agents.tool_calling.text import with_notes
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
+from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
+from rollout_service.environments.bridges.verifiers.catalog import (
+    NAME,
+    VERIFIERS,
+    WORKER,
+    ListedTask,
+    Listing,
+    list_tasksets,
+)
 from rollout_service.environments.bridges.verifiers.declaration import (
     TasksetTable,
     VerifiersDeclaration,
     read_declaration,
 )
-from rollout_service.environments.bridges.verifiers.library import NAME, VERIFIERS, WORKER
-from rollout_service.environments.bridges.verifiers.tools import open_tools, read_state
 from rollout_service.environments.contract import Environment
+from rollout_service.environments.dataset_files import SPLIT
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.environments.libraries import AddedPackages, Library
-from rollout_service.environments.splits import SPLIT
 from rollout_service.episodes import Episode, Score
 from rollout_service.tokens import ToolSpec
 
@@ -241,3 +250,120 @@ def _refusal(field: str, message: str, known: dict[str, Any] | None = None) -> I
 @cache
 def _worker() -> str:
     return WORKER.read_text()
+
+
+# A conversation as the library takes it: its messages, and the token ids of each turn as they were sampled.
+
+
+def library_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the library's form. A malformed call keeps the text that was sampled as its arguments."""
+    return [_message(message) for message in messages]
+
+
+def library_turns(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Return whether each turn was cut off, and its ids."""
+    return [
+        {"truncated": reason is FinishReason.LENGTH, "tokens": _tokens(trajectory, number)}
+        for number, reason in enumerate(trajectory.finish_reasons)
+    ]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    match message.role:
+        case "assistant":
+            return {
+                "role": "assistant",
+                "content": message.content,
+                "reasoning_content": message.reasoning,
+                "tool_calls": [_call(call) for call in message.tool_calls] or None,
+            }
+        case "tool":
+            called = {"tool_call_id": message.tool_call_id or "", "name": message.name}
+            return {"role": "tool", "content": message.content, **called}
+        case "developer":
+            return {"role": "system", "content": message.content}
+        case role:
+            return {"role": role, "content": message.content}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = call.raw if call.arguments is None else json.dumps(call.arguments)
+    return {"id": call.id, "name": call.name or "", "arguments": arguments}
+
+
+def _tokens(trajectory: Trajectory, turn: int) -> dict[str, Any] | None:
+    """Return a turn's ids, or None if they were not recorded, as by a scripted policy."""
+    for segment in [*trajectory.segments, *trajectory.untrained]:
+        if turn not in segment.turn_ids:
+            continue
+        start = segment.turn_ids.index(turn)
+        end = len(segment.turn_ids) - segment.turn_ids[::-1].index(turn)
+        return {
+            "prompt_ids": segment.token_ids[:start],
+            "completion_ids": segment.token_ids[start:end],
+            "completion_logprobs": segment.logprobs[start:end],
+        }
+    return None
+
+
+# The tools of a task, which the library runs in the agent's sandbox.
+#
+# Guarantees: a tool's own error is a result that the policy reads, as with the library's servers; a library that
+# ends, or a tool that answers no more, fails the rollout.
+
+OPEN_SECONDS: Final = 240.0
+"""The limit of importing the library and setting the tools up."""
+STATE_SECONDS: Final = 30.0
+GRACE_SECONDS: Final = 3.0
+"""Time beyond its limit for a tool to be stopped in its own process; the agent waits for a little longer."""
+
+
+class LibraryTool:
+    """One tool; implements `tool_calling.tools.Tool`."""
+
+    parallel = False
+
+    def __init__(self, process: LibraryProcess, definition: ToolSpec) -> None:
+        self._process = process
+        self.definition = definition
+        self.name = str(definition["function"]["name"])
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
+        """Call it in the library's process.
+
+        Raises:
+            EnvironmentFailedError: The process has ended, or answers no more.
+        """
+        request = {"op": "call", "name": self.name, "arguments": arguments, "seconds": context.seconds}
+        reply = await self._process.ask(request, context.seconds + GRACE_SECONDS)
+        return ToolResult(with_notes(str(reply["text"]), [], context.output_chars))
+
+
+async def open_tools(
+    process: LibraryProcess, task: dict[str, Any], definitions: Sequence[ToolSpec]
+) -> list[LibraryTool]:
+    """Set the tools of a task up.
+
+    Raises:
+        EnvironmentFailedError: The library failed, or has other tools than when it was listed.
+    """
+    found = (await process.ask({"op": "open", "task": task}, OPEN_SECONDS))["tools"]
+    tools = [LibraryTool(process, definition) for definition in definitions]
+    if found != sorted(tool.name for tool in tools):
+        raise EnvironmentFailedError(
+            f"the task has other tools than its taskset was listed with: {', '.join(found) or 'none'}",
+            hint="Restart the service, which lists the taskset again.",
+        )
+    return tools
+
+
+async def read_state(process: LibraryProcess) -> str:
+    """Return what the tools left for the rewards.
+
+    Raises:
+        EnvironmentFailedError: The process has ended.
+    """
+    reply = await process.ask({"op": "state"}, STATE_SECONDS)
+    if "state" not in reply:  # the answer to a call that the agent's time limit cut off
+        reply = await process.ask({"op": "state"}, STATE_SECONDS)
+    return str(reply["state"])

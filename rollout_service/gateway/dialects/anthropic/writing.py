@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -20,10 +21,16 @@ from rollout_service.gateway.contract import (
     TextDelta,
 )
 from rollout_service.gateway.dialects.answers import TextPart, WholeAnswer
-from rollout_service.gateway.dialects.anthropic.errors import error_object
-from rollout_service.gateway.dialects.base import COMMENT, AnswerStream, sse
-from rollout_service.gateway.dialects.content import raw_call_text
-from rollout_service.gateway.dialects.fields import parse_object
+from rollout_service.gateway.dialects.base import (
+    COMMENT,
+    AnswerStream,
+    ErrorAnswer,
+    describe_failure,
+    retry_after,
+    sse,
+)
+from rollout_service.gateway.dialects.fields import parse_object, raw_call_text
+from rollout_service.gateway.errors import ContextOverflowError
 
 _TEXT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
@@ -169,3 +176,31 @@ def usage(cost: AnswerUsage) -> dict[str, int]:
 
 def _event(form: str, **fields: Any) -> bytes:
     return sse({"type": form, **fields}, form)
+
+
+# Errors in the form of Anthropic's API.
+
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
+def error_object(error: BaseException) -> dict[str, Any]:
+    """Return what stands under `error`."""
+    status, message = describe_failure(error)
+    if isinstance(error, ContextOverflowError):
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_length} maximum"
+    return {"type": _TYPES.get(HTTPStatus(status), "invalid_request_error"), "message": message}
+
+
+def error_answer(error: BaseException) -> ErrorAnswer:
+    """Return an exception as the answer to a request."""
+    status, _ = describe_failure(error)
+    body = orjson.dumps({"type": "error", "error": error_object(error)})
+    return ErrorAnswer(status, body, retry_after(error))

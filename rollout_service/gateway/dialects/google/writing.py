@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 import orjson
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import (
     AnswerBegin,
     AnswerEnd,
@@ -21,11 +23,16 @@ from rollout_service.gateway.contract import (
     TextDelta,
 )
 from rollout_service.gateway.dialects.answers import CallPart, TextPart, WholeAnswer
-from rollout_service.gateway.dialects.base import AnswerStream, sse
-from rollout_service.gateway.dialects.content import raw_call_text
-from rollout_service.gateway.dialects.fields import parse_object
-from rollout_service.gateway.dialects.google.errors import error_object
-from rollout_service.gateway.dialects.google.signatures import sign
+from rollout_service.gateway.dialects.base import (
+    AnswerStream,
+    ErrorAnswer,
+    describe_failure,
+    retry_after,
+    sse,
+)
+from rollout_service.gateway.dialects.fields import parse_object, raw_call_text
+from rollout_service.gateway.dialects.google.table import sign
+from rollout_service.gateway.errors import ContextOverflowError
 
 
 class CandidateStream(AnswerStream):
@@ -149,3 +156,42 @@ def usage(cost: AnswerUsage) -> dict[str, int]:
         "thoughtsTokenCount": cost.reasoning_tokens,
         "totalTokenCount": cost.prompt_tokens + cost.sampled_tokens,
     }
+
+
+# Errors in the form of Google's API.
+
+_STATUSES = {
+    HTTPStatus.UNAUTHORIZED: "UNAUTHENTICATED",
+    HTTPStatus.FORBIDDEN: "PERMISSION_DENIED",
+    HTTPStatus.NOT_FOUND: "NOT_FOUND",
+    HTTPStatus.GONE: "NOT_FOUND",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "INTERNAL",
+    HTTPStatus.TOO_MANY_REQUESTS: "RESOURCE_EXHAUSTED",
+    HTTPStatus.SERVICE_UNAVAILABLE: "UNAVAILABLE",
+}
+
+
+def error_object(error: BaseException) -> dict[str, Any]:
+    """Return what stands under `error`."""
+    status, message = describe_failure(error)
+    if isinstance(error, ContextOverflowError):
+        message = (
+            f"The input token count ({error.prompt_tokens}) exceeds the maximum number of tokens allowed "
+            f"({error.context_length})."
+        )
+    told: dict[str, Any] = {
+        "code": status,
+        "message": message,
+        "status": _STATUSES.get(HTTPStatus(status), "INVALID_ARGUMENT"),
+    }
+    if isinstance(error, InvalidFieldError):
+        violations = [{"field": field.path, "description": field.message} for field in error.fields]
+        detail = {"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": violations}
+        told["details"] = [detail]
+    return told
+
+
+def error_answer(error: BaseException) -> ErrorAnswer:
+    """Return an exception as the answer to a request."""
+    status, _ = describe_failure(error)
+    return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}), retry_after(error))

@@ -14,14 +14,18 @@ from rollout_service.gateway.contract import (
     ModelCall,
 )
 from rollout_service.gateway.dialects.base import fingerprint
-from rollout_service.gateway.dialects.content import (
+from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
+    Fields,
     custom_call,
     custom_tool,
+    dump_json,
     function_tool,
+    invalid,
+    join_content,
+    read_body,
     unsupported,
 )
-from rollout_service.gateway.dialects.fields import Fields, dump_json, invalid, join_content, read_body
 from rollout_service.gateway.dialects.lanes import read_lane
 from rollout_service.gateway.dialects.openai_chat.table import PARAMETERS
 from rollout_service.gateway.dialects.openai_common import check_tool_choice

@@ -24,7 +24,7 @@ from rollout_service.gateway.contract import (
 )
 from rollout_service.gateway.dialects.answers import CallPart, WholeAnswer
 from rollout_service.gateway.dialects.base import COMMENT, AnswerStream, sse
-from rollout_service.gateway.dialects.content import custom_input
+from rollout_service.gateway.dialects.fields import custom_input
 from rollout_service.gateway.dialects.openai_common import error_object
 
 _DONE = b"data: [DONE]\n\n"

@@ -11,9 +11,8 @@ from rollout_service.gateway.dialects.base import fingerprint
 from rollout_service.gateway.dialects.fields import Fields, invalid, read_body
 from rollout_service.gateway.dialects.lanes import read_lane
 from rollout_service.gateway.dialects.openai_common import check_tool_choice
-from rollout_service.gateway.dialects.openai_responses.items import ItemReader
+from rollout_service.gateway.dialects.openai_responses.items import ItemReader, ToolReader
 from rollout_service.gateway.dialects.openai_responses.table import PARAMETERS
-from rollout_service.gateway.dialects.openai_responses.tools import ToolReader
 from rollout_service.gateway.dialects.parameters import sort_parameters
 from rollout_service.gateway.errors import RefusedParameterError
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
@@ -19,12 +20,8 @@ from api_schemas.inference import BackendView
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import Activity, OpenStep
+from rollout_service.engines.contract import GenerateRequest, Generation
 from rollout_service.observability.tracing.otel import conventions as names
-from rollout_service.observability.tracing.otel.turns import (
-    answer_attributes,
-    request_attributes,
-    server_attributes,
-)
 
 SHORTEST_WAIT = 0.001
 """The seconds of a wait from which on it is a span."""
@@ -267,3 +264,48 @@ def _fail(span: Span, code: str) -> None:
 
 def _plain(value: object) -> AttributeValue:
     return value if isinstance(value, bool | int | float) else str(value)
+
+
+# What a span says of one request to an engine. Prompts and answers are never part of it.
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def server_attributes(backend: BackendView) -> dict[str, AttributeValue]:
+    """Return the kind and the address of an engine."""
+    parts = urlsplit(backend.url)
+    return {
+        names.PROVIDER: str(backend.kind),
+        names.SERVER_ADDRESS: parts.hostname or "",
+        names.SERVER_PORT: parts.port or _PORTS.get(parts.scheme, 0),
+    }
+
+
+def request_attributes(request: object) -> dict[str, AttributeValue]:
+    """Return how a turn was to be sampled."""
+    if not isinstance(request, GenerateRequest):
+        return {}
+    sampling = request.sampling
+    attributes: dict[str, AttributeValue] = {
+        names.REQUEST_TEMPERATURE: sampling.temperature,
+        names.REQUEST_TOP_P: sampling.top_p,
+        names.REQUEST_MAX_TOKENS: sampling.max_new_tokens,
+    }
+    if sampling.seed is not None:
+        attributes[names.REQUEST_SEED] = sampling.seed
+    return attributes
+
+
+def answer_attributes(answer: object) -> dict[str, AttributeValue]:
+    """Return what a turn cost, why it ended, and which weights sampled its last token."""
+    if not isinstance(answer, Generation):
+        return {}
+    attributes: dict[str, AttributeValue] = {
+        names.FINISH_REASONS: [str(answer.finish_reason)],
+        names.INPUT_TOKENS: answer.prompt_tokens,
+        names.OUTPUT_TOKENS: len(answer.output_ids),
+        names.CACHED_TOKENS: answer.cached_tokens,
+    }
+    if answer.versions:
+        attributes[names.WEIGHT_VERSION] = answer.versions[-1]
+    return attributes

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import Sampler
 from prometheus_client import CollectorRegistry, Counter
 
 from rollout_service import __version__
-from rollout_service.observability.tracing.otel.ids import RolloutIds
+from rollout_service.observability.tracing.otel.conventions import RolloutIds
 
 FLUSH_SECONDS = 1.0
 """The time that a shutdown gives to sending what waits."""

@@ -22,7 +22,7 @@ from rollout_service.activity import Activity, OpenStep, StepObserver
 from rollout_service.base.ids import SampleId
 from rollout_service.observability.tracing.otel import conventions as names
 from rollout_service.observability.tracing.otel.attempt import AttemptTrace
-from rollout_service.observability.tracing.otel.ids import RolloutIds, trace_id_of
+from rollout_service.observability.tracing.otel.conventions import RolloutIds, trace_id_of
 
 REMEMBERED_ATTEMPTS = 10_000
 """The rollouts whose last attempt is remembered, for the link from the next."""

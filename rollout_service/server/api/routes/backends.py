@@ -32,7 +32,7 @@ from rollout_service.engines.errors import (
     WeightsRefused,
     WeightsUnusable,
 )
-from rollout_service.server.api.openapi.responses import raises
+from rollout_service.server.api.openapi_responses import raises
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
 from rollout_service.server.api.routes.support.strict import StrictRoute
 from rollout_service.tokens.errors import RendererMismatchError

@@ -11,8 +11,8 @@ from pydantic import JsonValue
 from api_schemas.base import MAX_INT, Name
 from api_schemas.environments import EnvironmentView
 from rollout_service.base.errors import InvalidFieldError, NotFoundError
-from rollout_service.environments.splits import select_split
-from rollout_service.server.api.openapi.responses import raises
+from rollout_service.environments.dataset_files import select_split
+from rollout_service.server.api.openapi_responses import raises
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
 from rollout_service.server.api.routes.support.strict import StrictRoute
 

@@ -14,7 +14,7 @@ from api_schemas.base import RolloutId
 from api_schemas.views.hangs import HangReport, RolloutActivity
 from rollout_service.base.errors import ConflictError, NotFoundError, UnavailableError
 from rollout_service.server.api.node_proxy import ask_node, pass_on
-from rollout_service.server.api.openapi.responses import raises
+from rollout_service.server.api.openapi_responses import raises
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
 from rollout_service.server.api.routes.support.strict import StrictRoute
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 
 from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView
 from rollout_service.base.errors import ConflictError, NotFoundError
-from rollout_service.server.api.openapi.responses import raises
+from rollout_service.server.api.openapi_responses import raises
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
 from rollout_service.server.api.routes.support.strict import StrictRoute
 

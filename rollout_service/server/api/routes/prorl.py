@@ -29,8 +29,8 @@ from rollout_service.engines.errors import (
     BackendUnreachable,
     NoBackendError,
 )
-from rollout_service.http.requests.disconnects import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
-from rollout_service.server.api.openapi.responses import raises
+from rollout_service.http.requests import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
+from rollout_service.server.api.openapi_responses import raises
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
 from rollout_service.server.api.routes.support.strict import StrictRoute
 from rollout_service.tokens.errors import RendererMismatchError

@@ -32,14 +32,13 @@ from api_schemas.runs import (
 )
 from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.engines.errors import NoBackendError
-from rollout_service.http.requests.disconnects import cancel_on_disconnect
+from rollout_service.http.requests import cancel_on_disconnect
 from rollout_service.runs.delivery import RunOverError, RunWithoutBatchesError
 from rollout_service.runs.nothing_kept import RunStoppedError
-from rollout_service.server.api.openapi.responses import extra_response, media_response, raises
+from rollout_service.server.api.openapi_responses import extra_response, media_response, raises
 from rollout_service.server.api.routes.support.buffered_response import BufferedResponse
-from rollout_service.server.api.routes.support.dependencies import ServiceDep, as_json, role_of
+from rollout_service.server.api.routes.support.dependencies import ServiceDep, as_json, role_of, trace_of
 from rollout_service.server.api.routes.support.strict import StrictRoute
-from rollout_service.server.api.routes.support.trace_headers import trace_of
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 
 router = APIRouter(prefix="/v1", tags=["runs"], route_class=StrictRoute)

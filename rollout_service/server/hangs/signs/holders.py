@@ -14,7 +14,7 @@ from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import OpenStep
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.pipeline.context import Stages
-from rollout_service.pipeline.subagents.fair_slots import FairSlots
+from rollout_service.pipeline.fair_slots import FairSlots
 from sandboxes.scheduling.admission import AdmissionController
 
 

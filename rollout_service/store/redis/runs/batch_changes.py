@@ -15,8 +15,7 @@ from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.redis.runs import run_changes
 from rollout_service.store.redis.runs.database import Replies
 from rollout_service.store.redis.runs.records import BatchRecord, GroupStatus, WaitingGroup
-from rollout_service.store.redis.runs.replies import by_number
-from rollout_service.store.redis.runs.transaction import RunTransaction
+from rollout_service.store.redis.runs.transaction import RunTransaction, by_number
 from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch
 

@@ -19,7 +19,7 @@ from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import RunKeys
-from rollout_service.store.redis.runs.packing import Command, pack
+from rollout_service.store.redis.runs.records import Command, pack
 from rollout_service.store.redis.runs.transaction import RunTransaction, unknown_run
 from rollout_service.store.runs_contract import RunRecord
 

@@ -21,12 +21,12 @@ from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec.row import Row
+from rollout_service.store.codec.record import Row
 from rollout_service.store.columns import Columns
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.records import ClosedRecord, GroupStatus, OpenRecord
-from rollout_service.store.redis.runs.replies import by_number, chunks
 from rollout_service.store.redis.runs.rollouts import MemberRecord, StoredRollouts, decode_member, member_read
+from rollout_service.store.redis.runs.transaction import by_number, chunks
 from rollout_service.store.runs_contract import GroupClosure, GroupHead, OpenGroup
 
 GROUPS_AT_ONCE = 512

@@ -19,11 +19,9 @@ from rollout_service.store.redis.runs import run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import RunKeys, all_runs
-from rollout_service.store.redis.runs.packing import Command
-from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
-from rollout_service.store.redis.runs.replies import chunks
+from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord
 from rollout_service.store.redis.runs.rollouts import StoredRollouts, result_read
-from rollout_service.store.redis.runs.transaction import RunTransaction
+from rollout_service.store.redis.runs.transaction import RunTransaction, chunks
 from rollout_service.store.rules import SettledGroup
 from rollout_service.store.runs_contract import RetentionPolicy
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from api_schemas.rollouts import RolloutState
-from rollout_service.store.codec.row import Row
-from rollout_service.store.redis.runs.packing import Command
+from rollout_service.store.codec.record import Row
+from rollout_service.store.redis.runs.records import Command
 from rollout_service.store.runs_contract import GroupMember
 
 

@@ -26,7 +26,7 @@ from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec.fingerprint import fingerprint
+from rollout_service.store.codec.record import fingerprint
 from rollout_service.store.columns import Columns
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.connection import RedisConnection
@@ -36,13 +36,11 @@ from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import active_runs, all_runs
 from rollout_service.store.redis.runs.lists import RunPages
-from rollout_service.store.redis.runs.packing import Command
 from rollout_service.store.redis.runs.reading import GroupReader
-from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
-from rollout_service.store.redis.runs.replies import by_number, chunks
+from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord
 from rollout_service.store.redis.runs.retention import RunRetention
 from rollout_service.store.redis.runs.rollouts import StoredRollouts, erased_read
-from rollout_service.store.redis.runs.transaction import RunTransaction
+from rollout_service.store.redis.runs.transaction import RunTransaction, by_number, chunks
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,

@@ -7,7 +7,8 @@ is settled and a batch that is settled never change again, since their records l
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from pydantic import JsonValue
 
@@ -18,12 +19,17 @@ from rollout_service.base.errors import NotFoundError
 from rollout_service.base.ids import BatchId, GroupId
 from rollout_service.store import rules
 from rollout_service.store.codec import history
-from rollout_service.store.codec.fingerprint import fingerprint
+from rollout_service.store.codec.record import fingerprint
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import RunKeys, all_runs
-from rollout_service.store.redis.runs.packing import Command, Word
-from rollout_service.store.redis.runs.records import BatchRecord, ClosedRecord, GroupStatus, WaitingGroup
-from rollout_service.store.redis.runs.replies import chunks
+from rollout_service.store.redis.runs.records import (
+    BatchRecord,
+    ClosedRecord,
+    Command,
+    GroupStatus,
+    WaitingGroup,
+    Word,
+)
 from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import GroupClosure
 
@@ -176,3 +182,19 @@ class RunTransaction:
 def unknown_run(run_id: str) -> NotFoundError:
     """Return the error for a run that does not exist."""
     return NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists all runs.")
+
+
+# Replies of Redis as Python values, and long requests in parts.
+
+T = TypeVar("T")
+
+
+def by_number(reply: Sequence[bytes]) -> dict[int, bytes]:
+    """Return the values of a hash by their numbers, in order, from the reply to HGETALL."""
+    pairs = ((int(name), value) for name, value in zip(reply[::2], reply[1::2], strict=True))
+    return dict(sorted(pairs))
+
+
+def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Return the items in parts of this size; the last one may be smaller."""
+    return (items[first : first + size] for first in range(0, len(items), size))

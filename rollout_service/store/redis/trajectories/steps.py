@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rollout_service.store.contract import MAX_RECORDS, EncodedSteps
 from rollout_service.store.redis.connection import RedisConnection
-from rollout_service.store.steps_contract import MAX_RECORDS, EncodedSteps
 
 AT_ONCE = 256
 """The most records that one call writes or reads."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api_schemas.views.summaries import SummaryOrder
-from rollout_service.store.codec.group_rows import StoredGroup
+from rollout_service.store.codec.groups import StoredGroup
 from rollout_service.store.lists_contract import LOOKED_AT, GroupSelection
 from rollout_service.store.sqlite.lists.history import records_of
 

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from rollout_service.base.errors import StoreError
-from rollout_service.store.sqlite.schema.lists import (
+from rollout_service.store.sqlite.schema.migrations import ForRows, Migration, run_migration
+from rollout_service.store.sqlite.schema.runs import (
     AFTER_ENVIRONMENTS,
     BEFORE_ENVIRONMENTS,
     ENVIRONMENTS,
+    VERSION_2,
+    VERSION_4,
+    VERSION_5,
     VERSION_9,
 )
-from rollout_service.store.sqlite.schema.migrations import ForRows, Migration, run_migration
-from rollout_service.store.sqlite.schema.runs import VERSION_2, VERSION_4, VERSION_5
 
 Disk = Literal["local", "network"]
 """Whether a file is on a disk of this host, or on a file system that other hosts see too."""

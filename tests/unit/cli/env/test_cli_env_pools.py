@@ -9,9 +9,9 @@ from api_schemas.trajectories import Message
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli import app
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.env.engines.pools import PoolModels
+from rollout_service.cli.env.engines import PoolModels
 from rollout_service.cli.server_child import running_server
-from rollout_service.environments.builtin.split.environment import environment as split
+from rollout_service.environments.builtin.split import environment as split
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

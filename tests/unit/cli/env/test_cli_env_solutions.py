@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rollout_service.cli.env.check import check_environment, with_solutions
-from rollout_service.cli.env.engines.pools import PoolModels
+from rollout_service.cli.env.engines import PoolModels
 from rollout_service.cli.env.solutions import PRINTED_LINES, try_tasks
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource

@@ -15,7 +15,7 @@ from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
 from api_schemas.runs import InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
-from rollout_service.cli.demo.summary import Summary, percentile
+from rollout_service.cli.demo.run import Summary, percentile
 from rollout_service.cli.runs import _show as show_runs
 from rollout_service.cli.show.trajectory import render_rollout, split_by_turn
 from rollout_service.cli.watch.view import ServerView

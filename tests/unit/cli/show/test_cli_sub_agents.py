@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from api_schemas.rollouts.figures import ParallelFigures, RunParallel
-from rollout_service.cli.watch.sub_agents import SIGNS, render_parallel
+from rollout_service.cli.watch.sections import SIGNS, render_parallel
 from rollout_service.groups import parallel_figures, work_sums
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 

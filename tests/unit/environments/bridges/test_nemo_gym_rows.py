@@ -11,9 +11,8 @@ from pydantic import JsonValue
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
-from rollout_service.environments.bridges.nemo_gym.responses import as_response
-from rollout_service.environments.bridges.nemo_gym.rows import GymTask
-from rollout_service.environments.bridges.nemo_gym.server import read_reward, read_verdict
+from rollout_service.environments.bridges.nemo_gym.environment import GymTask
+from rollout_service.environments.bridges.nemo_gym.server import as_response, read_reward, read_verdict
 from rollout_service.environments.instance_fields import read_instance
 from rollout_service.testing.scripted_policy import call
 

@@ -8,9 +8,8 @@ import pytest
 from pydantic import JsonValue
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
-from rollout_service.environments.bridges.openenv.declaration import OpenEnvDeclaration
-from rollout_service.environments.bridges.openenv.environment import OpenEnv, load_openenv
-from rollout_service.environments.kinds import load_declared
+from rollout_service.environments.bridges.openenv import OpenEnv, OpenEnvDeclaration, load_openenv
+from rollout_service.environments.registry import load_declared
 
 ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "how-to" / "bridge-openenv.md").read_text()

@@ -10,14 +10,22 @@ import pytest
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, ToolCall, Trajectory
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
-from rollout_service.environments.bridges.verifiers.catalog import Listing, list_tasksets
-from rollout_service.environments.bridges.verifiers.conversation import library_messages, library_turns
+from rollout_service.environments.bridges.verifiers.catalog import (
+    VERIFIERS,
+    Listing,
+    compile_modules,
+    list_tasksets,
+)
 from rollout_service.environments.bridges.verifiers.declaration import TasksetTable, read_declaration
-from rollout_service.environments.bridges.verifiers.environment import read_score
-from rollout_service.environments.bridges.verifiers.library import VERIFIERS, compile_modules
-from rollout_service.environments.bridges.verifiers.tools import open_tools, read_state
-from rollout_service.environments.kinds import load_declared
+from rollout_service.environments.bridges.verifiers.environment import (
+    library_messages,
+    library_turns,
+    open_tools,
+    read_score,
+    read_state,
+)
 from rollout_service.environments.libraries import Library
+from rollout_service.environments.registry import load_declared
 from rollout_service.tokens import ToolSpec
 
 pytestmark = pytest.mark.anyio

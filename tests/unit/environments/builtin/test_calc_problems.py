@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.environments.builtin.calc.problems import (
+from rollout_service.environments.builtin.calc import (
     evaluate_expression,
     is_held_out,
     make_problem,

@@ -3,10 +3,10 @@
 import pytest
 
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
-from rollout_service.environments.builtin.code.environment import environment
-from rollout_service.environments.builtin.code.hidden_tests import (
+from rollout_service.environments.builtin.code.environment import (
     BadAssertionError,
     Question,
+    environment,
     parse_assertion,
     same_output,
 )

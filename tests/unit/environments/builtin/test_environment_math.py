@@ -6,8 +6,7 @@ import pytest
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.builtin.math import worker as math_worker
-from rollout_service.environments.builtin.math.environment import Math, environment
-from rollout_service.environments.builtin.math.problems import sample_problems
+from rollout_service.environments.builtin.math.environment import Math, environment, sample_problems
 from rollout_service.environments.builtin.math.verifier import MathVerifier
 from rollout_service.environments.builtin.math.worker import MathVerdict
 from rollout_service.pipeline.sandbox_source import SandboxSource

@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
-from rollout_service.environments.builtin.stem.environment import Stem, read_task
+from rollout_service.environments.builtin.stem.environment import (
+    RuleVerdict,
+    Stem,
+    compare_choice,
+    compare_quantity,
+    read_task,
+)
 from rollout_service.environments.builtin.stem.quantities import read_quantity
-from rollout_service.environments.builtin.stem.rules import RuleVerdict, compare_choice, compare_quantity
 from rollout_service.environments.builtin.stem.units import read_unit
-from rollout_service.environments.splits import count_splits
+from rollout_service.environments.dataset_files import count_splits
 from rollout_service.episodes import Score
 from rollout_service.judging.contract import Judge, Judgment, NoVerdictError
 from rollout_service.judging.rubric import Rubric

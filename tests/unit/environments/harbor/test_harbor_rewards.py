@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.harbor.errors import RewardEmptyError, RewardInvalidError
-from rollout_service.environments.harbor.rewards import combine, is_below, main_reward, parse_json, parse_text
+from rollout_service.environments.harbor.verifier import (
+    combine,
+    is_below,
+    main_reward,
+    parse_json,
+    parse_text,
+)
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e6, max_value=1e6)
 REWARDS = st.dictionaries(st.text(min_size=1, max_size=8), NUMBERS, min_size=1, max_size=4)

@@ -14,10 +14,10 @@ from rollout_service.agents.parallel.tools import ASSIGN, CREATE
 from rollout_service.agents.tool_calling.tools import ToolContext
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.builtin.lookups import READ, is_held_out, sample_problems, written_sum
-from rollout_service.environments.builtin.pointers.environment import environment as pointers
-from rollout_service.environments.builtin.pointers.problems import make_problem as make_pointers
-from rollout_service.environments.builtin.split.environment import environment as split
-from rollout_service.environments.builtin.split.problems import make_problem as make_split
+from rollout_service.environments.builtin.pointers import environment as pointers
+from rollout_service.environments.builtin.pointers import make_problem as make_pointers
+from rollout_service.environments.builtin.split import environment as split
+from rollout_service.environments.builtin.split import make_problem as make_split
 from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 

@@ -8,8 +8,8 @@ from api_schemas.trajectories import Message
 from rollout_service.agents.parallel.tools import RESULT_RULE
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.environments.builtin.lookups import READ
-from rollout_service.environments.builtin.pointers.environment import environment as pointers
-from rollout_service.environments.builtin.split.environment import environment as split
+from rollout_service.environments.builtin.pointers import environment as pointers
+from rollout_service.environments.builtin.split import environment as split
 from rollout_service.tokens import ChatRenderer
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
-from rollout_service.environments.builtin.pointers.environment import environment as pointers
-from rollout_service.environments.builtin.pointers.problems import make_problem as make_pointers
-from rollout_service.environments.builtin.split.environment import environment as split
-from rollout_service.environments.builtin.split.problems import make_problem as make_split
+from rollout_service.environments.builtin.pointers import environment as pointers
+from rollout_service.environments.builtin.pointers import make_problem as make_pointers
+from rollout_service.environments.builtin.split import environment as split
+from rollout_service.environments.builtin.split import make_problem as make_split
 from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedSubagents, call, turn
 

@@ -7,8 +7,7 @@ import pytest
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
-from rollout_service.environments.swe.declaration import SweDeclaration
-from rollout_service.environments.swe.environment import PATCH, SweEnvironment
+from rollout_service.environments.swe.environment import PATCH, SweDeclaration, SweEnvironment
 from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, SandboxSpec, make_provider

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from rollout_service.base.errors import InvalidFieldError
-from rollout_service.environments.swe.declaration import SweDeclaration
-from rollout_service.environments.swe.environment import SweEnvironment, environment
+from rollout_service.environments.swe.environment import SweDeclaration, SweEnvironment, environment
 from rollout_service.environments.swe.scripts import END, START
 from rollout_service.environments.swe.tasks import SweFamily, read_task
 

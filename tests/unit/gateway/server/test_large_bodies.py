@@ -14,7 +14,7 @@ from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.server.app import INLINE_BYTES
-from rollout_service.http.requests.bodies import BodiesInFlight
+from rollout_service.http.requests import BodiesInFlight
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.asgi import COUNTS, PATHS, GatewayBench, gateway_bench
 

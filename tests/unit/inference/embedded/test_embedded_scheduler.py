@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api_schemas.inference import PauseMode
-from rollout_service.engines.kinds.embedded.extras import PromptReading
+from rollout_service.engines.kinds.embedded.bodies import PromptReading
 from rollout_service.engines.kinds.embedded.job import EngineJob
 from rollout_service.engines.kinds.embedded.sampler import SamplerSettings
 from rollout_service.engines.kinds.embedded.scheduler import EngineBusyError, EngineCore, EngineOptions

@@ -15,8 +15,8 @@ from rollout_service.engines.contract import (
     new_request_id,
 )
 from rollout_service.engines.errors import BackendProtocolError, BackendRejected, InferenceError
-from rollout_service.engines.kinds.answer_size import CEILING_BYTES, generation_bytes
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
+from rollout_service.engines.kinds.token_stream import CEILING_BYTES, generation_bytes
 from rollout_service.engines.pool.pools import Pools
 
 pytestmark = pytest.mark.anyio

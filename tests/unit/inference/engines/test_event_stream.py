@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.engines.kinds.event_stream import EventSplitter
+from rollout_service.engines.kinds.http_client import EventSplitter
 
 LINE = st.binary(max_size=20).map(lambda raw: raw.replace(b"\n", b"-").replace(b"\r", b"-"))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.testing import Counting, Hardware, ScriptedEngine
-from rollout_service.testing.kv_cache import KVCache
+from rollout_service.testing.hardware import KVCache
 
 pytestmark = pytest.mark.anyio
 

@@ -20,9 +20,9 @@ from rollout_service.engines.errors import (
     BackendUnreachable,
     InferenceError,
 )
-from rollout_service.engines.kinds.sglang.stream import SGLangStream, stream_interval
+from rollout_service.engines.kinds.sglang.backend import SGLangStream, stream_interval
 from rollout_service.engines.kinds.sglang.wire import generate_body
-from rollout_service.engines.kinds.vllm.stream import VllmStream
+from rollout_service.engines.kinds.vllm.backend import VllmStream
 from rollout_service.engines.kinds.vllm.wire import engine_request_id
 
 REQUEST = GenerateRequest(

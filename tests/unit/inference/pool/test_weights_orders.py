@@ -38,7 +38,7 @@ from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.serving.session import PolicySession
-from rollout_service.server.hangs.signs.versions import OtherVersions
+from rollout_service.server.hangs.signs.engines import OtherVersions
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 from rollout_service.tokens import Conversation, ParsedTurn
 

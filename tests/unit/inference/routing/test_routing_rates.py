@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.engines.routing.rates import Rates
+from rollout_service.engines.routing.engine_model import Rates
 
 
 def draw(count):

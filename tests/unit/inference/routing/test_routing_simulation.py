@@ -17,7 +17,7 @@ import pytest
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation, new_request_id
 from rollout_service.engines.routing import Candidate, CostRouter, LeastLoaded
-from rollout_service.testing.kv_cache import KVCache
+from rollout_service.testing.hardware import KVCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("routing_simulation")]
 

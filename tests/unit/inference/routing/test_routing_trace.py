@@ -4,7 +4,7 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rollout_service.engines.routing import Cost, Decision, Reason
-from rollout_service.observability.telemetry.routing import RoutingTrace
+from rollout_service.observability.telemetry.engines import RoutingTrace
 
 COST = Cost(backend_id="b0", held_tokens=64, wait=0.1, prefill=0.2, move=0.0, contention=0.3)
 DECISION = Decision(
@@ -27,10 +27,10 @@ def test_decisions_and_tokens_are_counted():
 def test_at_debug_level_a_decision_is_explained_and_otherwise_nothing_is_written(caplog):
     trace = RoutingTrace(CollectorRegistry())
     with structlog.testing.capture_logs() as events:
-        caplog.set_level("INFO", logger="rollout_service.observability.telemetry.routing")
+        caplog.set_level("INFO", logger="rollout_service.observability.telemetry.engines")
         trace.decided("policy", DECISION)
         assert events == []
-        caplog.set_level("DEBUG", logger="rollout_service.observability.telemetry.routing")
+        caplog.set_level("DEBUG", logger="rollout_service.observability.telemetry.engines")
         trace.decided("policy", DECISION)
     (event,) = events
     assert (event["event"], event["rollout_id"], event["reason"]) == ("routed", "r", "home")

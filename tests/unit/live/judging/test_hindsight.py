@@ -14,8 +14,15 @@ from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnRecord
-from rollout_service.live.judging.hindsight import HEADER, JudgedHints, RecordedPrompt, candidates, with_hint
-from rollout_service.live.judging.overlap import POSITIONS, positions
+from rollout_service.live.judging.opening import (
+    HEADER,
+    POSITIONS,
+    JudgedHints,
+    RecordedPrompt,
+    candidates,
+    positions,
+    with_hint,
+)
 from rollout_service.live.judging.prompt import hint_rubric
 from rollout_service.live.replay import TurnPrompt
 from rollout_service.settings.live import LiveJudgeSettings

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.live.contract import SessionRecord, TurnFate
-from rollout_service.live.parts.decision import Moment, TurnDecision, decide
+from rollout_service.live.parts.work import Moment, TurnDecision, decide
 from tests.support.live.store import a_session
 
 NOW = 100.0

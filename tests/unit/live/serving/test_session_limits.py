@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.live.errors import RateLimitedError
-from rollout_service.live.serving.app import split_session_path
-from rollout_service.live.serving.cursors import decode_cursor, encode_cursor
-from rollout_service.live.serving.limits import RequestRate
+from rollout_service.live.serving.app import Wishes, read_wishes, split_session_path
+from rollout_service.live.serving.served import RequestRate
 from rollout_service.live.serving.users import UserHashes
-from rollout_service.live.serving.wishes import Wishes, read_wishes
+from rollout_service.live.serving.views import decode_cursor, encode_cursor
 
 
 class Clock:

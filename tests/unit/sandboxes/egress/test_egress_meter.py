@@ -7,7 +7,7 @@ from rollout_service.observability.telemetry.egress import EgressMeter
 from rollout_service.observability.telemetry.metrics import Metrics
 from sandboxes import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.contract import Sandbox
-from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import EgressCounts
 
 pytestmark = pytest.mark.anyio
 

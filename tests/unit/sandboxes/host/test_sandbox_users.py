@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.errors import SandboxConfigError
-from sandboxes.host.subordinate_ids import has_subordinate_ids, subordinate_ids_command
-from sandboxes.host.users import resolve_user
+from sandboxes.host.subordinate_ids import has_subordinate_ids, resolve_user, subordinate_ids_command
 
 
 @pytest.mark.parametrize("owner", [str(os.geteuid()), pwd.getpwuid(os.geteuid()).pw_name])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandboxes.limits.watches import exceeds, watches_per_sandbox
+from sandboxes.limits.watchdog import exceeds, watches_per_sandbox
 
 HOLDER = """
 import ctypes, os, select, sys

@@ -12,8 +12,7 @@ import pytest
 from sandboxes.errors import SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.pipes import Pipes
-from sandboxes.sessions.bash_protocol import REPORT
-from sandboxes.sessions.interrupts import Interrupter, InterruptTiming
+from sandboxes.sessions.bash import REPORT, Interrupter, InterruptTiming
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollout_service.tokens import ChatRenderer
-from rollout_service.tokens.arguments.syntax import SYNTAX, Tag
+from rollout_service.tokens.arguments import SYNTAX, Tag
 from tests.support.tokens.calls import BY_PARSER, PARAMETERS, TOOL, written
 from tests.support.tokens.chat_formats import FAMILIES, control_tokens, load, write_model, write_tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_service.tokens.arguments.syntax import SYNTAX
+from rollout_service.tokens.arguments import SYNTAX
 from tests.support.tokens.calls import TOOL, written
 from tests.support.tokens.chat_formats import load
 

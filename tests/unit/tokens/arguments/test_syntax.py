@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_service.tokens.arguments.syntax import SYNTAX
+from rollout_service.tokens.arguments import SYNTAX
 
 
 def read(family, text):

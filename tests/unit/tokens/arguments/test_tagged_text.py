@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.tokens.arguments.tagged_text import text_lexemes, text_lexemes_of_the_library
+from rollout_service.tokens.tagged_text import text_lexemes, text_lexemes_of_the_library
 from tests.support.tokens.calls import TOOL, written
 from tests.support.tokens.chat_formats import load
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.tokens.arguments.values import read_value, types_of
+from rollout_service.tokens.arguments import read_value, types_of
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 PYTHON = {"True": True, "False": False, "None": None}

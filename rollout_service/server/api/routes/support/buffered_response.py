@@ -37,3 +37,10 @@ class BufferedResponse(StreamingResponse):
     async def _fill(self, sender: ObjectSendStream[memoryview]) -> None:
         async with sender:
             await self._produce(sender.send)
+
+
+# What streams of server-sent events share.
+
+EVENT_STREAM = "text/event-stream"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers that keep proxies from holding events back."""

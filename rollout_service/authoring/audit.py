@@ -1,0 +1,313 @@
+"""Runs the instances of an environment with an idle agent and with its own solution, and measures them.
+
+Guarantees: a run that fails is counted as failed, never as a reward of zero; every run has new sandboxes, and the
+limits of the environment on its stages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+import psutil
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason
+from rollout_service.authoring.audit_report import AuditReport, InstanceAudit, TrialRecord
+from rollout_service.base.errors import EnvironmentFailedError, describe, format_failure
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.contract import Environment, EnvironmentSpec
+from rollout_service.episodes import Episode, Score
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
+from rollout_service.testing.scripted_policy import ScriptedPolicy
+from sandboxes import Sandbox
+from sandboxes.task_groups import open_task_group
+
+IDLE_TURNS = ["I do nothing."] * 1_000
+"""One for each step that a task may have."""
+
+
+async def audit_environment(
+    environment: Environment,
+    sandboxes: SandboxSource,
+    instances: Sequence[tuple[int, dict[str, JsonValue]]],
+    *,
+    runs: int = 3,
+    at_once: int = 1,
+    models: OtherModels = NO_MODELS,
+) -> AuditReport:
+    """Audit instances, each with its index, `at_once` of them at a time.
+
+    `runs` is how often each agent runs, to see whether its reward changes; `models` are what the environment asks.
+
+    Raises:
+        EnvironmentFailedError: There is no instance.
+    """
+    if not instances:
+        raise EnvironmentFailedError(
+            "the environment has no instance to audit",
+            hint="Pass one with --instance, or add a data set to the environment.",
+        )
+    before = await sandboxes.provider.egress_counts()
+    audits = [InstanceAudit(index) for index, _ in instances]
+    limiter = anyio.CapacityLimiter(at_once)
+
+    async def audit_one(audit: InstanceAudit, data: dict[str, JsonValue]) -> None:
+        async with limiter:
+            await _audit_instance(environment, sandboxes, audit, data, runs, models)
+
+    async with open_task_group() as tasks:
+        for audit, (_, data) in zip(audits, instances, strict=True):
+            tasks.start_soon(audit_one, audit, data, name=f"audit of instance {audit.index}")
+    after = await sandboxes.provider.egress_counts()
+    network = environment.spec.sandbox.network
+    return AuditReport(
+        environment=environment.spec.name,
+        has_solution=environment.has_solution,
+        network=network if isinstance(network, str) else ", ".join(network),
+        connections=after.allowed - before.allowed,
+        refused=sum(after.refused.values()) - sum(before.refused.values()),
+        instances=tuple(audits),
+    )
+
+
+async def _audit_instance(
+    environment: Environment,
+    sandboxes: SandboxSource,
+    audit: InstanceAudit,
+    data: dict[str, JsonValue],
+    runs: int,
+    models: OtherModels,
+) -> None:
+    for run in range(runs):
+        leaks = audit.leaks if run == 0 else None
+        audit.idle.append(
+            await _trial(_Probe(environment, solves=False, leaks=leaks), data, sandboxes, models)
+        )
+        if environment.has_solution:
+            audit.solved.append(await _trial(_Probe(environment, solves=True), data, sandboxes, models))
+
+
+async def _trial(
+    probe: _Probe, data: dict[str, JsonValue], sandboxes: SandboxSource, models: OtherModels
+) -> TrialRecord:
+    record = probe.record
+    async with memory_peak(lambda: probe.launcher) as peak:
+        try:
+            trial = await play(probe, dict(data), ScriptedPolicy(IDLE_TURNS), sandboxes, models)
+            record.reward = trial.score.reward
+        except Exception as error:  # noqa: BLE001  every failure is a finding
+            record.error = format_failure(describe(error))
+    record.memory_bytes = peak.bytes
+    return record
+
+
+class _Probe(Environment):
+    """An environment whose agent does nothing, or what its solution does, with its stages measured."""
+
+    def __init__(self, environment: Environment, *, solves: bool, leaks: list[str] | None = None) -> None:
+        """`leaks` gets what the agent can read and should not; None looks for nothing."""
+        self._environment = environment
+        self._solves = solves
+        self._leaks = leaks
+        self.spec: EnvironmentSpec = environment.spec
+        self.record = TrialRecord()
+        self._episode: Episode | None = None
+
+    @property
+    def launcher(self) -> int | None:
+        """The process of the sandbox that the trial has now."""
+        sandbox = self._episode.sandbox if self._episode is not None else None
+        return sandbox.pid if sandbox is not None else None
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        self._environment.check(instance)
+
+    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
+        self._environment = self._environment.for_instance(instance)
+        self.spec = self._environment.spec
+        return self
+
+    async def init(self, episode: Episode) -> None:
+        self._episode = episode
+        if self._environment.uses_gateway:
+            raise EnvironmentFailedError(
+                "the agent is a program of its own, which cannot be replaced by an audit",
+                hint="Audit a copy of the environment without `harness`.",
+            )
+        begun = time.perf_counter()
+        with anyio.fail_after(episode.limits.init_seconds):
+            await self._environment.init(episode)
+        self.record.init_seconds = time.perf_counter() - begun
+
+    async def run(self, episode: Episode) -> StopReason:
+        if self._leaks is not None:
+            self._leaks += await self._find_leaks(episode)
+        if not self._solves:
+            return await self._environment.run(episode)
+        begun = time.perf_counter()
+        with anyio.fail_after(episode.limits.agent_seconds):
+            reason = await self._environment.solve(episode)
+        self.record.solve_seconds = time.perf_counter() - begun
+        return reason
+
+    async def _find_leaks(self, episode: Episode) -> list[str]:
+        environment, prompt = self._environment, ""
+        if isinstance(environment, AgentEnvironment):
+            prompt = "\n".join(message.content for message in environment.messages(episode.instance))
+        found = needles(episode.instance, environment.private_texts(), prompt)
+        leaks = list(in_prompt(found, prompt))
+        if episode.sandbox is not None and found:
+            leaks += await in_sandbox(episode.sandbox, found)
+        return leaks
+
+    async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:
+        return await self._environment.evaluate_checkpoint(episode, number)
+
+    async def execute(self, episode: Episode) -> None:
+        await self._environment.execute(episode)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        begun = time.perf_counter()
+        with anyio.fail_after(episode.limits.evaluate_seconds):
+            score = await self._environment.evaluate(episode)
+        self.record.evaluate_seconds = time.perf_counter() - begun
+        return score
+
+
+# Looks in an agent's sandbox for what only the grader should know: its files, and the answers in the instance.
+#
+# It searches as the agent could: with a program inside, as the agent's user, after `init`. Texts that are too short
+# to tell are not searched for, and folders of the system's programs are left out.
+
+SECRET_WORDS = ("answer", "solution", "expected", "test", "hidden", "gold", "reference", "target", "patch")
+"""A field of an instance with one of these words in its name is taken for the grader's."""
+SHORTEST, LONGEST = 8, 400
+SHORTEST_LINE = 24
+"""Shorter lines of a grader's file occur by chance."""
+LINES = 3
+SEARCH_SECONDS = 60.0
+LEFT_OUT = (
+    "proc",
+    "sys",
+    "dev",
+    "usr",
+    "bin",
+    "sbin",
+    "lib",
+    "lib64",
+    "boot",
+    ".singularity.d",
+    "site-packages",
+)
+SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """A text to search for."""
+
+    what: str
+    """Where it comes from."""
+    text: str
+
+
+def needles(instance: Mapping[str, JsonValue], private: Mapping[str, str], prompt: str) -> list[Needle]:
+    """Return the texts to search for; a text of the prompt itself is not one."""
+    found = list(_of_instance(dict(instance), "instance"))
+    for path, text in private.items():
+        lines = {line.strip() for line in text.splitlines()}
+        longest = sorted((line for line in lines if SHORTEST_LINE <= len(line) <= LONGEST), key=len)[-LINES:]
+        found += [Needle(f"the grader's file {path}", line) for line in longest]
+    return [needle for needle in found if needle.what.startswith("instance") or needle.text not in prompt]
+
+
+def in_prompt(found: list[Needle], prompt: str) -> Iterator[str]:
+    """Yield the leaks of the prompt itself."""
+    for needle in found:
+        if needle.text in prompt:
+            yield f"the prompt holds {needle.what}"
+
+
+async def in_sandbox(sandbox: Sandbox, found: list[Needle]) -> list[str]:
+    """Return the files that the agent can read and that hold one of the texts."""
+    leaks: list[str] = []
+    options = [f"--exclude-dir={name}" for name in LEFT_OUT]
+    whats = dict.fromkeys(needle.what for needle in found)
+    isolated = sandbox.workdir == sandbox.spec.workdir
+    root = "/" if isolated else sandbox.workdir  # without isolation, the rest is the host's
+    for what in whats:
+        patterns = "\n".join(needle.text for needle in found if needle.what == what)
+        result = await sandbox.exec(
+            ["grep", "-rlIF", "-m1", *options, "-f", "-", "--", root],
+            stdin=patterns.encode(errors="replace"),
+            cwd="/",
+            timeout=SEARCH_SECONDS,
+        )
+        if result.exit_code == 127:
+            return ["this image has no grep, so its files were not searched"]
+        paths = result.stdout.decode(errors="replace").splitlines()
+        leaks += [f"{path} holds {what}" for path in paths[:SHOWN]]
+    return leaks
+
+
+def _of_instance(value: JsonValue, path: str, *, secret: bool = False) -> Iterator[Needle]:
+    """Yield the long enough texts of an instance below a field that is taken for the grader's."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            is_secret = secret or any(word in name.lower() for word in SECRET_WORDS)
+            yield from _of_instance(item, f"{path}.{name}", secret=is_secret)
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            yield from _of_instance(item, f"{path}[{at}]", secret=secret)
+    elif secret and isinstance(value, str):
+        lines = [line.strip() for line in value.splitlines()]
+        for line in sorted((line for line in lines if SHORTEST <= len(line) <= LONGEST), key=len)[-LINES:]:
+            yield Needle(path, line)
+
+
+# The memory of sandboxes while a block runs: sampled from outside, so it works with every provider.
+
+SAMPLE_SECONDS = 0.25
+LOOK_SECONDS = 0.02  # until there is a sandbox: some trials end before a second sample
+
+
+@dataclass(slots=True)
+class MemoryPeak:
+    """The most memory that was seen."""
+
+    bytes: int = 0
+
+
+@asynccontextmanager
+async def memory_peak(launcher: Callable[[], int | None]) -> AsyncIterator[MemoryPeak]:
+    """Sample the resident memory of the sandbox whose launcher has this process id; None means that there is none."""
+    peak = MemoryPeak()
+
+    async def sample() -> None:
+        while True:
+            if (pid := launcher()) is None:
+                await anyio.sleep(LOOK_SECONDS)
+                continue
+            peak.bytes = max(peak.bytes, await anyio.to_thread.run_sync(_resident, pid))
+            await anyio.sleep(SAMPLE_SECONDS)
+
+    async with open_task_group() as tasks:
+        tasks.start_soon(sample)
+        yield peak
+        tasks.cancel_scope.cancel()
+
+
+def _resident(pid: int) -> int:
+    total = 0
+    with suppress(psutil.Error):
+        launcher = psutil.Process(pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            with suppress(psutil.Error):
+                total += process.memory_info().rss
+    return total

@@ -1,1 +1,0 @@
-"""Environments of this service for clients of OpenEnv."""

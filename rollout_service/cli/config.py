@@ -1,0 +1,97 @@
+"""`rollout-service config`: show the settings with their sources, and print their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import AsJson
+
+if TYPE_CHECKING:
+    from rollout_service.settings.sources import Sources
+
+app = typer.Typer(
+    name="config", help="Show the settings with their sources, or their reference.", no_args_is_help=True
+)
+
+
+@app.command(
+    "show",
+    epilog="Example: rollout-service config show --rollout-workers 64",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def show(context: typer.Context, as_json: AsJson = False) -> None:
+    """Show every setting's value and source: a flag, a variable, a line of the file, or the default.
+
+    Takes the flags of `serve`, including --config, and shows what `serve` would use. Secrets are hidden.
+    """
+    # Outside `main`, since typer reports a wrong flag as an error of its own.
+    config, flags = _flags_of_serve(context.args)
+
+    def main() -> None:
+        from rollout_service.settings import build_settings, read_sources
+
+        sources = read_sources(config, **flags)
+        values = list(_values(build_settings(sources).model_dump(mode="json"), ()))
+        _show([_row(sources, path, value) for path, value in values], as_json=as_json)
+
+    common.run_blocking(main)
+
+
+@app.command("docs", epilog="Example: rollout-service config docs > settings.md")
+def docs() -> None:
+    """Print the reference of all settings as Markdown: key, type, default, variable, flag, and meaning."""
+
+    def main() -> None:
+        from rollout_service.cli.settings_reference import reference
+
+        common.print_line(reference().removesuffix("\n"))
+
+    common.run_blocking(main)
+
+
+def _flags_of_serve(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:
+    from rollout_service.cli import serve
+
+    parser = typer.Typer()
+    parser.command(name="serve")(serve.command)
+    parameters = typer.main.get_command(parser).make_context("config show", arguments).params
+    return parameters["config"], serve.settings_of(parameters)
+
+
+def _values(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the leaves of a tree of tables, each with its path."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _values(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _row(sources: Sources, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    source = sources.source(path)
+    return {
+        "key": ".".join(path),
+        "value": value,
+        "origin": str(source.origin),
+        "where": source.where or None,
+    }
+
+
+def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        common.print_json(rows)
+        return
+    import json
+
+    from rollout_service.cli.console import id_column, table
+
+    lines = table(id_column("key"), "value", "set by")
+    for row in rows:
+        value = "" if row["value"] is None else json.dumps(row["value"], ensure_ascii=False)
+        lines.add_row(row["key"], value, row["where"] or row["origin"])
+    common.out().print(lines)

@@ -1,1 +1,0 @@
-"""The engines that a command starts for an environment: a scripted policy, and the models of other pools."""

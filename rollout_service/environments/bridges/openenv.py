@@ -1,0 +1,312 @@
+"""`kind = "openenv"`: an environment that a server of OpenEnv runs, with a session of its own for each rollout.
+
+Guarantees: rewards are the server's, added up; the session is closed however the rollout ends; no more sessions are
+open at once than the environment.toml allows; a server that fails is a failure, never a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import anyio
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
+
+from api_schemas.base import Name
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
+from rollout_service.agents.tool_calling.agent import ToolCallingAgent
+from rollout_service.agents.tool_calling.text import cut_middle
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.base.templates import PromptTemplate
+from rollout_service.environments.bridges.openenv_session import (
+    InvalidActionError,
+    Observed,
+    OpenEnvServer,
+    OpenEnvSession,
+)
+from rollout_service.environments.bridges.turns import REWARDS, Consequence, Earned, score_turns, take_turns
+from rollout_service.environments.contract import Environment, EnvironmentSettings, EnvironmentSpec
+from rollout_service.environments.dataset_files import find_empty, read_files
+from rollout_service.environments.declarative.declaration import DatasetTable, dataset_files, load_table
+from rollout_service.environments.instance_fields import read_instance
+from rollout_service.episodes import Episode, EpisodeLimits, Score
+from rollout_service.tokens import ToolSpec
+
+
+class ResetArguments(BaseModel):
+    """The fields of an instance."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    seed: int | None = None
+    options: dict[str, JsonValue] = {}
+    """More arguments of the environment's `reset`."""
+
+    @field_validator("options")
+    @classmethod
+    def _has_no_seed(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if "seed" in options:
+            raise ValueError("the seed has a field of its own, next to `options`")
+        return options
+
+    def for_reset(self) -> dict[str, JsonValue]:
+        """Return what the server is sent."""
+        return self.options if self.seed is None else {"seed": self.seed, **self.options}
+
+
+class OpenEnv(Environment):
+    """Instances: arguments of a reset."""
+
+    def __init__(
+        self,
+        declaration: OpenEnvDeclaration,
+        dataset: Sequence[dict[str, JsonValue]] = (),
+        findings: Sequence[str] = (),
+    ) -> None:
+        """Create it from its settings, the instances that ship with them, and findings about these.
+
+        Raises:
+            ConfigurationError: A prompt is not a valid template.
+        """
+        self.spec = declaration.spec()
+        self.replayable = declaration.replayable
+        self._declaration = declaration
+        self._dataset = dataset
+        self._findings = findings
+        self._server = OpenEnvServer(declaration.url, declaration.headers)
+        self._sessions = anyio.CapacityLimiter(declaration.sessions)
+        where = f"of {declaration.name!r}"
+        self._system = PromptTemplate(declaration.system or "", where=f"the system prompt {where}")
+        self._prompt = PromptTemplate(declaration.prompt, where=f"the prompt {where}")
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        read_instance(ResetArguments, instance)
+        self._messages(instance, "")
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Open a session, and let the policy act in it. Nothing is open before, so nothing has to be closed later."""
+        arguments = read_instance(ResetArguments, episode.instance).for_reset()
+        async with self._sessions, self._server.session() as session:
+            actor = OpenEnvActor(
+                session,
+                episode.limits,
+                text_field=self._declaration.text_field,
+                observation_field=self._declaration.observation_field,
+            )
+            messages = self._messages(episode.instance, await actor.reset(arguments))
+            if self._declaration.text_field is not None:
+                return await take_turns(episode, messages, actor)
+            return await self._call_tool(episode, messages, actor)
+
+    async def _call_tool(self, episode: Episode, messages: list[Message], actor: OpenEnvActor) -> StopReason:
+        earned = episode.state[REWARDS] = Earned()
+        schema = await self._server.action_schema()
+        agent = ToolCallingAgent([ActTool(self._declaration.tool, schema, actor, earned)])
+        episode.policy.offer(agent.definitions)
+        return await agent.run(episode, messages)
+
+    def _messages(self, instance: dict[str, JsonValue], first: str) -> list[Message]:
+        system = self._system.render(instance)
+        prompt = "\n\n".join(text for text in (self._prompt.render(instance), first) if text)
+        begin = [Message(role="system", content=system)] if system else []
+        return [*begin, Message(role="user", content=prompt)]
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return score_turns(episode)
+
+    def findings(self) -> list[str]:
+        return list(self._findings)
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return [dict(instance) for instance in self._dataset]
+
+
+def load_openenv(folder: Path) -> OpenEnv:
+    """Load the environment in a folder whose `environment.toml` has `kind = "openenv"`.
+
+    Raises:
+        ConfigurationError: The environment is not valid; the message says why.
+    """
+    declaration = load_table(OpenEnvDeclaration, folder)
+    files = dataset_files(declaration.dataset, folder)
+    return OpenEnv(declaration, read_files(files), find_empty(files))
+
+
+# The keys of an `environment.toml` with `kind = "openenv"`.
+#
+# Guarantee: the address is the operator's. Nothing in a task's instance can lead to another one.
+
+
+class OpenEnvDeclaration(EnvironmentSettings):
+    """The whole file."""
+
+    kind: Literal["openenv"] = "openenv"
+    name: Name
+    description: str = "An environment that a server of OpenEnv runs."
+    url: str = Field(pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
+    """The server's address, to which `/ws` and `/schema` are added."""
+    headers: dict[str, str] = {}
+    """Headers of every request, such as a token's."""
+    sessions: int = Field(1, ge=1)
+    """How many rollouts have a session at once; others wait. Servers allow one unless they are started with more."""
+    text_field: str | None = Field(None, min_length=1)
+    """The field of an action that the policy's whole text fills; left out, the policy acts by calls of `tool`."""
+    tool: str = Field("act", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    """The name of the tool whose arguments are an action."""
+    observation_field: str | None = Field(None, min_length=1)
+    """The field of an observation that the policy sees; left out, all of it."""
+    system: str | None = None
+    prompt: str = ""
+    """Stands before the first observation."""
+    replayable: Literal["tools", "never"] = "never"
+    """`tools`: the same reset and actions always bring the same observations, so an interrupted rollout can resume."""
+    limits: EpisodeLimits = EpisodeLimits(max_turns=64, max_tokens=32_768, max_turn_tokens=2_048)
+    dataset: DatasetTable | None = None
+
+    @field_validator("tool")
+    @classmethod
+    def _is_the_only_way_to_act(cls, tool: str, info: ValidationInfo) -> str:
+        if info.data.get("text_field") is not None:
+            raise ValueError("give either `text_field` or `tool`")
+        return tool
+
+    def spec(self) -> EnvironmentSpec:
+        """Return the environment's description, which has neither the address nor the headers."""
+        return EnvironmentSpec(
+            name=self.name,
+            description=self.description,
+            system=self.system,
+            prompt=self.prompt,
+            limits=self.limits,
+        )
+
+
+# How a policy acts in an environment of OpenEnv, and what it sees of it.
+#
+# Guarantees: an action that the server refuses is explained to the policy; an episode that ends without any reward is
+# a failure, never a zero.
+
+METADATA: Final = "metadata"
+"""The field of every action and observation that is for programs."""
+SCHEMA_BYTES: Final = 64 * 1024
+DESCRIPTION_CHARS: Final = 4_096
+
+
+class OpenEnvActor:
+    """The other side of an episode: takes actions to the server."""
+
+    def __init__(
+        self,
+        session: OpenEnvSession,
+        limits: EpisodeLimits,
+        *,
+        text_field: str | None,
+        observation_field: str | None,
+    ) -> None:
+        self._session = session
+        self._limits = limits
+        self._text_field = text_field
+        self._observation_field = observation_field
+        self._invalid = 0
+        self._has_reward = False
+
+    async def reset(self, arguments: Mapping[str, Any]) -> str:
+        """Begin the episode, and return what the policy sees first.
+
+        Raises:
+            EnvironmentFailedError: The environment failed, or the episode is over before it began.
+        """
+        observed = await self._session.reset(arguments, self._limits.init_seconds)
+        if observed.done:
+            raise EnvironmentFailedError(
+                "the episode was over at its reset, so the policy cannot act",
+                hint="Look at the arguments of the reset, which are the instance's.",
+            )
+        return self._text(observed)
+
+    async def step(self, action: str) -> Consequence:
+        return await self.act({self._text_field or "": action})
+
+    async def act(self, action: Mapping[str, Any]) -> Consequence:
+        """Play an action as the server's schema has it.
+
+        Raises:
+            EnvironmentFailedError: The environment failed, or ended without a reward.
+            OpenEnvServerError: The server was lost.
+        """
+        try:
+            observed = await self._session.step(action, self._limits.tool_seconds)
+        except InvalidActionError as error:
+            self._invalid += 1
+            text = f"This action is not valid, and nothing was done: {error}"
+            return Consequence(self._cut(text), parts={"invalid_actions": float(self._invalid)})
+        self._has_reward |= observed.reward is not None
+        if observed.done and not self._has_reward:
+            raise EnvironmentFailedError(
+                "the episode ended and no observation had a reward",
+                hint="The environment must set `reward` of its observations; 0 is a reward too.",
+            )
+        return Consequence(self._text(observed), observed.reward or 0.0, done=observed.done)
+
+    def _text(self, observed: Observed) -> str:
+        fields = {name: value for name, value in observed.observation.items() if name != METADATA}
+        if self._observation_field is not None:
+            if self._observation_field not in fields:
+                raise EnvironmentFailedError(
+                    f"an observation has no field {self._observation_field!r}",
+                    hint=f"It has {', '.join(fields) or 'none'}; see `observation_field` in the environment.toml.",
+                )
+            value = fields[self._observation_field]
+            return self._cut(value if isinstance(value, str) else orjson.dumps(value).decode())
+        return self._cut(orjson.dumps(fields).decode())
+
+    def _cut(self, text: str) -> str:
+        return cut_middle(text, self._limits.tool_output_chars)
+
+
+class ActTool:
+    """The tool whose arguments are an action; implements `tool_calling.tools.Tool`."""
+
+    parallel = False
+
+    def __init__(self, name: str, schema: dict[str, Any], actor: OpenEnvActor, earned: Earned) -> None:
+        """`schema` is that of an action.
+
+        Raises:
+            EnvironmentFailedError: It is not one of an object, or too large for a prompt.
+        """
+        self.name = name
+        self.definition: ToolSpec = {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": str(schema.get("description") or "Act in the environment.")[
+                    :DESCRIPTION_CHARS
+                ],
+                "parameters": _parameters(schema),
+            },
+        }
+        self._actor = actor
+        self._earned = earned
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:  # noqa: ARG002
+        """Act, and end the agent with the episode."""
+        result = await self._actor.act(arguments)
+        self._earned.add(result)
+        return ToolResult(result.text, answer=result.text if result.done else None)
+
+
+def _parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or len(orjson.dumps(schema)) > SCHEMA_BYTES:
+        raise EnvironmentFailedError(
+            f"the server's schema of an action is not that of an object, or has more than {SCHEMA_BYTES} bytes",
+            hint="Set `text_field` in the environment.toml, so that the policy acts by text.",
+        )
+    kept = {key: schema[key] for key in ("required", "$defs") if key in schema}
+    own = {name: value for name, value in properties.items() if name != METADATA}
+    return {"type": "object", "properties": own, **kept}

@@ -1,1 +1,0 @@
-"""Environments that a server of OpenEnv runs."""

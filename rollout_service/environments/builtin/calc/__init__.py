@@ -1,1 +1,0 @@
-"""Arithmetic with a Python tool."""

@@ -1,0 +1,79 @@
+"""`pointers`: add values that are two look-ups away each, in fewer steps than one agent needs.
+
+An agent that reads everything itself is right within the budget only for two values. One that assigns each value to a
+sub-agent in one turn is done in five steps, however many there are.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service.base.errors import InvalidFieldError
+from rollout_service.environments.builtin import lookups
+from rollout_service.environments.builtin.lookup_environment import LookupEnvironment
+from rollout_service.environments.builtin.lookups import (
+    LookupInstance,
+    LookupProblem,
+    coordinate,
+    letters,
+    value,
+)
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
+from rollout_service.environments.instance_fields import read_instance
+
+DATASET_SEED = 30_260
+
+SPEC = EnvironmentSpec(
+    name="pointers",
+    description="Add values that are two look-ups away each, alone or with sub-agents, within six steps.",
+    tools=["finish"],
+    limits=lookups.LIMITS,
+    parallel=lookups.PARALLEL,
+    evaluate_in=EvaluateIn.NONE,
+)
+
+
+class Pointers(LookupEnvironment):
+    """Instances: `question`, `names` of keys, and `cells` in which each key holds a name that holds a number."""
+
+    def expected(self, instance: dict[str, JsonValue]) -> int:
+        return expected_sum(instance)
+
+
+def expected_sum(instance: dict[str, JsonValue]) -> int:
+    """Return the sum of the values behind the keys.
+
+    Raises:
+        InvalidFieldError: The instance cannot be used.
+    """
+    fields = read_instance(LookupInstance, instance)
+    pointers = [fields.cells.get(key, "") for key in fields.names]
+    total = lookups.add_numbers([fields.cells.get(pointer, "") for pointer in pointers])
+    if total is None:
+        message = "must hold, for each of `names`, a name that holds a number"
+        raise InvalidFieldError([FieldError(path="instance.cells", message=message)])
+    return total
+
+
+# Tasks of `pointers`: keys, each of which holds a pointer to its value.
+#
+# Guarantee: all keys, pointers and orders are random in each task, so nothing but reading finds a value.
+
+SIZES: Final = (2, 3, 4)
+"""How many values a task asks for."""
+
+
+def make_problem(rng: random.Random, size: int) -> LookupProblem:
+    """Make a task that asks for `size` values."""
+    names = letters(rng, 2 * size)
+    keys, pointers = names[:size], [coordinate(rng, letter) for letter in names[size:]]
+    held = dict(zip(keys, pointers, strict=True)) | {pointer: value(rng) for pointer in pointers}
+    cells = {name: held[name] for name in rng.sample(sorted(held), len(held))}
+    return LookupProblem(question=f"Add {' '.join(keys)}.", names=keys, cells=cells)
+
+
+environment = Pointers(SPEC, make_problem, SIZES, DATASET_SEED)

@@ -1,0 +1,94 @@
+"""`split`: read an index, then add all that it names, in fewer steps than one agent needs.
+
+Only for the smallest index can one agent read all items within the budget. For the others, the work must be divided
+evenly among up to four sub-agents; a task that is assigned before the index was read is wasted.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.base.errors import InvalidFieldError
+from rollout_service.environments.builtin import lookups
+from rollout_service.environments.builtin.lookup_environment import LookupEnvironment
+from rollout_service.environments.builtin.lookups import (
+    LookupInstance,
+    LookupProblem,
+    coordinate,
+    letters,
+    value,
+)
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
+from rollout_service.environments.instance_fields import read_instance
+
+DATASET_SEED = 40_260
+
+SPEC = EnvironmentSpec(
+    name="split",
+    description="Read an index and add all that it names, alone or with sub-agents, within six steps.",
+    tools=["finish"],
+    limits=lookups.LIMITS,
+    parallel=lookups.PARALLEL,
+    evaluate_in=EvaluateIn.NONE,
+)
+
+
+class Nothing(Arguments):
+    """The arguments of `index`."""
+
+
+async def _index(arguments: Nothing, context: ToolContext) -> str:  # noqa: ARG001 - it has none
+    names = context.instance["names"]
+    return index_text([str(name) for name in names] if isinstance(names, list) else [])
+
+
+def index_text(names: list[str]) -> str:
+    """Return what the tool `index` says."""
+    return " ".join(names)
+
+
+INDEX = FunctionTool("index", "List the keys.", Nothing, _index, parallel=True)
+
+
+class Split(LookupEnvironment):
+    """Instances: `question`, `names` of items in the order of the index, and `cells` in which each holds a number."""
+
+    def expected(self, instance: dict[str, JsonValue]) -> int:
+        return expected_sum(instance)
+
+
+def expected_sum(instance: dict[str, JsonValue]) -> int:
+    """Return the sum of the items' values.
+
+    Raises:
+        InvalidFieldError: The instance cannot be used.
+    """
+    fields = read_instance(LookupInstance, instance)
+    total = lookups.add_numbers([fields.cells.get(name, "") for name in fields.names])
+    if total is None:
+        message = "must hold a number for each of `names`"
+        raise InvalidFieldError([FieldError(path="instance.cells", message=message)])
+    return total
+
+
+# Tasks of `split`: an index that names items, each of which holds a value.
+#
+# Guarantee: all names and orders are random in each task, so nothing can be read before the index.
+
+SIZES: Final = (4, 6, 8)
+"""How many items a task has."""
+QUESTION: Final = "Add all."
+
+
+def make_problem(rng: random.Random, size: int) -> LookupProblem:
+    """Make a task of `size` items."""
+    items = [coordinate(rng, letter) for letter in letters(rng, size)]
+    return LookupProblem(question=QUESTION, names=items, cells={item: value(rng) for item in items})
+
+
+environment = Split(SPEC, make_problem, SIZES, DATASET_SEED, tools=[INDEX])

@@ -1,1 +1,0 @@
-"""Sums of listed values: work whose parts are known only after the first step."""

@@ -1,1 +1,0 @@
-"""A request while it is served: its body, and its client."""

@@ -1,0 +1,306 @@
+"""Reads the steps of rollouts, wherever they are: in the store, about to be written to it, or of attempts under way.
+
+Guarantee: what an attempt at this node did is found from its first step on, and each attempt once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import structlog
+import zstandard
+from pydantic_core import PydanticSerializationError, from_json, to_json
+
+from api_schemas.rollouts.stages import Stage
+from api_schemas.rollouts.steps import AttemptSteps, RolloutStep, RolloutSteps
+from rollout_service.activity import Activity, ActivityBoard, OpenStep, StepObserver
+from rollout_service.base.errors import RecordLostError
+from rollout_service.base.ids import SampleId
+from rollout_service.base.signals import BatchQueue
+from rollout_service.store.codec.rollouts import RESTORE, reading
+from rollout_service.store.contract import EncodedSteps, StepStore, Store
+from rollout_service.store.retrying import retry_until_stored
+
+ROLLOUTS_AT_ONCE = 64
+"""The most rollouts in one read and one piece of the answer."""
+FLUSH_SECONDS = 1.0
+"""How long a reader waits until what has just ended is saved; a store that fails does not keep the rest from it."""
+
+
+class StepArchive:
+    """The steps of rollouts."""
+
+    def __init__(self, store: Store, board: ActivityBoard, writer: StepWriter) -> None:
+        self._store = store
+        self._board = board
+        self._writer = writer
+
+    async def of_rollout(self, rollout_id: str) -> RolloutSteps:
+        """Return the steps of a rollout so far; none if it is unknown.
+
+        Raises:
+            RecordLostError: The record is damaged.
+        """
+        records = (await self._records([rollout_id])).get(rollout_id, [])
+        return await anyio.to_thread.run_sync(_all_rows, rollout_id, records)
+
+    async def of_run(self, run_id: str) -> Sequence[str]:
+        """Return the ids of the rollouts of a run, about in the order in which they began, earlier tries included.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        runs = self._store.runs
+        # The open groups first: one that is closed in between is found twice, and not missed.
+        members = [member.rollout_id for group in await runs.open_groups(run_id) for member in group.members]
+        closed = await runs.rollout_ids(run_id)
+        return [name for one in dict.fromkeys((*closed, *members)) for name in _with_earlier(one)]
+
+    async def lines(self, rollout_ids: Sequence[str]) -> AsyncIterator[bytes]:
+        """Yield the steps of rollouts, those of one in a line of JSON: a `RolloutAttempts`; none without any.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        for start in range(0, len(rollout_ids), ROLLOUTS_AT_ONCE):
+            some = rollout_ids[start : start + ROLLOUTS_AT_ONCE]
+            records = await self._records(some)
+            if records:
+                yield b"".join(_line(name, records[name]) for name in some if name in records)
+
+    async def _records(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
+        """Return the encoded attempts of rollouts that have any."""
+        live = {name: found for name in rollout_ids if (found := self._board.find(name)) is not None}
+        with anyio.move_on_after(FLUSH_SECONDS):
+            await self._writer.flush()
+        stored = await self._store.saved_steps(rollout_ids)
+        records = await anyio.to_thread.run_sync(_decompress_all, stored)
+        for name, activity in live.items():
+            kept = records.get(name, [])
+            if activity.finished is None or not _has(kept, activity):
+                records[name] = [*kept, encode(activity)]
+        return records
+
+
+def _has(records: Sequence[bytes], activity: Activity) -> bool:
+    """Return whether an attempt that has ended meanwhile is among the stored ones."""
+    mark = b'"started_at":' + to_json(activity.started_at) + b","
+    return any(mark in record for record in records)
+
+
+def _with_earlier(rollout_id: str) -> list[str]:
+    """Return the ids of a sample's rollouts up to this one, the first one first."""
+    try:
+        last = SampleId.parse(rollout_id)
+    except ValueError:
+        return [rollout_id]
+    return [str(SampleId(last.run, last.number, last.sample, retry)) for retry in range(last.retry + 1)]
+
+
+def _decompress_all(stored: Mapping[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
+    found: dict[str, list[bytes]] = {}
+    for rollout_id, records in stored.items():
+        with reading(rollout_id):
+            found[rollout_id] = [decompress(data) for data in records]
+    return found
+
+
+def _line(rollout_id: str, records: Sequence[bytes]) -> bytes:
+    return b'{"rollout_id":%b,"attempts":[%b]}\n' % (to_json(rollout_id), b",".join(records))
+
+
+def _all_rows(rollout_id: str, records: Sequence[bytes]) -> RolloutSteps:
+    try:
+        attempts = [decode(record) for record in records]
+    except ValueError as error:
+        raise RecordLostError(f"the steps of rollout {rollout_id} cannot be read", hint=RESTORE) from error
+    return RolloutSteps(
+        rollout_id=rollout_id,
+        steps=[step for attempt in attempts for step in rows(attempt)],
+        dropped=sum(attempt.dropped for attempt in attempts),
+    )
+
+
+# Saves the steps of attempts that have ended in the background, so that no rollout waits for the store.
+#
+# Guarantees: `finished` returns at once; many attempts share one write; memory is bounded. `flush` waits until what
+# has ended is saved, so that a reader misses nothing. Steps that cannot be saved cost a rollout nothing but its
+# timeline.
+
+log = structlog.get_logger(__name__)
+
+COLLECT_SECONDS = 0.05
+"""How long to collect attempts for one write."""
+MAX_WAITING = 4_096
+"""The most attempts that wait to be saved; the steps of later ones are dropped."""
+MAX_AT_ONCE = 64
+"""The most attempts in one write, so that other writes do not wait for long."""
+CLOSE_SECONDS = 2.0
+"""How long the end of the service waits until the last steps are saved."""
+
+
+class StepWriter(StepObserver):
+    """The attempts whose steps wait to be saved; `running` saves them."""
+
+    def __init__(self, store: StepStore) -> None:
+        self._store = store
+        self._queue = BatchQueue[Activity](
+            most=MAX_WAITING, at_once=MAX_AT_ONCE, collect_seconds=COLLECT_SECONDS
+        )
+        self.dropped = 0
+        """The attempts whose steps were dropped."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Save steps until the block is left, those of the attempts that end with it included."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._save_forever)
+            try:
+                yield
+            finally:
+                with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+                    await self.flush()
+                tasks.cancel_scope.cancel()
+
+    def finished(self, activity: Activity) -> None:
+        """Save the steps of an attempt soon."""
+        if activity.ended and not self._queue.put(activity):
+            self.dropped += 1
+
+    async def flush(self) -> None:
+        """Wait until the steps of all attempts that have ended are saved."""
+        await self._queue.until_done()
+
+    async def _save_forever(self) -> None:
+        while True:
+            await self._save(await self._queue.next_batch())
+            if self.dropped:
+                log.warning("the steps of some attempts were dropped", attempts=self.dropped)
+                self.dropped = 0
+
+    async def _save(self, batch: list[Activity]) -> None:
+        attempts = await anyio.to_thread.run_sync(_encode_all, batch)
+        await retry_until_stored("save steps", partial(self._store.save_steps, attempts))
+
+
+def _encode_all(batch: list[Activity]) -> list[EncodedSteps]:
+    return [EncodedSteps(one.rollout_id, compress(encode(one))) for one in batch]
+
+
+# The steps of an attempt as bytes: columns, as JSON, compressed.
+#
+# Guarantee: any step can be encoded. What JSON cannot hold, such as half of a surrogate pair in a command, is
+# replaced.
+#
+# A record is the JSON of an `AttemptSteps`, so that a list of many rollouts is joined from records without reading
+# them.
+
+_LEVEL = 3
+_MICROSECONDS = 1e6
+
+
+def encode(activity: Activity) -> bytes:
+    """Return the steps of an attempt that have ended, as JSON."""
+    began = activity.started
+    until = activity.finished if activity.finished is not None else time.perf_counter()
+    steps = sorted(activity.ended.copy(), key=lambda step: step.started)
+    columns: dict[str, Any] = {
+        "attempt": activity.attempt,
+        "environment": activity.environment,
+        "run_id": activity.run_id,
+        "group": activity.group,
+        "started_at": activity.started_at,
+        "us": _us(until - began),
+        "outcome": activity.outcome,
+        "dropped": activity.dropped,
+        "stages": [[stage.value, _us(at - began)] for stage, at in activity.stages],
+        "kinds": [step.kind.value for step in steps],
+        "names": [step.name for step in steps],
+        "starts": [_us(step.started - began) for step in steps],
+        "lengths": [_us((step.ended or until) - step.started) for step in steps],
+        "details": [_known(step) for step in steps],
+    }
+    if any(step.lane for step in steps):
+        columns["lanes"] = [step.lane for step in steps]
+    if any(step.error for step in steps):
+        columns["errors"] = [step.error for step in steps]
+    return _as_json(columns)
+
+
+def compress(record: bytes) -> bytes:
+    """Return an encoded attempt, compressed."""
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(record)
+
+
+def decompress(data: bytes) -> bytes:
+    """Return an attempt as JSON."""
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
+def decode(record: bytes) -> AttemptSteps:
+    """Return an attempt from its JSON."""
+    return AttemptSteps.model_validate(from_json(record))
+
+
+def rows(attempt: AttemptSteps) -> list[RolloutStep]:
+    """Return the steps of an attempt, each on its own."""
+    began = datetime.fromtimestamp(attempt.started_at, UTC)
+    found = []
+    columns = zip_longest(attempt.lanes, attempt.errors)
+    for kind, name, start, length, detail in zip(
+        attempt.kinds, attempt.names, attempt.starts, attempt.lengths, attempt.details, strict=True
+    ):
+        lane, error = next(columns, ("", None))
+        found.append(
+            RolloutStep(
+                kind=kind,
+                name=name,
+                lane=lane or "",
+                stage=stage_at(attempt.stages, start),
+                attempt=attempt.attempt,
+                started_at=began + timedelta(microseconds=start),
+                seconds=length / _MICROSECONDS,
+                error=error,
+                detail=detail,
+            )
+        )
+    return found
+
+
+def stage_at(stages: Sequence[tuple[Stage, int]], moment: int) -> Stage | None:
+    """Return the stage that an attempt was in, `moment` microseconds after its start."""
+    return next((stage for stage, began in reversed(stages) if began <= moment), None)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * _MICROSECONDS)
+
+
+def _known(step: OpenStep) -> dict[str, Any]:
+    return {name: value for name, value in step.detail.copy().items() if value is not None}
+
+
+def _as_json(columns: dict[str, Any]) -> bytes:
+    try:
+        return to_json(columns)
+    except (PydanticSerializationError, ValueError):
+        return to_json(_clean(columns))
+
+
+def _clean(value: Any) -> Any:
+    """Return a value with everything replaced that JSON cannot hold."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_clean(str(name)): _clean(inner) for name, inner in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, bytes):
+        return [_clean(inner) for inner in value]
+    return value if isinstance(value, bool | int | float | None) else _clean(str(value))

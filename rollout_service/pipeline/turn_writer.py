@@ -1,0 +1,94 @@
+"""Saves the turns of all rollouts in the background, so that no turn waits for the store.
+
+Guarantees: `add` returns at once; turns are saved in the order in which they were made, many in one write; memory is
+bounded. A turn that cannot be saved costs no rollout anything but the chance to continue from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from rollout_service.base.signals import BatchQueue
+from rollout_service.engines.serving.saved_turns import SavedTurn, encode
+from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.store.contract import Lease, TurnStore, UnsavedTurn
+from rollout_service.store.retrying import retry_until_stored
+
+log = structlog.get_logger(__name__)
+
+COLLECT_SECONDS = 0.02
+"""How long to collect turns for one write: short next to a turn, and long next to a write."""
+MAX_WAITING = 4_096
+"""The most turns that wait to be saved; later ones are dropped."""
+MAX_AT_ONCE = 256
+"""The most turns in one write, so that other writes do not wait for long."""
+
+NOT_REPLAYABLE = b""
+"""Marks a rollout that has turns, of an environment whose turns are not worth saving."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingTurn:
+    rollout_id: str
+    token: int
+    number: int
+    turn: SavedTurn | None
+
+
+class TurnWriter:
+    """The turns that wait to be saved; `running` saves them."""
+
+    def __init__(self, store: TurnStore, owner: str, metrics: Metrics) -> None:
+        self._store = store
+        self._owner = owner
+        self._metrics = metrics
+        self._queue = BatchQueue[_WaitingTurn](
+            most=MAX_WAITING, at_once=MAX_AT_ONCE, collect_seconds=COLLECT_SECONDS
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Save turns until the block is left."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._save_forever)
+            yield
+            tasks.cancel_scope.cancel()
+
+    def add(self, lease: Lease, number: int, turn: SavedTurn | None) -> None:
+        """Save a turn soon; None only marks that the rollout has turns."""
+        if not self._queue.put(_WaitingTurn(lease.rollout_id, lease.token, number, turn)):
+            self._metrics.count_saved_turns("dropped", 1)
+
+    async def flush(self) -> None:
+        """Wait until everything that was added is saved; the lease must still be held."""
+        await self._queue.until_done()
+
+    async def _save_forever(self) -> None:
+        while True:
+            await self._save(await self._queue.next_batch())
+
+    async def _save(self, batch: list[_WaitingTurn]) -> None:
+        turns = await anyio.to_thread.run_sync(_encode_all, batch)
+        saved = await retry_until_stored("save turns", partial(self._store.save_turns, self._owner, turns))
+        self._metrics.count_saved_turns("saved", saved)
+        self._metrics.count_saved_turns("dropped", len(batch) - len(turns))
+
+
+def _encode_all(batch: list[_WaitingTurn]) -> list[UnsavedTurn]:
+    """Encode turns; one that cannot be encoded is left out, and with it the later ones of its rollout."""
+    turns = []
+    for waiting in batch:
+        try:
+            data = NOT_REPLAYABLE if waiting.turn is None else encode(waiting.turn)
+        except (ValueError, TypeError, OverflowError) as error:
+            log.warning("a turn cannot be saved", rollout_id=waiting.rollout_id, error=str(error))
+        else:
+            turns.append(UnsavedTurn(waiting.rollout_id, waiting.token, waiting.number, data))
+    return turns

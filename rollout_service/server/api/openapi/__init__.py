@@ -1,1 +1,0 @@
-"""The OpenAPI document: every route's parameters, responses, and errors."""

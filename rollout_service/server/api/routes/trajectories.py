@@ -1,0 +1,108 @@
+"""Trajectories for looking at: their segments, any range of their tokens with its text, and all of it as a file.
+
+Guarantee: large answers are compressed for clients that accept it, in a thread.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from typing import Annotated
+
+import anyio.to_thread
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from api_schemas.base import MAX_INT32, RolloutId
+from api_schemas.rollouts.tokens import TokenRange, TrajectoryOutline
+from rollout_service.base.errors import NotFoundError
+from rollout_service.server.api.openapi_responses import media_response, raises
+from rollout_service.server.api.routes.support.dependencies import ServiceDep
+from rollout_service.server.api.routes.support.saved_rollout import saved_rollout
+from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.trajectories import MAX_RANGE
+
+router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
+
+COMPRESSED_FROM_BYTES = 4_096
+FASTEST = 1
+"""The level of compression: the others take several times as long for a tenth less."""
+FILE_HEADERS = {
+    "Content-Security-Policy": "sandbox",  # should a browser show it after all: no script, and not our origin
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+NodeQuery = Annotated[
+    int | None, Query(ge=1, le=MAX_INT32, description="The number of a sub-agent, for its trajectory.")
+]
+
+
+@router.get(
+    "/rollouts/{rollout_id}/outline", response_model=TrajectoryOutline, responses=raises(NotFoundError)
+)
+async def get_outline(
+    service: ServiceDep, http: Request, rollout_id: RolloutId, node: NodeQuery = None
+) -> Response:
+    """Read a trajectory without its tokens: its segments, their turns, and where each one leaves its parent.
+
+    A 404 means that the rollout is unknown, has not ended, or has no trajectory.
+    """
+    answer = await service.trajectories.outline(rollout_id, node)
+    return await _compressed(http, lambda: answer.model_dump_json().encode())
+
+
+@router.get("/rollouts/{rollout_id}/tokens", response_model=TokenRange, responses=raises(NotFoundError))
+async def get_tokens(
+    service: ServiceDep,
+    http: Request,
+    rollout_id: RolloutId,
+    segment: Annotated[int, Query(ge=0, le=MAX_INT32, description="The segment's number.")] = 0,
+    start: Annotated[int, Query(ge=0, le=MAX_INT32, description="The first token.")] = 0,
+    count: Annotated[int, Query(ge=1, le=MAX_RANGE, description="The most tokens to return.")] = 2_000,
+    node: NodeQuery = None,
+) -> Response:
+    """Read a range of a trajectory's tokens as columns: ids, text, mask, versions, turns and log-probabilities.
+
+    The text is made from the tokens' bytes, and `ends` says where each token ends in it. It is null if the tokenizer of
+    the rollout's pool is not known to this service. A range that begins behind the segment's end is empty.
+    """
+    answer = await service.trajectories.tokens(rollout_id, segment, start, count, node)
+    return await _compressed(http, lambda: answer.model_dump_json().encode())
+
+
+@router.get(
+    "/rollouts/{rollout_id}/page",
+    response_class=Response,
+    responses=media_response("text/html", "The file.", schema={"type": "string"}) | raises(NotFoundError),
+)
+async def get_page(service: ServiceDep, http: Request, rollout_id: RolloutId) -> Response:
+    """Read the page of a rollout that has ended as one HTML file, to send or to keep.
+
+    It shows what the service's own page does, tokens and sub-agents included, without network and service.
+    A 404 means that the rollout is unknown or has not ended.
+    """
+    content = await saved_rollout(service, rollout_id)
+    answer = await _compressed(http, lambda: content, "text/html")
+    answer.headers.update(FILE_HEADERS | {"Content-Disposition": f'attachment; filename="{rollout_id}.html"'})
+    return answer
+
+
+async def _compressed(
+    http: Request, make: Callable[[], bytes], media_type: str = "application/json"
+) -> Response:
+    """Return what `make` returns, compressed if it is large and the client accepts that."""
+    accepts = any(
+        coding.strip().partition(";")[0] == "gzip" and "q=0" not in coding.replace(" ", "").split(";")[1:]
+        for coding in http.headers.get("accept-encoding", "").lower().split(",")
+    )
+
+    def encode() -> tuple[bytes, bool]:
+        content = make()
+        if accepts and len(content) >= COMPRESSED_FROM_BYTES:
+            return gzip.compress(content, FASTEST, mtime=0), True
+        return content, False
+
+    content, is_compressed = await anyio.to_thread.run_sync(encode)
+    headers = {"Vary": "Accept-Encoding"} | ({"Content-Encoding": "gzip"} if is_compressed else {})
+    return Response(content, media_type=media_type, headers=headers)

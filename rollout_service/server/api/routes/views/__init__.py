@@ -1,1 +1,0 @@
-"""Routes that show the service and its rollouts to people: pages and terminals read them."""

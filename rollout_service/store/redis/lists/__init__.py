@@ -1,1 +1,0 @@
-"""The lists of the Redis store: rollouts, the groups of a run, and its history."""

@@ -1,0 +1,353 @@
+"""Rollouts, results, events and the queue in a Redis that services share.
+
+Beyond the contract: leases run by Redis's clock; a change that any service makes wakes those who wait in all of them; a
+claim or a result whose answer was lost is told apart from one that did not happen when it is repeated; the newest
+100,000 events and tombstones are kept.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import anyio
+import anyio.to_thread
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.events import Event
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span
+from rollout_service.base.errors import ConflictError, RecordLostError, StoreError, describe
+from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.codec import summaries as summary_codec
+from rollout_service.store.codec import trees
+from rollout_service.store.codec.record import fingerprint
+from rollout_service.store.contract import EncodedSteps, Lease, UnsavedTurn
+from rollout_service.store.redis.connection import RedisConnection
+from rollout_service.store.redis.replies import decode_row
+from rollout_service.store.redis.rollout_reading import ROWS_AT_ONCE, RolloutReads
+from rollout_service.store.redis.signals import RolloutSignals
+from rollout_service.store.redis.trajectories import steps
+from rollout_service.store.redis.trajectories.place import InRedis, TrajectoryPlace
+
+EXPIRED_AT_ONCE = 512
+"""The most rollouts that one call deletes."""
+_INLINE_TOKENS = 2_048
+"""A trajectory of up to this many tokens is encoded on the event loop (about 1 ms), a larger one in a thread."""
+_REFUSED = 2
+"""The answer to a result whose trajectory is in a file that was sealed, since this service was taken for dead."""
+_STAGES = (RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
+
+
+class RedisRollouts(RolloutReads):
+    """The part of `Store` that concerns rollouts and events; its methods are described there."""
+
+    def __init__(
+        self,
+        connection: RedisConnection,
+        *,
+        is_gone: Callable[[str], bool],
+        place: TrajectoryPlace | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`is_gone` tells whether the service of an owner has certainly ended.
+
+        `place` keeps the trajectories, Redis itself without it. `clock` is that of the connection, if it has one.
+        """
+        super().__init__(connection, place or InRedis())
+        self._is_gone = is_gone
+        self._signals = RolloutSignals(clock or time.monotonic)
+        self._session, self._claims = uuid4().hex, 0
+        self._lost_since: dict[str, int] = {}
+        """By owner, the first claim whose answer was lost since the last one that arrived."""
+        self._lost_results: set[tuple[str, int]] = set()
+        """The leases whose results may have been written, since the answer was lost."""
+        connection.events.listen(self._signals.listen)
+
+    async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
+        if request.rollout_id is None:
+            raise ValueError("set the request's rollout_id before submitting it")
+        values = (request.rollout_id, fingerprint(request), request.pool, request.model_dump_json())
+        outcome, *rest = await self._connection.call("rollouts_submit", *values)
+        if outcome == b"conflict":
+            raise ConflictError(
+                f"the rollout {request.rollout_id} already exists with a different request",
+                hint="Choose another rollout_id, or send exactly the same request again.",
+            )
+        row, newest = rest
+        if outcome == b"new":
+            self._signals.work.happened(newest)
+            self._connection.events.newest.advance(newest)
+        return codec.decode_rollout(decode_row(row)), outcome == b"new"
+
+    async def claim(
+        self,
+        owner: str,
+        *,
+        limit: int,
+        lease_seconds: float,
+        pools: Collection[str] | None = None,
+        waits: Mapping[str, float] | None = None,
+    ) -> list[Lease]:
+        if (problem := self._place.problem) is not None:  # begin nothing whose result would have to wait
+            raise StoreError(str(problem), hint=problem.hint)
+        self._claims += 1
+        of_pools = b"" if pools is None else to_json(sorted(pools))
+        of_environments = b"" if waits is None else to_json(dict(waits))
+        number, since = self._claims, self._lost_since.get(owner, 0)
+        try:
+            due, newest, rows, ended = await self._connection.call(
+                "rollouts_claim",
+                owner,
+                limit,
+                lease_seconds,
+                of_pools,
+                of_environments,
+                self._session,
+                number,
+                since,
+            )
+        except StoreError:
+            self._lost_since.setdefault(owner, number)
+            self._signals.work.forget()
+            raise
+        if since:
+            self._lost_since.pop(owner, None)
+        self._signals.work.looked(newest)
+        self._signals.claimed(due_in=float(due) if due else math.inf, lease_seconds=lease_seconds)
+        leases = [lease for lease in [await self._lease(row, owner) for row in rows] if lease is not None]
+        if len(rows) >= limit or len(leases) < len(rows):
+            self._signals.work.forget()  # there may be more
+        self._ended(ended)
+        return leases
+
+    async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
+        lost: list[str] = []
+        for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
+            some = rollout_ids[start : start + ROWS_AT_ONCE]
+            answer = await self._connection.call("rollouts_renew", owner, lease_seconds, *some)
+            lost += [rollout_id.decode() for rollout_id in answer]
+        return sorted(lost)
+
+    async def recover(self, owner: str) -> int:
+        owners = await self._connection.command("HKEYS", self._connection.key("holders"))
+        others = [each for each in (name.decode() for name in owners) if each != owner]
+        return sum(
+            [await self._take_back(other, None, counted=True) for other in others if self._is_gone(other)]
+        )
+
+    async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
+        return await self._take_back(owner, rollout_ids, counted=False)
+
+    async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
+        if state not in _STAGES:
+            raise ValueError(f"a leased rollout cannot advance to {state}")
+        outcome = await self._connection.call("rollouts_advance", *_held(lease, owner), state.value)
+        if outcome not in (b"done", b"lost"):
+            raise ValueError(f"{lease.rollout_id} cannot go back from {outcome.decode()} to {state}")
+        return bool(outcome == b"done")
+
+    async def retry(
+        self,
+        lease: Lease,
+        owner: str,
+        error: ErrorInfo,
+        *,
+        spans: Sequence[Span] = (),
+        delay_seconds: float = 0.0,
+        keep_turns: bool = False,
+    ) -> bool:
+        values = (
+            error.model_dump_json(),
+            error.code,
+            codec.encode_spans(spans),
+            delay_seconds,
+            int(keep_turns),
+        )
+        return self._requeued(
+            lease, await self._connection.call("rollouts_retry", *_held(lease, owner), *values)
+        )
+
+    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
+        values = (*_held(lease, owner), codec.encode_spans(spans))
+        return self._requeued(lease, await self._connection.call("rollouts_restart", *values))
+
+    async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
+        saved = 0
+        for start in range(0, len(turns), ROWS_AT_ONCE):
+            values: list[str | int | bytes] = []
+            for turn in turns[start : start + ROWS_AT_ONCE]:
+                values += [turn.rollout_id, turn.token, turn.number, turn.data]
+            saved += await self._connection.call("rollouts_save_turns", owner, *values)
+        return saved
+
+    async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
+        return await steps.save(self._connection, attempts)
+
+    async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
+        if not result.state.terminal or result.rollout_id != lease.rollout_id:
+            raise ValueError(
+                f"{result.rollout_id} in state {result.state} is not a result of the leased {lease.rollout_id}"
+            )
+        versions = codec.version_range(result.trajectory)
+        outcome = (
+            "" if result.reward is None else repr(float(result.reward)),
+            result.stop_reason.value if result.stop_reason else "",
+            result.error.code if result.error else "",
+            *("" if version is None else version for version in versions.values()),
+            *(repr(figure) for figure in summary_codec.figures(result).values()),
+        )
+        written = await _written(result)
+        encoded = await _encoded(result, lease.request)
+        if encoded is None:
+            return bool(await self._finish(lease, owner, result.state, written, b"", outcome))
+        while True:
+            async with self._place.keep(encoded) as stored:
+                done = await self._finish(lease, owner, result.state, written, stored, outcome)
+                if done is not None:
+                    return done
+                await self._place.abandon(stored)
+
+    async def cancel(self, rollout_id: str) -> RolloutState | None:
+        state, ended, newest = await self._connection.call("rollouts_cancel", rollout_id)
+        if ended:
+            self._ended([rollout_id.encode()])
+        elif state:
+            self._signals.cancels.happened(newest)
+        return RolloutState(state.decode()) if state else None
+
+    async def cancel_requested(self, owner: str) -> list[str]:
+        newest, ids = await self._connection.read("rollouts_cancelling", owner)
+        self._signals.cancels.looked(newest)
+        return sorted(rollout_id.decode() for rollout_id in ids)
+
+    async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:
+        event_id, now = await self._connection.call("events_record", kind, subject, to_json(data))
+        self._connection.events.newest.advance(event_id)
+        return Event(event_id=event_id, time=codec.when(float(now)), kind=kind, subject=subject, data=data)
+
+    async def wait_for_work(self) -> None:
+        await self._signals.wait_for_work()
+
+    async def wait_for_cancels(self) -> None:
+        await self._signals.cancels.wait()
+
+    async def wait_for_events(self, *, after: int) -> int:
+        newest = self._connection.events.newest
+        while True:
+            changed = newest.next_change
+            if newest.value > after:
+                return newest.value
+            # Reading the events may have been faster than the reader that counts them.
+            if newest.value < after and (last := await self.last_event()) != after:
+                return last
+            await changed.wait()
+
+    async def wait_for_result(self, rollout_id: str) -> Rollout | None:
+        while True:
+            ended = self._signals.results.get(rollout_id)  # before reading, so that no change is missed
+            rollout = await self.get(rollout_id)
+            if rollout is None or rollout.state.terminal:
+                return rollout
+            await ended.wait()
+
+    async def delete_expired(self, seconds: float) -> int:
+        """Delete some of the rollouts of no run that ended this long ago; return 0 once none is left."""
+        deleted: int = await self._connection.call("rollouts_delete_expired", seconds, EXPIRED_AT_ONCE)
+        return deleted
+
+    async def overwrite(self, stored: Sequence[bytes]) -> None:
+        """Overwrite trajectories that no rollout has any more, from what Redis stored of them.
+
+        Raises:
+            StoreError: The folder fails.
+        """
+        await self._place.overwrite(stored)
+
+    async def collect_garbage(self) -> None:
+        """Delete the files of trajectories that are gone. Call it from one service at a time.
+
+        Raises:
+            StoreError: The Redis or the folder fails.
+        """
+        await self._place.collect()
+
+    # -- parts -------------------------------------------------------------------
+
+    async def _lease(self, reply: Sequence[Any], owner: str) -> Lease | None:
+        """Return the lease of a claimed row; a rollout whose record is damaged ends as failed."""
+        row = decode_row(reply)
+        try:
+            return codec.decode_lease(row)
+        except RecordLostError as error:
+            lost = describe(error)
+            held = (row["rollout_id"], owner, row["token"])
+            values = (RolloutState.FAILED.value, codec.encode_failure(lost), b"", "", "", lost.code, "", "")
+            await self._connection.call("rollouts_finish", *held, 0, *values)
+            return None
+
+    async def _take_back(self, owner: str, ids: Sequence[str] | None, *, counted: bool) -> int:
+        given = b"" if ids is None else to_json(ids)
+        taken, ended, newest = await self._connection.call(
+            "rollouts_take_back", owner, int(not counted), given
+        )
+        self._ended(ended)
+        self._signals.work.happened(newest)
+        return int(taken)
+
+    def _requeued(self, lease: Lease, answer: Sequence[int]) -> bool:
+        held, ended, newest = answer
+        if ended:
+            self._ended([lease.rollout_id.encode()])
+        elif held:
+            self._signals.work.happened(newest)
+        return bool(held)
+
+    async def _finish(
+        self,
+        lease: Lease,
+        owner: str,
+        state: RolloutState,
+        result: str,
+        trajectory: bytes,
+        outcome: Sequence[str | int],
+    ) -> bool | None:
+        """Write a result; return whether the lease was held, or None if the file of its trajectory was sealed."""
+        key = (lease.rollout_id, lease.token)
+        values = (int(key in self._lost_results), state.value, result, trajectory, *outcome)
+        try:
+            done = await self._connection.call("rollouts_finish", *_held(lease, owner), *values)
+        except StoreError:
+            self._lost_results.add(key)
+            raise
+        self._lost_results.discard(key)
+        if done == _REFUSED:
+            return None
+        if done:
+            self._ended([lease.rollout_id.encode()])
+        return bool(done)
+
+    def _ended(self, ids: Sequence[bytes]) -> None:
+        for rollout_id in ids:
+            self._signals.results.set(rollout_id.decode())
+
+
+def _held(lease: Lease, owner: str) -> tuple[str, str, int]:
+    """Return the first arguments of a function on a lease."""
+    return lease.rollout_id, owner, lease.token
+
+
+async def _encoded(result: Rollout, request: RolloutRequest) -> bytes | None:
+    if trees.count_tokens(result, request) <= _INLINE_TOKENS:
+        return trees.encode_tokens(result, request)
+    return await anyio.to_thread.run_sync(trees.encode_tokens, result, request)
+
+
+async def _written(result: Rollout) -> str:
+    if not result.nodes:
+        return codec.encode_result(result)
+    return await anyio.to_thread.run_sync(codec.encode_result, result)

@@ -1,0 +1,442 @@
+"""Sandboxes in Docker: one container each, whose process 1 is the control shell.
+
+A container has its own processes, mounts and IPC, and a network with only a loopback. It has no capabilities and no way
+to gain any, and Docker's system call filter. The image is read-only; where code may write there are memory file
+systems, each within the disk limit and together within the memory limit. It runs as an ordinary user and has no socket
+of the daemon. It shares the kernel, and the user ids unless the daemon remaps them.
+
+The container lives as long as its `docker run`, whose standard input belongs to the service. When that closes, even by
+the service's death, process 1 ends and the daemon removes the container. Containers left anyway carry labels with the
+sandbox's id and its service's folder; `sweep` removes those whose service is dead. Container names play no part.
+
+The working folder is a memory file system too, and hides the image's content there.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from functools import cached_property
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from sandboxes.config import DockerConfig
+from sandboxes.contract import DEFAULT_WORKDIR, Bind, SandboxSpec, SweepReport
+from sandboxes.errors import (
+    ImageNotFoundError,
+    ProviderUnavailableError,
+    SandboxClosedError,
+    SandboxConfigError,
+)
+from sandboxes.host.children import LingeringChildren
+from sandboxes.host.processes import MARKER, FirstProcess, processes_of
+from sandboxes.host.subordinate_ids import resolve_user
+from sandboxes.images.sources import packaged_names
+from sandboxes.limits.cgroups import CGROUPS, ControlGroup, ControlGroups, ResourceLimits
+from sandboxes.providers.base import HIDE, PIPES, SOCKETS, HostProvider, LaunchPlan
+from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
+from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses
+from sandboxes.reclaim.reaper import claim
+from sandboxes.reclaim.run_folders import RunFolder
+from sandboxes.runtime.control import ANSWERS, SCRIPT
+from sandboxes.runtime.export import export_tree, reader_command
+
+HINT = "start the daemon, name one in DOCKER_HOST or sandbox.host, or install it with scripts/install-docker"
+REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+NO_IMAGE = ("No such image", "No such object")
+ENDED_BY_ITSELF = (0, 1)
+"""The exit codes of a control shell whose input closed, as `docker run` returns them; others may leave a container."""
+OVERHEAD_PROCESSES = 16
+"""The control shell's own processes, on top of the limit for those it starts."""
+OWN_IMAGES = "rollout-service"
+"""The repository prefix of the images of this package that `scripts/docker-image` imports."""
+SHM_BYTES = 64 * 1024 * 1024
+KNOWN_FAILURES = {
+    "reachable_owner": "the daemon makes the container's network, and hands no socket of it out"
+}
+INSIDE = FirstProcess(1, 0)
+"""The first process as seen by a container that joins the process namespace."""
+
+
+# Query Docker's client: which limits hold, and our containers, their removal and their control groups.
+
+ASK_SECONDS = 30.0
+
+
+class Containers:
+    """One daemon, through its client."""
+
+    SANDBOX = "rollout-service.sandbox"
+    """The label that names a container's sandbox."""
+    SERVICE = "rollout-service.folder"
+    """The label that names the folder that a container's service keeps locked while it lives (see `reaper`)."""
+
+    def __init__(self, binary: str, env: Mapping[str, str]) -> None:
+        self._binary = binary
+        self.env = dict(env)
+        """The client's environment."""
+
+    async def ask(self, *arguments: str) -> tuple[int, str]:
+        """Run the client; return its exit code and output. A client that hangs is killed."""
+        return await anyio.to_thread.run_sync(self._ask, arguments)
+
+    def _ask(self, arguments: tuple[str, ...]) -> tuple[int, str]:
+        try:
+            done = subprocess.run(
+                [self._binary, *arguments],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=ASK_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return 1, str(error)
+        said = done.stdout if done.returncode == 0 else done.stderr
+        return done.returncode, said.decode("utf-8", errors="replace")
+
+    def find_limits(self) -> frozenset[str]:
+        """Return the limits that the daemon can enforce here, or none if it does not answer. Blocks."""
+        code, said = self._ask(("info", "--format", "{{json .}}"))
+        try:
+            info = json.loads(said) if code == 0 else {}
+        except ValueError:
+            return frozenset()
+        names = {"MemoryLimit": "memory", "PidsLimit": "processes", "CPUCfsQuota": "cpus"}
+        names |= {"CpuCfsQuota": "cpus"}
+        return frozenset(found for name, found in names.items() if info.get(name))
+
+    async def remove_sandbox(self, sandbox_id: str) -> None:
+        """Remove the containers of one sandbox; the next sweep tries again if that fails."""
+        for container, _ in await self._labeled(f"{self.SANDBOX}={sandbox_id}"):
+            await self.ask("rm", "--force", "--volumes", container)
+
+    async def count_processes(self, sandbox_id: str) -> int:
+        """Count the processes of a sandbox's container.
+
+        Raises:
+            SandboxClosedError: The container no longer exists.
+        """
+        code, said = await self.ask("top", await self._container(sandbox_id), "-o", "pid")
+        if code != 0:
+            raise SandboxClosedError(f"cannot list the processes of sandbox {sandbox_id}: {said.strip()}")
+        return len(said.split()) - 1  # without the heading
+
+    async def make_reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
+        """Return the command that runs the file reader in a second container.
+
+        That container sees the sandbox's processes, and its files through them. It has no network, and no rights except
+        to read and inspect. The reader's script is bound from the host.
+
+        Raises:
+            SandboxClosedError: The sandbox's container no longer exists.
+        """
+        _, *flags, script, path, limit, pid, parent = command
+        return [
+            *(self._binary, "run", "--rm", "--pull", "never", "--log-driver", "none", "--network", "none"),
+            *("--pid", f"container:{await self._container(sandbox_id)}", "--user", "0:0", "--read-only"),
+            *("--cap-drop", "ALL", "--cap-add", "SYS_PTRACE", "--cap-add", "DAC_READ_SEARCH"),
+            *("--security-opt", "no-new-privileges", "--workdir", "/", "--entrypoint", "python3"),
+            *("--mount", f"type=bind,source={script},target=/tree_reader.py,readonly", image),
+            *(*flags, "/tree_reader.py", path, limit, pid, parent),
+        ]
+
+    async def _container(self, sandbox_id: str) -> str:
+        found = await self._labeled(f"{self.SANDBOX}={sandbox_id}")
+        if not found:
+            raise SandboxClosedError(f"the container of sandbox {sandbox_id} has ended")
+        return found[0][0]
+
+    async def sweep(self) -> tuple[int, tuple[str, ...]]:
+        """Remove the containers of dead services; return how many, and why others could not be removed."""
+        removed, failures = 0, []
+        for container, folder in await self._labeled(self.SERVICE):
+            if await anyio.to_thread.run_sync(_is_dead, Path(folder)):
+                code, said = await self.ask("rm", "--force", "--volumes", container)
+                removed += code == 0
+                if code != 0 and "No such container" not in said:
+                    failures.append(f"container {container}: {said.strip()}")
+        return removed, tuple(failures)
+
+    async def _labeled(self, label: str) -> list[tuple[str, str]]:
+        """Return the containers with a label, and the folders of their services."""
+        shown = '{{.ID}} {{.Label "' + self.SERVICE + '"}}'
+        code, said = await self.ask(
+            "ps", "--all", "--no-trunc", "--filter", f"label={label}", "--format", shown
+        )
+        lines = said.splitlines() if code == 0 else []
+        return [(container, folder) for container, _, folder in (line.partition(" ") for line in lines)]
+
+
+def container_group(sandbox_id: str) -> ControlGroup | None:
+    """Return the group that counts a container's memory, or None if its process is not visible on this host.
+
+    Reads all of /proc: call it in a thread.
+    """
+    ours = _memory_folder("self")
+    folders = (_memory_folder(str(pid)) for pid in processes_of({sandbox_id}))
+    # Skip our own group: the client that started the container has the mark too.
+    found = next((folder for folder in folders if folder is not None and folder != ours), None)
+    return ControlGroup({"memory": found}) if found is not None else None
+
+
+def _memory_folder(pid: str) -> Path | None:
+    """Return the folder that counts a process's memory, in either version of control groups."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                folder = CGROUPS / ("memory" if controllers else "") / path.lstrip("/")
+                if (folder / ("memory.oom_control" if controllers else "memory.events")).exists():
+                    return folder
+    return None
+
+
+def _is_dead(folder: Path) -> bool:
+    """Return whether nobody holds the folder, so its service has ended or never ran on this host."""
+    with claim(folder) as owner:
+        return owner is not None
+
+
+class ContainerResources(LauncherResources):
+    """Makes sure that the container has gone where its `docker run` did not see it end."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        group: ControlGroup | None,
+        leftovers: LeftoverProcesses,
+        lingering: LingeringChildren,
+        containers: Containers,
+    ) -> None:
+        super().__init__(folder, group, leftovers, lingering)
+        self._containers = containers
+        self._id = folder.id
+
+    async def watched_group(self) -> ControlGroup | None:
+        return await anyio.to_thread.run_sync(container_group, self._id)
+
+    async def release(self) -> None:
+        await super().release()
+        if self.process is not None and self.process.returncode not in ENDED_BY_ITSELF:
+            await self._containers.remove_sandbox(self._id)
+
+
+class DockerSandbox(ControlledSandbox):
+    """Asks the daemon for what only it can see, since a service that is not root may not look into containers."""
+
+    def __init__(
+        self,
+        launched: LaunchedSandbox,
+        spec: SandboxSpec,
+        forget: Callable[[str], None],
+        containers: Containers,
+        image: str,
+    ) -> None:
+        """`image` must have Python: the container that reads files from this one uses it."""
+        super().__init__(launched, spec, forget)
+        self._containers = containers
+        self._image = image
+
+    async def _has_processes_left(self) -> bool:
+        return await self._containers.count_processes(self.id) > 1
+
+    async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        command = await self._containers.make_reader(
+            self.id, self._image, reader_command(path, limit, INSIDE)
+        )
+        async with aclosing(export_tree(path, command, self._containers.env)) as parts:
+            async for part in parts:
+                yield part
+
+
+class DockerProvider(HostProvider):
+    """Starts sandboxes with Docker's command line client."""
+
+    name = "docker"
+    isolates = True
+
+    def __init__(self, config: DockerConfig, state_dir: Path) -> None:
+        """
+        Raises:
+            ProviderUnavailableError: The command is not installed.
+            SandboxConfigError: The configured user does not exist, or is root.
+        """
+        super().__init__(state_dir, config.run_dir, config.start_timeout)
+        binary = shutil.which(config.binary)
+        if binary is None:
+            raise ProviderUnavailableError(f"command {config.binary!r} not found", hint=HINT)
+        self._config = config
+        self._user, self._group = resolve_user(config.user)
+        self._binary = binary
+        self._env = _client_env(config.host)
+        self._containers = Containers(binary, self._env)
+
+    @property
+    def known_failures(self) -> Mapping[str, str]:
+        return KNOWN_FAILURES
+
+    def groups(self) -> ControlGroups:
+        return ControlGroups({})  # the daemon makes its own
+
+    @cached_property
+    def enforced(self) -> frozenset[str]:
+        return frozenset({"disk"}) | self._containers.find_limits()
+
+    def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
+        return ContainerResources(folder, group, self._leftovers, self._lingering, self._containers)
+
+    def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> DockerSandbox:
+        reader = self._resolve_name(self._config.image)
+        return DockerSandbox(launched, spec, self.forget, self._containers, reader)
+
+    async def identity(self, spec: SandboxSpec) -> str:
+        return await self._image_id(spec.image or self._config.image)
+
+    async def _image_id(self, name: str) -> str:
+        """Return the id of the image that the name refers to now.
+
+        Raises:
+            ImageNotFoundError: The daemon does not have the image; it is never pulled here.
+            ProviderUnavailableError: The daemon does not answer.
+            SandboxConfigError: The name is not a valid image reference.
+        """
+        if not REFERENCE.fullmatch(name):
+            raise SandboxConfigError(
+                f"{name!r} is not a valid image reference",
+                hint="name it as `docker images` does; scripts/docker-image imports the service's own images",
+            )
+        name = self._resolve_name(name)
+        code, said = await self._containers.ask("image", "inspect", "--format", "{{.Id}}", name)
+        if code == 0:
+            return said.strip()
+        if any(text in said for text in NO_IMAGE):
+            raise ImageNotFoundError(
+                f"{self._config.binary} has no image {name!r}",
+                hint=f"run {self._config.binary} pull {name}; scripts/docker-image imports the service's own images",
+            )
+        raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
+
+    def _resolve_name(self, name: str) -> str:
+        """Return the daemon's name for an image of this package, or the name without the scheme of registries."""
+        return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name.removeprefix("docker://")
+
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
+        name = spec.image or self._config.image
+        image = await self._image_id(name)
+        # Never the image's own: a memory file system covers it, and the image's files below it.
+        workdir = spec.workdir or DEFAULT_WORKDIR
+        command = [
+            *(self._binary, "run", "--rm", "--interactive", "--pull", "never", "--log-driver", "none"),
+            *self._isolation_flags(spec),
+            *self._limit_flags(spec),
+            *self._mount_flags(spec, folder),
+            *("--label", f"{Containers.SANDBOX}={folder.id}"),
+            *("--label", f"{Containers.SERVICE}={folder.path.parent}"),
+            *("--env", f"{MARKER}={folder.id}", "--workdir", "/", "--entrypoint", "/bin/bash", image),
+            *("--norc", "-c", HIDE, "hide", f"{PIPES}/{SCRIPT.name}", PIPES, workdir, "0", "0", ANSWERS),
+        ]
+        return LaunchPlan(
+            argv=command,
+            env=self._env,
+            image=name,
+            limits=ResourceLimits(self._memory_limit(spec), None, None),  # the daemon enforces them
+            user=self._user,
+            group=self._group,
+            pipes_inside=PIPES,
+            sockets_inside=SOCKETS,
+            workdir=workdir,
+            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"},
+            answers=True,
+            listens="host" if spec.listens else None,
+        )
+
+    def _isolation_flags(self, spec: SandboxSpec) -> list[str]:
+        if spec.network not in {"none", "full"}:
+            raise SandboxConfigError(
+                "the docker provider cannot restrict the network to a list of hosts",
+                hint='use "none", or the apptainer provider',
+            )
+        if spec.listens and spec.network == "none":
+            raise SandboxConfigError(
+                "the docker provider cannot listen inside a sandbox without a network",
+                hint='use the network "full", or the apptainer provider',
+            )
+        network = "none" if spec.network == "none" else "host"
+        flags = [
+            "--network",
+            network,
+            "--user",
+            f"{self._user}:{self._group}",
+            "--read-only",
+            "--ipc",
+            "private",
+        ]
+        flags += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--ulimit", "core=0"]
+        return flags
+
+    def _limit_flags(self, spec: SandboxSpec) -> list[str]:
+        defaults, found = self._config.limits, []
+        held = self.enforced
+        if (memory := self._memory_limit(spec)) is not None:
+            found += ["--memory", str(memory), "--memory-swap", str(memory)]
+        if "processes" in held:
+            processes = (spec.max_processes or defaults.max_processes) + OVERHEAD_PROCESSES
+            found += ["--pids-limit", str(processes)]
+        if (cpus := spec.cpus or defaults.cpus) is not None and "cpus" in held:
+            found += ["--cpus", str(cpus)]
+        return found
+
+    def _memory_limit(self, spec: SandboxSpec) -> int | None:
+        """Return the memory limit in bytes, or None if the daemon enforces none."""
+        held = "memory" in self.enforced
+        return spec.memory_bytes or self._config.limits.memory_bytes if held else None
+
+    def _mount_flags(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+        disk = spec.disk_bytes or self._config.limits.disk_bytes
+        shared = f"rw,exec,nosuid,nodev,size={disk},mode=1777"
+        # Executable, since the control shell runs from a copy in it.
+        found = ["--tmpfs", f"/dev/shm:rw,exec,nosuid,nodev,size={SHM_BYTES},mode=1777"]  # noqa: S108  inside
+        workdir = _require_mountable(spec.workdir or DEFAULT_WORKDIR)
+        for path in ("/tmp", "/var/tmp", "/root", workdir):  # noqa: S108  inside
+            found += ["--tmpfs", f"{path}:{shared}"]
+        for bind in (Bind(str(folder.pipes), PIPES), *spec.read_only_binds):
+            source, target = _require_mountable(bind.source), _require_mountable(bind.target)
+            found += ["--mount", f"type=bind,source={source},target={target},readonly"]
+        return [*found, "--mount", f"type=bind,source={folder.sockets},target={SOCKETS}"]
+
+    async def sweep(self) -> SweepReport:
+        swept = await super().sweep()
+        removed, failures = await self._containers.sweep()
+        return SweepReport(swept.sandboxes + removed, swept.processes, (*swept.failures, *failures))
+
+
+def _client_env(host: str | None) -> dict[str, str]:
+    """Return the variables that the client needs to find its daemon, and no others of the service's."""
+    names = (
+        "PATH",
+        "HOME",
+        "XDG_RUNTIME_DIR",
+        "DOCKER_HOST",
+        "DOCKER_CONFIG",
+        "DOCKER_CONTEXT",
+        "CONTAINER_HOST",
+    )
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    return {**found, **({"DOCKER_HOST": host} if host else {})}
+
+
+def _require_mountable(path: str) -> str:
+    """Return the path if it can be part of a mount flag.
+
+    Raises:
+        SandboxConfigError: The path cannot be part of a mount flag.
+    """
+    if not path.startswith("/") or any(character in path for character in ':,"\\\n'):
+        raise SandboxConfigError(f"cannot mount {path!r}", hint='give an absolute path without : , " \\')
+    return path

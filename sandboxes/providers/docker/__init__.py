@@ -1,1 +1,0 @@
-"""Sandboxes in Docker containers."""
