@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import sha256
+from http import HTTPStatus
 
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.sessions import SessionRequest
-from rollout_service.base.errors import NotFoundError
+from rollout_service.base.errors import NotFoundError, TryLaterError
+from rollout_service.gateway.errors import RolloutEndedError
 from rollout_service.live.contract import LiveStore, OptOuts, SessionRecord
-from rollout_service.live.errors import RateLimitedError
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.settings.live import LiveKey, LiveSettings
 
@@ -135,3 +136,35 @@ class SessionRegister:
 def hash_of(key: str) -> bytes:
     """Return what is stored of a session's key."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+# Errors of live sessions. Each API's dialect tells them in its own form.
+#
+# RolloutEndedError `- SessionEndedError the session was closed or deleted 410 TryLaterError |- PoolHeldError the pool
+# was paused for longer than a request waits 503 `- RateLimitedError too many requests of a user, or too many sessions
+# 429
+
+
+class SessionEndedError(RolloutEndedError):
+    """The session has ended."""
+
+    code = "session_ended"
+
+    def __init__(self, because: str) -> None:
+        super().__init__(
+            f"this session has ended ({because})",
+            hint="Open another one with POST /v1/sessions; its `continues` can name this one.",
+        )
+
+
+class PoolHeldError(TryLaterError):
+    """The pool took no requests for longer than a session's request waits. Nothing was recorded."""
+
+    code = "pool_held"
+
+
+class RateLimitedError(TryLaterError):
+    """There are too many requests of one user, or too many open sessions."""
+
+    code = "rate_limited"
+    status = HTTPStatus.TOO_MANY_REQUESTS

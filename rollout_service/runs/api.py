@@ -26,7 +26,7 @@ from rollout_service.base.errors import ConflictError, InvalidFieldError, prefix
 from rollout_service.engines.serving.subagent_pools import check_subagent_pool, check_trained_pool
 from rollout_service.environments.contract import Environment
 from rollout_service.gateway.bounds import check_sampling
-from rollout_service.groups.run_warnings import run_warnings
+from rollout_service.groups.auxiliary import run_warnings
 from rollout_service.http.api_keys import Role
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.nothing_kept import problem_of, warnings_of

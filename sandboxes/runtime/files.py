@@ -82,7 +82,7 @@ export LC_ALL=C
 [[ -e $1 || -L $1 ]] || exit 44
 cd -- "$1" || exit
 shopt -s nullglob dotglob
-names=(*)
+names=(./*)  # a file named - is not its standard input
 for ((at = 0; at < ${#names[@]}; at += 500)); do
   stat --printf='%f %s %n\\0' -- "${names[@]:at:500}" 2>/dev/null
 done
@@ -249,4 +249,4 @@ def _parse_entry(path: str, part: bytes) -> FileEntry:
     except (ValueError, IndexError) as error:
         raise SandboxFileError(f"{path}: the listing is malformed") from error
     kind = KINDS.get(mode & KIND_MASK, "other")
-    return FileEntry(name=name, kind=kind, size=size if kind == "file" else 0)
+    return FileEntry(name=name.removeprefix("./"), kind=kind, size=size if kind == "file" else 0)

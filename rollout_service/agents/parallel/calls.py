@@ -26,9 +26,8 @@ from api_schemas.rollouts import StopReason
 from api_schemas.rollouts.trees import NodeParent
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.activity import in_lane
-from rollout_service.agents.parallel.ledger import Ledger, Wave
-from rollout_service.agents.parallel.steps import TurnSteps
-from rollout_service.agents.parallel.subagent import Branch
+from rollout_service.agents.parallel.ledger import Ledger, TurnSteps, Wave
+from rollout_service.agents.parallel.subagent import Branch, WaitingClock
 from rollout_service.agents.parallel.tools import (
     ASSIGN,
     ASSIGN_SPEC,
@@ -39,7 +38,6 @@ from rollout_service.agents.parallel.tools import (
     created_text,
 )
 from rollout_service.agents.parallel.tree import AgentTree
-from rollout_service.agents.parallel.waiting import WaitingClock
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.calls import ToolCalls, context_of, message_of
 from rollout_service.agents.tool_calling.tools import Arguments, Tool, explain

@@ -11,10 +11,11 @@ Guarantees:
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import StopReason, Usage
@@ -29,16 +30,14 @@ from api_schemas.rollouts.trees import (
 )
 from api_schemas.trajectories import Message, Segment, Trajectory
 from rollout_service.activity import in_lane, waits_for
-from rollout_service.agents.parallel.ledger import BranchTimes, Ledger
-from rollout_service.agents.parallel.steps import Steps
+from rollout_service.agents.parallel.ledger import BranchTimes, Ledger, Steps
 from rollout_service.agents.parallel.tools import RESULT_RULE, marked_result, result_text
 from rollout_service.agents.parallel.tree import AgentTree, FrozenPoolChangedError
-from rollout_service.agents.parallel.waiting import WaitingClock
 from rollout_service.agents.tool_calling.agent import CallRunner, ToolCallingAgent
-from rollout_service.agents.tool_calling.text import cut_middle
+from rollout_service.agents.tool_calling.tools import cut_middle
 from rollout_service.base.errors import describe
 from rollout_service.base.masking import mask_info
-from rollout_service.episodes import Episode, EpisodeLimits, SubagentSlot
+from rollout_service.episodes import Episode, EpisodeLimits, SubagentSlot, WorkClock
 from sandboxes import Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError
 
@@ -308,3 +307,36 @@ def _frozen(segment: Segment) -> Segment:
             "turn_ids": [-1] * length,
         }
     )
+
+
+# Stops the clock of an agent's work while all that it waits for is in a queue.
+
+
+class WaitingClock:
+    """An agent's clock during a wave: it runs within the block while at least one of the wave is at work."""
+
+    def __init__(self, clock: WorkClock) -> None:
+        self._clock = clock
+        self._at_work = 0
+
+    def __enter__(self) -> Self:
+        self._clock.stop()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clock.start(self._clock.seconds)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count one of the wave as at work within the block."""
+        if self._at_work == 0:
+            self._clock.start(self._clock.seconds)
+        self._at_work += 1
+        try:
+            yield
+        finally:
+            self._at_work -= 1
+            if self._at_work == 0:
+                self._clock.stop()

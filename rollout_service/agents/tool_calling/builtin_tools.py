@@ -13,14 +13,16 @@ from pydantic import ConfigDict, Field
 
 from rollout_service.agents.tool_calling.editor import EDITOR
 from rollout_service.agents.tool_calling.sandbox_calls import file_errors, refuse_nul, run_script
-from rollout_service.agents.tool_calling.text import MIN_LIMIT, cut_middle, with_notes
 from rollout_service.agents.tool_calling.tools import (
+    MIN_LIMIT,
     Arguments,
     FunctionTool,
     Tool,
     ToolContext,
     ToolResult,
     by_name,
+    cut_middle,
+    with_notes,
 )
 from rollout_service.agents.turns import ToolInputError
 from rollout_service.agents.web.browse import BROWSE

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from rollout_service.agents.harnesses.images import harness_image
+from rollout_service.agents.harnesses.registry import harness_image
 from rollout_service.base.errors import ServiceError
 from rollout_service.cli import common
 from rollout_service.cli.env.check import instance_name

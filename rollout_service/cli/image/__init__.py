@@ -152,7 +152,7 @@ def _named_source(
     name: str, definition: Path | None, tree: Path | None, harness: list[str], arguments: dict[str, str]
 ) -> Source:
     """Return what an image with this name is made from."""
-    from rollout_service.agents.harnesses.images import harness_image, joint_image
+    from rollout_service.agents.harnesses.registry import harness_image, joint_image
     from sandboxes.images.sources import Definition, Tree
     from sandboxes.images.store import packaged
 

@@ -1,5 +1,7 @@
 """A backend in a pool: its state, its open calls, and its record so far."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,7 +10,7 @@ from datetime import UTC, datetime
 import anyio
 import structlog
 
-from api_schemas.inference import BackendState, BackendView
+from api_schemas.inference import BackendState, BackendView, is_frozen
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import (
     Backend,
@@ -21,7 +23,39 @@ from rollout_service.engines.contract import (
 from rollout_service.engines.errors import BackendUnreachable
 from rollout_service.engines.pool.locality import is_local
 from rollout_service.engines.pool.probe import refuse_missing_extras
-from rollout_service.engines.pool.weights.version_watch import VersionWatch
+
+# How often the backends of a pool change their weights' version, as they report it and as their answers say.
+#
+# A frozen pool takes no weights from this service, so any change is one that somebody made at an engine.
+
+
+class VersionWatch:
+    """Counts the changes of version in one pool."""
+
+    def __init__(self, pool: str) -> None:
+        self.changes = 0
+        """How often a backend had another version than before, or a new one another than the pool."""
+        self._pool = pool
+        self._last: int | None = None
+        self._seen: dict[str, int] = {}
+
+    def saw(self, backend_id: str, version: int) -> None:
+        """Note the version of a backend."""
+        before = self._seen.get(backend_id, self._last)
+        self._seen[backend_id] = self._last = version
+        if before in (None, version):
+            return
+        self.changes += 1
+        if is_frozen(self._pool):
+            log.warning(
+                "a frozen pool has another version",
+                pool=self._pool,
+                backend_id=backend_id,
+                version=version,
+                before=before,
+                hint="Find out who gave the engine weights; results before and after are of two policies.",
+            )
+
 
 log = structlog.get_logger(__name__)
 

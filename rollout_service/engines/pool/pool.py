@@ -22,7 +22,7 @@ from api_schemas.inference import (
 )
 from rollout_service.engines.contract import Backend, BackendLoad, GenerateRequest, Generation, TokenSink
 from rollout_service.engines.errors import BackendRejected, InferenceError
-from rollout_service.engines.pool.backend_handle import BackendHandle
+from rollout_service.engines.pool.backend_handle import BackendHandle, VersionWatch
 from rollout_service.engines.pool.dispatch import Dispatcher
 from rollout_service.engines.pool.health import HealthChecks
 from rollout_service.engines.pool.options import PoolOptions
@@ -31,7 +31,6 @@ from rollout_service.engines.pool.registry import BackendRegistry
 from rollout_service.engines.pool.wait_queue import WaitQueue
 from rollout_service.engines.pool.weights.controller import Exclusive, PoolController
 from rollout_service.engines.pool.weights.state import PoolState
-from rollout_service.engines.pool.weights.version_watch import VersionWatch
 from rollout_service.engines.routing import CostRouter, Observer, Router
 
 

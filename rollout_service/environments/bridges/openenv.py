@@ -18,8 +18,7 @@ from api_schemas.base import Name
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
-from rollout_service.agents.tool_calling.text import cut_middle
-from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult, cut_middle
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.base.templates import PromptTemplate
 from rollout_service.environments.bridges.openenv_session import (

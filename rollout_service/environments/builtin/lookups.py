@@ -12,15 +12,19 @@ import random
 import re
 import string
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Final, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
-from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, Tool, ToolContext
 from rollout_service.agents.turns import ToolInputError
 from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.contract import EnvironmentSpec, Replayable
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 
 HELD_OUT_SHARE: Final = 16  # one task in this many is held out
@@ -175,3 +179,49 @@ def instances(make: Make, sizes: Sequence[int], seed: int) -> list[dict[str, Jso
     return [
         as_instance(problem) | {"split": split} for split, problems in splits.items() for problem in problems
     ]
+
+
+# What the environments `pointers` and `split` share: a sum as the answer, scored within a budget of steps.
+
+
+class LookupEnvironment(AgentEnvironment):
+    """Gives the agent and its sub-agents the tool `read`, and the agent `tools` besides."""
+
+    replayable: Replayable = "never"  # the score depends on the steps, which an answer does not tell
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        make: Make,
+        sizes: Sequence[int],
+        seed: int,
+        *,
+        tools: Sequence[Tool] = (),
+    ) -> None:
+        """`make` makes a task of a size; `seed` is that of the data set."""
+        super().__init__(spec, extra_tools=[*tools, READ], subagent_tools=[READ])
+        self._make = make
+        self._sizes = sizes
+        self._seed = seed
+
+    @abstractmethod
+    def expected(self, instance: dict[str, JsonValue]) -> int:
+        """Return the right sum.
+
+        Raises:
+            InvalidFieldError: The instance cannot be used.
+        """
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        super().check(instance)
+        self.expected(instance)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return score_sum(episode, self.expected(episode.instance))
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return self._dataset
+
+    @cached_property
+    def _dataset(self) -> list[dict[str, JsonValue]]:
+        return instances(self._make, self._sizes, self._seed)

@@ -15,8 +15,8 @@ from api_schemas.errors import FieldError
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.builtin import lookups
-from rollout_service.environments.builtin.lookup_environment import LookupEnvironment
 from rollout_service.environments.builtin.lookups import (
+    LookupEnvironment,
     LookupInstance,
     LookupProblem,
     coordinate,

@@ -24,8 +24,8 @@ from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.sessions.sampling import PolicyEngines, StreamingGenerator
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.live.contract import SessionRecord
-from rollout_service.live.errors import PoolHeldError
 from rollout_service.live.metrics import LiveMetrics
+from rollout_service.live.register import PoolHeldError
 from rollout_service.live.replay import LIVE
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.settings.live import LiveSettings

@@ -27,9 +27,8 @@ from rollout_service.gateway.sessions.keys import unknown_key
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.live.consent import ConversationConsent
 from rollout_service.live.contract import LiveStore, SessionRecord
-from rollout_service.live.errors import RateLimitedError, SessionEndedError
 from rollout_service.live.recorder import RecordingParts, SessionRecorder
-from rollout_service.live.register import SessionRegister, hash_of
+from rollout_service.live.register import RateLimitedError, SessionEndedError, SessionRegister, hash_of
 from rollout_service.live.replay import LIVE, rebuild
 from rollout_service.live.serving.active import ActiveSession, ActiveSessions
 from rollout_service.live.serving.connecting import SessionEngines, Unrecorded

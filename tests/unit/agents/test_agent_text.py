@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.agents.tool_calling.text import MIN_LIMIT, cut_middle
+from rollout_service.agents.tool_calling.tools import MIN_LIMIT, cut_middle
 
 
 @settings(deadline=None)

@@ -17,9 +17,14 @@ from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
 from rollout_service.agents.harnesses.agent import LARGEST_ARGUMENT, HarnessAgent, with_servers
-from rollout_service.agents.harnesses.images import harness_image, joint_image
 from rollout_service.agents.harnesses.preset import HarnessSettings
-from rollout_service.agents.harnesses.registry import get_harness, harnesses, read_preset
+from rollout_service.agents.harnesses.registry import (
+    get_harness,
+    harness_image,
+    harnesses,
+    joint_image,
+    read_preset,
+)
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.engines.errors import NoBackendError

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from starlette.types import Message
 
-from rollout_service.server.api.routes.support.buffered_response import MAX_BUFFERED_CHUNKS, BufferedResponse
+from rollout_service.server.api.routes.support.shared_answers import MAX_BUFFERED_CHUNKS, BufferedResponse
 
 PIECES = [bytes([number]) * 10 for number in range(12)]
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}

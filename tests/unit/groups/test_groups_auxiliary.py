@@ -18,9 +18,9 @@ from rollout_service.groups.auxiliary import (
     raw_parts,
     rescored_parts,
     reward_weights,
+    run_warnings,
     weighted_total,
 )
-from rollout_service.groups.run_warnings import run_warnings
 
 WEIGHTS = st.floats(0, 1e6)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.runs.live import LiveDelivery
-from rollout_service.groups.run_warnings import run_warnings
+from rollout_service.groups.auxiliary import run_warnings
 
 
 def test_a_run_that_waits_for_groups_of_sessions_is_warned_of() -> None:

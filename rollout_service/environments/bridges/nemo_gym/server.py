@@ -19,8 +19,7 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import Message
-from rollout_service.agents.tool_calling.text import with_notes
-from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult, with_notes
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.nemo_gym.library import NAME, PACKAGES, PYTHON, WORKER
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox

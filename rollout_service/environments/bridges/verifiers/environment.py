@@ -20,8 +20,7 @@ from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
-from rollout_service.agents.tool_calling.text import with_notes
-from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult, with_notes
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
 from rollout_service.environments.bridges.verifiers.catalog import (

@@ -22,8 +22,8 @@ from fastapi.sse import KEEPALIVE_COMMENT
 from api_schemas.base import MAX_INT
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.server.api.openapi_responses import media_response
-from rollout_service.server.api.routes.support.buffered_response import EVENT_STREAM, STREAM_HEADERS
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
+from rollout_service.server.api.routes.support.shared_answers import EVENT_STREAM, STREAM_HEADERS
 from rollout_service.server.api.routes.support.strict import StrictRoute
 from rollout_service.server.events import EventSelection
 from rollout_service.server.lifecycle import Service

@@ -5,12 +5,14 @@ Guarantee: what `keep` yields finds the trajectory again, on every node, until i
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
+from uuid import uuid4
 
 from rollout_service.base.errors import DefectError, RecordLostError, StoreError
-from rollout_service.store.segments import SegmentFolder
+from rollout_service.store.redis.connection import RedisConnection
+from rollout_service.store.segments import SegmentFolder, SegmentLedger, SegmentTotals
 
 _MARK = b"@"
 """What begins with this byte is a reference; no encoded trajectory does."""
@@ -133,3 +135,45 @@ def _whole(record: bytes | RecordLostError) -> bytes:
     if isinstance(record, RecordLostError):
         raise record
     return record
+
+
+# The ledger of segment files in Redis.
+#
+# Guarantee: each step is one function of Redis, so services that share the store see the same files.
+
+
+class RedisSegmentLedger(SegmentLedger):
+    """The segment files of the store in a Redis; see `SegmentLedger`."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self._connection = connection
+
+    async def store_id(self) -> str:
+        store, _ = await self._connection.call("segments_mark", uuid4().hex, "")
+        return str(store.decode())
+
+    async def mark(self, proposal: str | None) -> str | None:
+        _, mark = await self._connection.call("segments_mark", uuid4().hex, proposal or "")
+        return mark.decode() or None
+
+    async def register(self, file: str, owner: str) -> None:
+        await self._connection.call("segments_register", file, owner)
+
+    async def seal(self, files: Collection[str]) -> None:
+        await self._connection.call("segments_seal", *files)
+
+    async def orphans(self) -> Sequence[str]:
+        return [file.decode() for file in await self._connection.read("segments_orphans")]
+
+    async def garbage(self, limit: int) -> Sequence[str]:
+        key = self._connection.key("segments:garbage")
+        return [file.decode() for file in await self._connection.command("SRANDMEMBER", key, limit)]
+
+    async def forget(self, files: Collection[str]) -> None:
+        await self._connection.call("segments_forget", *files)
+
+    async def unknown(self, files: Collection[str]) -> Sequence[str]:
+        return [file.decode() for file in await self._connection.read("segments_unknown", *files)]
+
+    async def totals(self) -> SegmentTotals:
+        return SegmentTotals(*(await self._connection.read("segments_totals")))

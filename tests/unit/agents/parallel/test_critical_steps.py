@@ -11,8 +11,8 @@ from api_schemas.rollouts.trees import AgentNode, Work
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
 from rollout_service.agents.parallel.agent import ParallelAgent
+from rollout_service.agents.parallel.ledger import Steps, TurnSteps, add_up
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
-from rollout_service.agents.parallel.steps import Steps, TurnSteps, add_up
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
 from rollout_service.base.errors import UnavailableError

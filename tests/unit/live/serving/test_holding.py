@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, new_request_id
 from rollout_service.engines.errors import BackendRejected, NoBackendError
-from rollout_service.live.errors import PoolHeldError
 from rollout_service.live.metrics import LiveMetrics
+from rollout_service.live.register import PoolHeldError
 from rollout_service.live.serving.connecting import HeldPool
 from rollout_service.testing.gateway import ManualPool
 

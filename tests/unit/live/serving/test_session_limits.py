@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
-from rollout_service.live.errors import RateLimitedError
+from rollout_service.live.register import RateLimitedError
 from rollout_service.live.serving.app import Wishes, read_wishes, split_session_path
 from rollout_service.live.serving.served import RequestRate
 from rollout_service.live.serving.users import UserHashes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
@@ -29,6 +29,7 @@ async def pieces(data: bytes, size: int = 4096) -> AsyncIterator[bytes]:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=NAMES, data=st.binary(max_size=10_000), piece=st.integers(1, 5000))
+@example(name=b"-", data=b"", piece=1)
 def test_any_bytes_under_any_name_come_back(tmp_path_factory, name: bytes, data: bytes, piece: int) -> None:
     async def round_trip() -> None:
         provider = make_provider(LocalConfig(provider="local"), tmp_path_factory.mktemp("state"))
