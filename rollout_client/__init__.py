@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 
-def _load_lazily(namespace: dict[str, Any], homes: Mapping[str, str]) -> Callable[[str], Any]:
+def load_lazily(namespace: dict[str, Any], homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module whose names are loaded when they are first used.
 
     Args:
@@ -55,4 +55,4 @@ else:
         "RunExport": "rollout_client.run_export",
         "SyncRolloutClient": "rollout_client.sync",
     }
-    __getattr__ = _load_lazily(globals(), _HOMES)
+    __getattr__ = load_lazily(globals(), _HOMES)

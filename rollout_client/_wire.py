@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout_client import _load_lazily
+from rollout_client import load_lazily
 
 if TYPE_CHECKING:
     from pydantic import JsonValue as JsonValue
@@ -118,4 +118,4 @@ else:
         "api_schemas.views.summaries": "RolloutSummary SummaryPage",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-    __getattr__ = _load_lazily(globals(), _HOMES)
+    __getattr__ = load_lazily(globals(), _HOMES)

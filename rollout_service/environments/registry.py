@@ -138,7 +138,7 @@ def load_path(path: Path, harbor: HarborSettings | None = None) -> Environment:
     if path.is_dir() and is_harbor_folder(path):
         return load_harbor(path, harbor or HarborSettings())
     if path.suffix == ".py" and path.is_file():
-        return _make(lambda: _class_in(path.resolve()), str(path))
+        return _make(lambda: _only_one_in(path.resolve()), str(path))
     if path.is_file():
         return _load_image(path.resolve())
     if names_python_object(path.name):
@@ -190,9 +190,11 @@ def _find(name: str, module: ModuleType) -> object:
     return getattr(module, name)
 
 
-def _class_in(file: Path) -> type[Environment]:
-    """Return the one environment that a Python file defines."""
+def _only_one_in(file: Path) -> Environment | type[Environment]:
+    """Return the object `environment` of a Python file, or else the one class of environments that it defines."""
     module = _import_file(file)
+    if isinstance(made := getattr(module, "environment", None), Environment):
+        return made
     own = [
         one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__
     ]

@@ -18,10 +18,16 @@ from functools import cache
 
 from pydantic import JsonValue
 
-from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.environments import (
+    Arguments,
+    EnvironmentSpec,
+    EpisodeLimits,
+    FunctionTool,
+    SandboxSettings,
+    ToolContext,
+    ToolInputError,
+)
 from rollout_service.environments.builtin.calc import Calc, CalcProblem, sample_problems
-from rollout_service.environments.contract import EnvironmentSpec, EpisodeLimits, SandboxSettings
 from sandboxes import BashSession
 
 PRINT = re.compile(r"print\(\s*(\d{1,4}(?:\s*[-+*]\s*\d{1,4})*)\s*\)")

@@ -17,11 +17,10 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from rollout_service.base.errors import ConfigurationError
+from rollout_service.environments import ConfigurationError, EpisodeLimits, SandboxSettings
 from rollout_service.environments.bridges.reasoning_gym import generate
 from rollout_service.environments.bridges.reasoning_gym.environment import SPEC, ReasoningGym
 from rollout_service.environments.builtin.math.environment import last_boxed
-from rollout_service.environments.contract import EpisodeLimits, SandboxSettings
 
 TASK: Final = "chain_sum"
 CONFIG: Final = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 4}

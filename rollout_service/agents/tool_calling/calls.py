@@ -147,6 +147,7 @@ def context_of(episode: Episode) -> ToolContext:
         episode.limit_violations,
         episode.state.setdefault(TOOL_STATE, {}),
         episode.instance,
+        episode,
     )
 
 

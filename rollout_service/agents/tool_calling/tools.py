@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from rollout_service.agents.turns import ToolInputError
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
 from sandboxes import LimitExceededError, Sandbox
+
+if TYPE_CHECKING:
+    from rollout_service.episodes import Episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,20 @@ class ToolContext:
     """What tools keep from one call to the next; one for each episode, with the tools' names as keys."""
     instance: Mapping[str, JsonValue] = field(default_factory=dict)
     """The data of the task."""
+    episode: Episode | None = None
+    """The episode of the call, with its `state`, `sampler` and `judge`; None in a test of a tool alone."""
+
+    def require_episode(self) -> Episode:
+        """Return the episode.
+
+        Raises:
+            EnvironmentFailedError: The tool was called without one.
+        """
+        if self.episode is None:
+            raise EnvironmentFailedError(
+                "this tool works on an episode, and there is none", hint="Call it through `play`."
+            )
+        return self.episode
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,12 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow(seconds=190)]
 MOST_PACKAGES = 15
 MOST_MEBIBYTES = 15.0
 HEAVY = {"httpx", "pydantic", "numpy", "anyio"}
+TURNS = """\
+{"tool_calls": [{"name": "guess", "arguments": {"number": 50}}]}
+{"tool_calls": [{"name": "hint", "arguments": {}}]}
+{"tool_calls": [{"name": "guess", "arguments": {"number": 1}}]}
+{"content": "It is 1."}
+"""
 IMPORT_ALL = """
 import importlib, pkgutil
 import api_schemas, rollout_client
@@ -199,15 +205,36 @@ def test_trl_keeps_its_versions(wheels):
     assert changed == {"rollout-client"}, planned
 
 
-@pytest.mark.apptainer
-def test_the_demo_runs_away_from_the_checkout(wheels, tmp_path):
-    """Third-party packages come from the tests' environment; ours do not."""
-    away = make_environment(tmp_path / "venv", "--no-deps", wheels.client, wheels.service)
+@pytest.fixture(scope="module")
+def away(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Install both wheels away from the checkout; third-party packages come from the tests' environment."""
+    installed = make_environment(
+        tmp_path_factory.mktemp("away") / "venv", "--no-deps", wheels.client, wheels.service
+    )
     (others,) = (Path(path) for path in sys.path if path.endswith("site-packages"))
-    (away.packages / "others.pth").write_text(f"{others}\n")
+    (installed.packages / "others.pth").write_text(f"{others}\n")
+    return installed
+
+
+@pytest.mark.apptainer
+def test_the_demo_runs_away_from_the_checkout(away, tmp_path):
     packages = ("api_schemas", "rollout_client", "sandboxes", "rollout_service")
     code = f"import {', '.join(packages)}\nfor one in ({', '.join(packages)}): print(one.__file__)"
     assert all(Path(line).is_relative_to(away.folder) for line in away.run("python", "-c", code).split())
     figures = tmp_path / "figures.json"
     away.run("rollout-service", "demo", "--rollouts", "8", "--json", figures, timeout=300)
     assert json.loads(figures.read_text())["figures"]["failed"] == 0
+
+
+def test_a_plug_in_runs_from_its_own_wheel(away, tmp_path):
+    """The example's tools work on the episode: they keep its state, and ask another model."""
+    plug_in = build(ROOT / "examples" / "plugins" / "guess_number", tmp_path / "dist")
+    uv("pip", "install", "--python", away.python, "--no-deps", plug_in)
+    assert "guess-number" in away.run("rollout-service", "env", "list")
+    (script := tmp_path / "turns.jsonl").write_text(TURNS)
+    (hints := tmp_path / "hints.jsonl").write_text('{"content": "It is the least."}\n')
+    command = ["rollout-service", "env", "run", "guess-number", "--sandbox", "local", "--script", script]
+    rollout = json.loads(away.run(*command, "--pool-script", f"hints={hints}", "--json"))
+    said = [message["content"] for message in rollout["trajectory"]["messages"] if message["role"] == "tool"]
+    assert said == ["It is smaller.", "It is the least.", "That is it."]
+    assert (rollout["reward"], rollout["reward_parts"]["guesses_left"]) == (1.0, 5.0)

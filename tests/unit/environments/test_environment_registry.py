@@ -120,12 +120,15 @@ class Mine(Environment):
     async def run(self, episode): ...
     async def evaluate(self, episode): return Score(1.0)
 """
+MADE = 'environment = Another(EnvironmentSpec(name="made"))\n'
 
 
 def test_a_python_file_is_an_environment(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(PYTHON)
     assert load_path(file).spec.name == "mine"
+    file.write_text(f"{PYTHON}\nclass Another(Mine):\n    def __init__(self, spec): self.spec = spec\n{MADE}")
+    assert load_path(file).spec.name == "made"
 
 
 @pytest.mark.parametrize("name", ["words_of_mine:Mine", "words_of_mine:made", "words_of_mine.py:Mine"])

@@ -1,0 +1,60 @@
+"""The names for authors of environments and tools stay, are on one page, and suffice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+
+import rollout_service.environments as environments
+import rollout_service.testing as testing
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "reference" / "public-names.md").read_text()
+PUBLIC = re.compile(r"from rollout_service\.(environments|testing|groups) import")
+EXTENDS = re.compile(r"from rollout_service\.environments\.(builtin|bridges)\b")
+"""Examples may extend an environment that is built in."""
+
+
+def names_in(section: str) -> set[str]:
+    text = PAGE.partition(f"## `{section}`\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_the_page_has_the_names_for_authors() -> None:
+    assert names_in("rollout_service.environments") == set(environments._HOMES)
+    assert names_in("rollout_service.testing") == set(testing.__all__)
+
+
+def test_type_checkers_find_each_name_where_it_is_loaded_from() -> None:
+    tree = ast.parse(Path(environments.__file__).read_text())
+    homes = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert homes == environments._HOMES
+    assert all(getattr(environments, name) is getattr(import_module(homes[name]), name) for name in homes)
+
+
+def sources() -> list[Path]:
+    folders = [ROOT / "examples" / "environments", ROOT / "examples" / "plugins", ROOT / "docs"]
+    templates = ROOT / "rollout_service" / "cli" / "env" / "templates"
+    return [
+        path for folder in [*folders, templates] for end in ("py", "md") for path in folder.rglob(f"*.{end}")
+    ]
+
+
+def test_pages_and_examples_use_no_other_names_of_the_service() -> None:
+    lines = [
+        (path.name, line.strip())
+        for path in sources()
+        for line in path.read_text().splitlines()
+        if re.match(r"\s*(from|import) rollout_service\b", line)
+    ]
+    assert lines
+    assert not [line for line in lines if not PUBLIC.match(line[1]) and not EXTENDS.match(line[1])]
