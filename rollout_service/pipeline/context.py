@@ -79,30 +79,39 @@ class Stages:
     evaluate: StageLimiter
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptContext:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeContext:
+    """The parts that an episode passes its stages with."""
+
+    stages: Stages
+    sandboxes: SandboxSource
+    admission: AdmissionController
+    metrics: Metrics
+    max_attempts: int
+    policies: PolicyFactory | None = None
+    """Opens the conversations of sub-agents; None in a trial without engines."""
+    judge: Judge | None = None
+    """Judges answers; None if there is none, as in a trial."""
+    sampler: TextSampler | None = None
+    """Samples from other pools; None if there is none, as in a trial."""
+    subagent_slots: FairSlots = field(default_factory=lambda: FairSlots(DEFAULT_SUBAGENT_SLOTS))
+    """The places of sub-agents at work, over all episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptContext(EpisodeContext):
     """The parts of the service that every attempt shares."""
 
     owner: str
     store: Store
-    stages: Stages
     environments: EnvironmentSource
-    sandboxes: SandboxSource
     policies: PolicyFactory
-    admission: AdmissionController
-    metrics: Metrics
-    max_attempts: int
     turn_writer: TurnWriter | None = None
     """Saves turns; None if interrupted rollouts begin anew."""
-    judge: Judge | None = None
-    sampler: TextSampler | None = None
-    """Judges answers; None if there is none, as in a trial."""
     gateway: Gateway | None = None
-    """Lets programs drive the policy; None if there is none, as in a trial."""
+    """Lets programs drive the policy; None if there is none."""
     external: ExternalAgents = field(default_factory=ExternalAgents)
     """The agents that run elsewhere."""
-    subagent_slots: FairSlots = field(default_factory=lambda: FairSlots(DEFAULT_SUBAGENT_SLOTS))
-    """The places of sub-agents at work, over all episodes."""
     activities: ActivityBoard = field(default_factory=ActivityBoard)
     """What the attempts under way do and wait for."""
     is_stopping: Callable[[], bool] = lambda: False

@@ -31,7 +31,7 @@ from rollout_service.episodes import (
     Score,
     WorkClock,
 )
-from rollout_service.pipeline.context import AttemptContext
+from rollout_service.pipeline.context import EpisodeContext
 from rollout_service.pipeline.episode_sandboxes import EpisodeSandboxes
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.pipeline.subagents import EpisodeSubagents
@@ -78,7 +78,7 @@ class StageRunner:
 
     def __init__(
         self,
-        context: AttemptContext,
+        context: EpisodeContext,
         environment: Environment,
         request: RolloutRequest,
         policy: PolicySource,
@@ -111,8 +111,8 @@ class StageRunner:
         """The spellings of the environment's secrets so far, which are masked in whatever leaves the episode."""
         self._subagents = (
             None
-            if environment.spec.parallel is None
-            else EpisodeSubagents(context, request, environment.spec, self.hidden)
+            if environment.spec.parallel is None or context.policies is None
+            else EpisodeSubagents(context, context.policies, request, environment.spec, self.hidden)
         )
         self._left_at = queued_at
         self.episode: Episode | None = None
