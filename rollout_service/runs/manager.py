@@ -36,11 +36,12 @@ from rollout_service.runs.planning import (
     new_group,
 )
 from rollout_service.runs.tasks.source import Reopen, RunTasks
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
-from rollout_service.store.runs_contract import RetentionPolicy, RunRecord
+from rollout_service.store.runs_contract import RunRecord
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +64,7 @@ class RunManager:
         reopen: Reopen,
         pool_version: Callable[[str], int],
         metrics: Metrics,
-        retention: RetentionPolicy | None = None,
+        retention: RetentionSettings | None = None,
     ) -> None:
         """`places` is the most rollouts of all runs under way at once; more would only wait in the store."""
         self._store = store
@@ -73,7 +74,7 @@ class RunManager:
         self._reopen = reopen
         self._pool_version = pool_version
         self._metrics = metrics
-        self._retention = retention or RetentionPolicy()
+        self._retention = retention or RetentionSettings()
         self._scheduler = FairScheduler()
         self._groups = GroupsUnderWay(store, metrics)
         self._estimates: dict[str, RunEstimates] = {}

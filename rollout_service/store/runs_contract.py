@@ -32,6 +32,7 @@ from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from api_schemas.tasks import Task
 from rollout_service.groups.shares import Owner
 from rollout_service.groups.statistics import GroupFigures
+from rollout_service.settings import RetentionSettings
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.columns import Columns
 from rollout_service.store.lists_contract import RunLists
@@ -183,18 +184,6 @@ class GroupHead:
     """The number of tokens of each segment, by sample; empty for a sample without a trajectory."""
     oldest_version: int | None
     newest_version: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionPolicy:
-    """How long records are kept, in seconds; None keeps them forever."""
-
-    ended_runs: float | None = None
-    """Whole runs that are over and fully acknowledged, since their last change."""
-    settled_groups: float | None = None
-    """The rollouts of groups, since the group was acknowledged or dropped."""
-    rollouts: float | None = None
-    """Rollouts that belong to no run, since they ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +416,7 @@ class RunStore(RunLists, Protocol):
         """Delete the trajectories of settled groups beyond these limits; return the number of groups pruned."""
         ...
 
-    async def delete_expired(self, policy: RetentionPolicy) -> int:
+    async def delete_expired(self, keep: RetentionSettings) -> int:
         """Delete some of the records that have expired; return 0 once none is left."""
         ...
 

@@ -49,7 +49,6 @@ from rollout_service.server.lifecycle.service import Service, check_environment_
 from rollout_service.server.overview import OverviewBuilder, OverviewFeed
 from rollout_service.server.trajectories import TrajectoryViewer
 from rollout_service.settings import PipelineSettings, Settings
-from rollout_service.store.runs_contract import RetentionPolicy
 
 
 @asynccontextmanager
@@ -268,7 +267,6 @@ async def _make_run_manager(foundation: Foundation, serving: PolicyServing) -> R
     def pool_version(pool: str) -> int:
         return max((view.weight_version for view in serving.views() if view.pool == pool), default=0)
 
-    keep = foundation.settings.retention
     return RunManager(
         foundation.store,
         filters,
@@ -276,7 +274,7 @@ async def _make_run_manager(foundation: Foundation, serving: PolicyServing) -> R
         reopen=reopening(foundation.environments.get),
         pool_version=pool_version,
         metrics=foundation.metrics,
-        retention=RetentionPolicy(keep.ended_run_seconds, keep.settled_group_seconds, keep.rollout_seconds),
+        retention=foundation.settings.retention,
     )
 
 

@@ -10,7 +10,7 @@ import json
 import sqlite3
 from collections.abc import Sequence
 
-from rollout_service.store.runs_contract import RetentionPolicy
+from rollout_service.settings import RetentionSettings
 
 GROUPS_AT_ONCE = 64
 ROLLOUTS_AT_ONCE = 512
@@ -52,15 +52,17 @@ _DELETE_ROWS = (
 _COUNT = "UPDATE counts SET count = count - 1 WHERE state = ?"
 
 
-def delete_expired(db: sqlite3.Connection, policy: RetentionPolicy, now: float) -> int:
+def delete_expired(db: sqlite3.Connection, keep: RetentionSettings, now: float) -> int:
     """Delete some of the records that have expired; return 0 once none is left."""
     deleted = 0
-    if policy.ended_runs is not None:
-        deleted += _delete_run(db, now - policy.ended_runs)
-    if policy.settled_groups is not None:
-        deleted += _empty(db, db.execute(_SETTLED, (now - policy.settled_groups, GROUPS_AT_ONCE)).fetchall())
-    if policy.rollouts is not None:
-        rows = db.execute(_PLAIN, (now - policy.rollouts, ROLLOUTS_AT_ONCE)).fetchall()
+    if keep.ended_run_seconds is not None:
+        deleted += _delete_run(db, now - keep.ended_run_seconds)
+    if keep.settled_group_seconds is not None:
+        deleted += _empty(
+            db, db.execute(_SETTLED, (now - keep.settled_group_seconds, GROUPS_AT_ONCE)).fetchall()
+        )
+    if keep.rollout_seconds is not None:
+        rows = db.execute(_PLAIN, (now - keep.rollout_seconds, ROLLOUTS_AT_ONCE)).fetchall()
         deleted += _delete_rollouts(db, rows)
     return deleted
 

@@ -18,6 +18,7 @@ from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.tasks import Task
 from api_schemas.views.summaries import SummaryOrder
 from rollout_service.base.signals import MonotonicCounter
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import groups as group_codec
@@ -39,7 +40,6 @@ from rollout_service.store.runs_contract import (
     NoBatch,
     OpenGroup,
     ReadyGroup,
-    RetentionPolicy,
     RunRecord,
     RunStore,
 )
@@ -295,9 +295,9 @@ class SqliteRuns(RunStore):
         self._changed()
         return batches
 
-    async def delete_expired(self, policy: RetentionPolicy) -> int:
+    async def delete_expired(self, keep: RetentionSettings) -> int:
         now = self._clock()
-        return await self._write(lambda db: retention_statements.delete_expired(db, policy, now))
+        return await self._write(lambda db: retention_statements.delete_expired(db, keep, now))
 
     def fenced(self, lease: RoleLease) -> SqliteRuns:  # noqa: ARG002 - of the contract
         return self  # no other service can have the file open

@@ -20,6 +20,7 @@ from api_schemas.views.summaries import RolloutSummary, SummaryFilter
 from rollout_service.base.errors import InvalidFieldError, NotFoundError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.groups.statistics import GroupFigures
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.store import RedisStore
@@ -28,7 +29,6 @@ from rollout_service.store.runs_contract import (
     ClosedSample,
     GroupClosure,
     NewGroup,
-    RetentionPolicy,
 )
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
@@ -177,9 +177,9 @@ async def test_a_run_that_is_unknown_has_no_rollouts(store: Store) -> None:
 async def test_a_search_that_finds_little_ends_and_goes_on(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("sqlite.store", "sqlite.lists.summaries", "redis.lists.summaries"):
+    for module in ("sqlite.store", "sqlite.lists.summaries", "redis.lists"):
         monkeypatch.setattr(f"rollout_service.store.{module}.ROWS_AT_ONCE", 3)
-    for module in ("sqlite.store", "redis.lists.summaries"):
+    for module in ("sqlite.store", "redis.lists"):
         monkeypatch.setattr(f"rollout_service.store.{module}.LOOKED_AT", 9)
     for number in range(25):
         await store.submit(order(f"r{number}", "rare" if number in (1, 13) else "calc"))
@@ -417,14 +417,14 @@ async def test_the_history_outlives_the_rollouts_but_not_the_run(store: Store, c
         ("a.1.1", 0.75, 70),
     ]
     clock.now += 100
-    assert await store.runs.delete_expired(RetentionPolicy(settled_groups=50)) > 0
+    assert await store.runs.delete_expired(RetentionSettings(settled_group_seconds=50)) > 0
     assert await store.runs.history("a", points=10) == before
     emptied = (await store.runs.group_page("a", GroupSelection())).groups
     bare = {"samples": [], "environment": ""}
     assert emptied == [newest.model_copy(update=bare), oldest.model_copy(update=bare)]
     await store.runs.update("a", state=RunState.ENDED)
     clock.now += 100
-    while await store.runs.delete_expired(RetentionPolicy(ended_runs=50)):
+    while await store.runs.delete_expired(RetentionSettings(ended_run_seconds=50)):
         pass
     with pytest.raises(NotFoundError):
         await store.runs.history("a", points=10)

@@ -19,6 +19,7 @@ from api_schemas.runs.history import GroupRow
 from api_schemas.views.summaries import SummaryOrder
 from rollout_service.base.errors import RequestError
 from rollout_service.cluster.identity import is_gone
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import Store
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.store import RedisStore
@@ -28,7 +29,6 @@ from rollout_service.store.runs_contract import (
     ClosedSample,
     GroupClosure,
     OpenGroup,
-    RetentionPolicy,
 )
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
@@ -123,7 +123,7 @@ def steps() -> st.SearchStrategy[tuple[str, Step]]:
         step(
             "delete",
             lambda s, runs, groups: s.runs.delete_expired(
-                RetentionPolicy(ended_runs=runs, settled_groups=groups)
+                RetentionSettings(ended_run_seconds=runs, settled_group_seconds=groups)
             ),
             ages,
             ages,

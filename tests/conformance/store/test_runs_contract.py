@@ -16,6 +16,7 @@ from api_schemas.runs import FileTasks, Group, InlineTasks, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.cluster.identity import is_gone
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import Store, rules
 from rollout_service.store.codec.heads import group_json
 from rollout_service.store.codec.trajectories import encode
@@ -26,7 +27,6 @@ from rollout_service.store.runs_contract import (
     ClosedSample,
     GroupClosure,
     NoBatch,
-    RetentionPolicy,
 )
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
@@ -527,7 +527,7 @@ async def test_settled_groups_and_ended_runs_are_deleted_by_age(store: Store, cl
     await leased_batch(store)
     await store.runs.acknowledge("a", 0)
     await leased_batch(store)
-    retention = RetentionPolicy(ended_runs=10, settled_groups=10)
+    retention = RetentionSettings(ended_run_seconds=10, settled_group_seconds=10)
     clock.now += 9
     assert await store.runs.delete_expired(retention) == 0
     clock.now += 1
@@ -549,8 +549,8 @@ async def test_settled_groups_and_ended_runs_are_deleted_by_age(store: Store, cl
         await store.runs.get("a")
     assert await store.runs.list() == []
     assert [one.rollout_id for one in (await store.list()).rollouts] == ["plain"]
-    assert await store.runs.delete_expired(RetentionPolicy(rollouts=100)) == 0
-    assert await store.runs.delete_expired(RetentionPolicy(rollouts=1)) == 1
+    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=100)) == 0
+    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=1)) == 1
     assert (await store.list()).rollouts == []
     await create_run(store)
     assert (await store.runs.get("a")).cursor == 0, "the id is free again"
@@ -567,9 +567,9 @@ async def test_replaced_rollouts_are_deleted_with_their_group(store: Store) -> N
     await store.submit(RolloutRequest(rollout_id="a.0.1.9", task=TASKS[0]))
     await end_all(store)
     await close_group(store, 0, reason="too_few_usable")
-    assert await store.runs.delete_expired(RetentionPolicy(settled_groups=0)) == 1
+    assert await store.runs.delete_expired(RetentionSettings(settled_group_seconds=0)) == 1
     assert {one.rollout_id for one in (await store.list()).rollouts} == {"a.1.0", "a.1.1", "a.0.1.9"}
-    assert await store.runs.delete_expired(RetentionPolicy(rollouts=0)) == 1, "it belongs to no run"
+    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=0)) == 1, "it belongs to no run"
     assert {one.rollout_id for one in (await store.list()).rollouts} == {"a.1.0", "a.1.1"}
 
 
@@ -580,7 +580,7 @@ async def test_unacknowledged_groups_are_never_deleted(store: Store, clock: Manu
     await store.submit(RolloutRequest(rollout_id="queued", task=TASKS[0]))
     await store.runs.update("a", state=RunState.ENDED)
     clock.now += 1e9
-    everything = RetentionPolicy(ended_runs=0, settled_groups=0, rollouts=0)
+    everything = RetentionSettings(ended_run_seconds=0, settled_group_seconds=0, rollout_seconds=0)
     assert await store.runs.delete_expired(everything) == 0
     assert await store.runs.group_states("a") == {0: "ready", 1: "open"}
     assert len((await store.list()).rollouts) == 5

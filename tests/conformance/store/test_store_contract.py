@@ -37,10 +37,11 @@ from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
 from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTurn
 from rollout_service.store.redis import RedisStore
-from rollout_service.store.runs_contract import NewGroup, RetentionPolicy
+from rollout_service.store.runs_contract import NewGroup
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
 
@@ -541,7 +542,7 @@ async def test_steps_are_deleted_with_their_rollout(store: Store, clock: Clock) 
     await store.finish(lease, "a", outcome(lease))
     await store.save_steps([steps_of("r1", 0)])
     clock.now += 100
-    while await store.runs.delete_expired(RetentionPolicy(rollouts=50)):
+    while await store.runs.delete_expired(RetentionSettings(rollout_seconds=50)):
         pass
     assert await store.get("r1") is None
     await store.submit(order())

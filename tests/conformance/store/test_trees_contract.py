@@ -12,12 +12,13 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, TokenExt
 from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs import Group, RunState
 from rollout_service.cluster.identity import is_gone
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
 from rollout_service.store.codec.groups import MAX_NODES_BYTES
 from rollout_service.store.codec.heads import group_json
 from rollout_service.store.codec.trees import FrozenTokensError
 from rollout_service.store.redis.store import RedisStore
-from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup, RetentionPolicy
+from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, ManualClock, create_run, leased_batch, without_tokens
@@ -185,7 +186,9 @@ async def test_pruning_takes_all_tokens_and_leaves_the_tree(store: Store) -> Non
     sample = (await store.runs.group("a", 0)).samples[0]
     assert sample.rollout.nodes == tree.nodes
     await store.runs.update("a", state=RunState.ENDED)
-    while await store.runs.delete_expired(RetentionPolicy(settled_groups=0.0, ended_runs=0.0, rollouts=0.0)):
+    while await store.runs.delete_expired(
+        RetentionSettings(settled_group_seconds=0.0, ended_run_seconds=0.0, rollout_seconds=0.0)
+    ):
         pass
     assert await store.tree("a.0.0") is None
 
@@ -193,7 +196,7 @@ async def test_pruning_takes_all_tokens_and_leaves_the_tree(store: Store) -> Non
 async def test_a_rollout_that_expires_takes_its_tree_along(store: Store, clock: ManualClock) -> None:
     await finish(store, order(TOKENS))
     clock.now += 100
-    assert await store.runs.delete_expired(RetentionPolicy(rollouts=50.0)) == 1
+    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=50.0)) == 1
     assert await store.tree("r1") is None
 
 

@@ -18,13 +18,14 @@ from rollout_service.base.errors import (
     StoreError,
 )
 from rollout_service.cluster.identity import is_gone
+from rollout_service.settings import RetentionSettings
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis import RedisConfig, RedisConnection
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.keys import RunKeys
 from rollout_service.store.redis.runs.records import pack
 from rollout_service.store.redis.store import RedisStore
-from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch, RetentionPolicy
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.runs import TASKS, make_ready, new_group, run_request
 
@@ -157,7 +158,7 @@ async def test_a_run_can_be_drained_but_not_go_on_while_redis_is_full() -> None:
         await store.runs.renew_batch("a", second.number, key="one", seconds=90)
         await store.runs.acknowledge("a", second.number)
         assert await store.runs.prune("a", seconds=None, max_bytes=0) == 2
-        assert await store.runs.delete_expired(RetentionPolicy(settled_groups=0)) == 2
+        assert await store.runs.delete_expired(RetentionSettings(settled_group_seconds=0)) == 2
         assert await store.counts() == {}
         server.do("CONFIG", "SET", "maxmemory", "0")
         assert (await store.runs.update("a", version=1)).version == 1

@@ -12,10 +12,10 @@ import pytest
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConfigurationError, RecordLostError
+from rollout_service.settings import RetentionSettings
 from rollout_service.store.cluster_contract import DEAD_SECONDS, NodeReport
 from rollout_service.store.contract import Lease
 from rollout_service.store.redis import RedisConfig, RedisStore
-from rollout_service.store.runs_contract import RetentionPolicy
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.redis_members import Clock
@@ -172,7 +172,7 @@ async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletio
             await store.cluster.heartbeat(report(name))
             lease = await leased(store, f"of-{name}", name)
             assert await store.finish(lease, name, result(lease))
-        await leader.runs.delete_expired(RetentionPolicy())
+        await leader.runs.delete_expired(RetentionSettings())
         assert leader.segments is not None
         assert await leader.segments.ledger.orphans() == []
         for _ in range(4):
@@ -180,7 +180,7 @@ async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletio
             await leader.cluster.heartbeat(report("two"))
         assert [node.state for node in await leader.cluster.nodes()] == ["dead", "ready"]
         assert await leader.trajectory("of-one") == TRAJECTORY
-        while await leader.runs.delete_expired(RetentionPolicy(rollouts=0)):
+        while await leader.runs.delete_expired(RetentionSettings(rollout_seconds=0)):
             pass
         assert len(files(tmp_path)) == 1, "the leader still writes to its own"
         late = await leased(dead, "late", "two")
@@ -200,7 +200,7 @@ async def test_the_deletion_of_what_expired_deletes_old_files_that_the_store_doe
     for path in (old, young, *(tmp_path / name for name in files(tmp_path))):
         path.touch()
         os.utime(path, None if path == young else (two_days_ago, two_days_ago))
-    assert await two.runs.delete_expired(RetentionPolicy()) == 0
+    assert await two.runs.delete_expired(RetentionSettings()) == 0
     assert not old.exists()
     assert young.exists()
     assert await two.trajectory("r1") == TRAJECTORY

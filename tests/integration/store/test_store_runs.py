@@ -12,10 +12,10 @@ from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunState
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import NotFoundError, StoreError
+from rollout_service.settings import RetentionSettings
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.runs_contract import (
     GroupClosure,
-    RetentionPolicy,
 )
 from rollout_service.store.sqlite import SqliteStore, schema
 from tests.support.runs import (
@@ -158,11 +158,11 @@ async def test_no_row_is_left_of_what_was_deleted_by_age(store: SqliteStore, clo
         await leased_batch(store)
         await store.runs.acknowledge("a", number)
     clock.now += 11
-    while await store.runs.delete_expired(RetentionPolicy(ended_runs=10, settled_groups=10)):
+    while await store.runs.delete_expired(RetentionSettings(ended_run_seconds=10, settled_group_seconds=10)):
         pass
     rows = await all_rows(store)
     assert rows == dict.fromkeys(rows, 0) | {"rollouts": 1, "requests": 1, "results": 1, "steps": 1}
-    assert await store.runs.delete_expired(RetentionPolicy(rollouts=1)) == 1
+    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=1)) == 1
     assert sum((await all_rows(store)).values()) == 0
 
 
@@ -204,9 +204,9 @@ GROUPS_OF_ROLLOUTS = {
 async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(store: SqliteStore) -> None:
     await with_retries(store)
     assert await groups_of_rollouts(store) == GROUPS_OF_ROLLOUTS
-    assert await store.runs.delete_expired(RetentionPolicy(settled_groups=0)) == 1
+    assert await store.runs.delete_expired(RetentionSettings(settled_group_seconds=0)) == 1
     assert set(await groups_of_rollouts(store)) == {"a.1.0", "a.1.1", "a.0.1.9", "a.note"}
-    assert await store.runs.delete_expired(RetentionPolicy(rollouts=0)) == 2, "they belong to no run"
+    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=0)) == 2, "they belong to no run"
     assert set(await groups_of_rollouts(store)) == {"a.1.0", "a.1.1"}
 
 
@@ -277,7 +277,12 @@ async def test_unacknowledged_records_are_never_deleted(store: SqliteStore, cloc
     await store.runs.update("a", state=RunState.ENDED)
     before = await all_rows(store)
     clock.now += 1e9
-    assert await store.runs.delete_expired(RetentionPolicy(ended_runs=0, settled_groups=0, rollouts=0)) == 0
+    assert (
+        await store.runs.delete_expired(
+            RetentionSettings(ended_run_seconds=0, settled_group_seconds=0, rollout_seconds=0)
+        )
+        == 0
+    )
     assert await all_rows(store) == before
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from rollout_service.base.errors import NotFoundError
 from rollout_service.base.ids import BatchId, SampleId
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.redis.runs import run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
@@ -23,7 +24,6 @@ from rollout_service.store.redis.runs.records import ClosedRecord, Command, Open
 from rollout_service.store.redis.runs.rollouts import StoredRollouts, result_read
 from rollout_service.store.redis.runs.transaction import RunTransaction, chunks
 from rollout_service.store.rules import SettledGroup
-from rollout_service.store.runs_contract import RetentionPolicy
 
 GROUPS_AT_ONCE = 64
 """The most groups that one change deletes or prunes."""
@@ -81,13 +81,13 @@ class RunRetention:
             total += pruned
         return total
 
-    async def delete_expired(self, policy: RetentionPolicy) -> int:
+    async def delete_expired(self, keep: RetentionSettings) -> int:
         """Delete some runs and groups that have expired; return 0 once none is left."""
         deleted = 0
-        if policy.ended_runs is not None:
-            deleted += await self._delete_expired_run(policy.ended_runs)
-        if policy.settled_groups is not None:
-            deleted += await self._delete_settled_groups(policy.settled_groups)
+        if keep.ended_run_seconds is not None:
+            deleted += await self._delete_expired_run(keep.ended_run_seconds)
+        if keep.settled_group_seconds is not None:
+            deleted += await self._delete_settled_groups(keep.settled_group_seconds)
         return deleted
 
     async def _delete_expired_run(self, age: float) -> int:

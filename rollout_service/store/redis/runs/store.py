@@ -22,6 +22,7 @@ from api_schemas.views.summaries import SummaryOrder
 from rollout_service.base.errors import ConflictError
 from rollout_service.base.signals import MonotonicCounter
 from rollout_service.groups import SURPLUS
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import rollouts as rollout_codec
@@ -50,7 +51,6 @@ from rollout_service.store.runs_contract import (
     NoBatch,
     OpenGroup,
     ReadyGroup,
-    RetentionPolicy,
     RunRecord,
     RunStore,
 )
@@ -387,10 +387,10 @@ class RedisRuns(RunStore):
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         return await self._retention.prune(run_id, seconds=seconds, max_bytes=max_bytes)
 
-    async def delete_expired(self, policy: RetentionPolicy) -> int:
-        deleted = await self._retention.delete_expired(policy)
-        if policy.rollouts is not None:
-            deleted += await self._rollouts.delete_expired(policy.rollouts)
+    async def delete_expired(self, keep: RetentionSettings) -> int:
+        deleted = await self._retention.delete_expired(keep)
+        if keep.rollout_seconds is not None:
+            deleted += await self._rollouts.delete_expired(keep.rollout_seconds)
         if not deleted:
             await self._rollouts.collect_garbage()
         return deleted
