@@ -50,10 +50,16 @@ def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path: Path) -> None:
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(CountingEngine()) as engine:
         with service(tmp_path, engine.url, CONFIG, turns=TURNS) as running:
             submit(running, "disturbed")
-            eventually(lambda running=running: nearly_all_saved(running, engine), running.log_file)
+            eventually(lambda running=running: saved(running) >= ROLLOUTS * TURNS // 2, running.log_file)
+            # Answers that began together end together; a kill at that very moment would cost each rollout a turn.
+            portal.call(engine._hold_turns)
+            eventually(
+                lambda running=running: engine.answered.total() - saved(running) <= 2, running.log_file
+            )
             running.stop(signal.SIGKILL)
             running.ended(30)
             finished = engine.answered.total()
+            portal.call(engine._release_turns)
         with service(tmp_path, engine.url, CONFIG, turns=TURNS) as running:
             results = wait_for_all(running, "disturbed")
             lost = engine.answered.total() - len(engine.answered)
@@ -69,13 +75,9 @@ def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path: Path) -> None:
         assert "step 9" in result["trajectory"]["messages"][-1]["tool_calls"][0]["raw"]
 
 
-def nearly_all_saved(running: Running, engine: CountingEngine) -> bool:
-    """Return whether half of all turns are saved, and not more than two answers wait for it.
-
-    Rollouts that began together are answered together; a kill at that very moment would cost each of them a turn.
-    """
-    saved = metric(running, 'rollout_saved_turns_total{outcome="saved"}')
-    return saved >= ROLLOUTS * TURNS // 2 and engine.answered.total() - saved <= 2
+def saved(running: Running) -> float:
+    """Return how many turns are saved."""
+    return metric(running, 'rollout_saved_turns_total{outcome="saved"}')
 
 
 def submit(running: Running, name: str) -> None:
