@@ -3,6 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.environments.builtin.math.environment import Math
+from rollout_service.environments.builtin.stem.environment import Stem
+
 WITHOUT = "import sys; sys.modules['redis'] = None\n"
 
 
@@ -32,3 +38,14 @@ def test_services_backups_and_jobs_without_redis_do_not_need_it() -> None:
         "print('imported')\n"
     )
     assert run(code) == "imported\n"
+
+
+def test_a_task_whose_answer_is_compared_mathematically_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    for environment in (Math(), Stem()):
+        with pytest.raises(ConfigurationError, match="math-verify, which is not installed") as caught:
+            environment.check({"question": "What is it?", "answer": "x^2"})
+        assert "rollout-service[math]" in caught.value.hint
+    Stem().check({"question": "What is it?", "answer": "A", "choices": ["red", "blue"]})
