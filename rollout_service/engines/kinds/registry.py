@@ -60,10 +60,13 @@ class EngineKinds:
         """
         if kind not in self._found:
             known = sorted(self._found)
+            hint = f"Known kinds: {', '.join(known)}. Install the plug-in of another one into the service's Python."
+            if not known:
+                hint = "Install rollout-service again: what is installed is older than its code."
             message = f"there is no kind of engine {kind!r}{did_you_mean(kind, known)}"
             raise InvalidFieldError(
                 [FieldError(path="kind", message=message)],
-                hint=f"Known kinds: {', '.join(known)}. Install the plug-in of another one into the service's Python.",
+                hint=hint,
             )
 
     def get(self, kind: str) -> Connect:

@@ -86,6 +86,12 @@ async def test_an_unknown_kind_is_refused_with_the_known_ones_and_the_nearest(
     assert "acme_engines" not in sys.modules
 
 
+def test_code_that_is_newer_than_its_installation_says_what_to_do() -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        EngineKinds(plugins=[]).check("sglang")
+    assert caught.value.hint.startswith("Install rollout-service again")
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
