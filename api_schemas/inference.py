@@ -46,15 +46,6 @@ class BackendState(StrEnum):
     """Paused together with its pool."""
 
 
-class EngineKind(StrEnum):
-    """The protocol of an engine."""
-
-    SGLANG = "sglang"
-    """SGLang's native API, which the embedded engine has too."""
-    VLLM = "vllm"
-    """vLLM's token-in, token-out route."""
-
-
 class BackendSpec(WireModel):
     """An engine to register. Sending the same URL again changes nothing."""
 
@@ -62,8 +53,9 @@ class BackendSpec(WireModel):
     """The address of the engine's own HTTP API."""
     pool: Name = "policy"
     """The pool that the engine joins."""
-    kind: EngineKind | None = None
-    """The engine's protocol; if left out, the engine is asked."""
+    kind: Name | None = None
+    """The engine's protocol: `sglang`, which the embedded engine has too, `vllm`, or that of a plug-in. If left out,
+    the engine is asked which of the first two it has."""
     tokenizer: str | None = None
     """The tokenizer's folder or hub name; if left out, the engine's own path."""
     renderer: str = "auto"
@@ -88,7 +80,7 @@ class BackendView(WireModel):
     backend_id: str
     url: str
     pool: Name
-    kind: EngineKind = EngineKind.SGLANG
+    kind: Name = "sglang"
     state: BackendState
     model_path: str
     tokenizer_path: str

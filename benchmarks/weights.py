@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from rollout_service.engines.contract import (
     TokenSink,
     new_request_id,
 )
+from rollout_service.engines.kinds.registry import Connect, EngineKinds
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT, SGLangCpuServer
 from rollout_service.engines.pool.options import PoolOptions
@@ -93,7 +95,7 @@ class Record:
 class RecordedBackend(SGLangBackend):
     """A backend that records its calls."""
 
-    def __init__(self, url: str, backend_id: str, record: Record) -> None:
+    def __init__(self, url: str, *, backend_id: str, record: Record) -> None:
         super().__init__(url, backend_id=backend_id)
         self._record = record
 
@@ -261,10 +263,12 @@ async def compared(
 async def rolling(urls: Sequence[str], rollouts: int, record: Record) -> AsyncIterator[BackendPool]:
     """Run a pool of these engines under the load of so many rollouts."""
 
-    def connect(url: str, backend_id: str) -> SGLangBackend:
-        return RecordedBackend(url, backend_id, record)
+    class Recorded(EngineKinds):
+        def get(self, kind: str) -> Connect:
+            del kind
+            return partial(RecordedBackend, record=record)
 
-    async with Pools(PoolOptions(slow_start=0.0), connect=connect) as pools:
+    async with Pools(PoolOptions(slow_start=0.0), kinds=Recorded()) as pools:
         for url in urls:
             await pools.register(url)
         pool = pools["policy"]

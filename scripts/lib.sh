@@ -252,9 +252,10 @@ newer_python() {
     PATH=$path "$uv" python find "${1:->=3.12}" 2>/dev/null
 }
 
-# has_newer_python NAME: say so if the tests of this program cannot run here; they are then skipped with the same reason.
+# has_newer_python NAME [OLDEST]: say so if the tests of this program cannot run here; they are then skipped with the same reason.
 has_newer_python() {
-    newer_python >/dev/null || { echo "==> without $1: it needs Python 3.12 or newer, which this machine does not have" && false; }
+    local oldest=${2:-3.12}
+    newer_python ">=$oldest" >/dev/null || { echo "==> without $1: it needs Python $oldest or newer, which this machine does not have" && false; }
 }
 
 # --- sandboxes and engines ----------------------------------------------------------------------------------
@@ -307,16 +308,15 @@ ensure_openai_image() {
         --definition "$root/sandboxes/definitions/base.def" --arg "PYTHON_PACKAGES=$package"
 }
 
-# The libraries of bridges, each in its own environment.
+# The libraries of bridges, each in its own environment. pyproject.toml names them.
 ensure_bridges() {
-    local library
+    local missing library
     ensure_uv
-    for library in reasoning-gym gem gymnasium textarena nemo-gym verifiers; do
-        "$venv/bin/python" -c 'import sys
-from rollout_service.cli.env.install import LIBRARIES
-sys.exit(not all(one.is_installed for one in LIBRARIES if one.name == sys.argv[1]))' "$library" && continue
-        [[ $library != nemo-gym ]] || has_newer_python "NeMo Gym" || continue
-        step "install $library" "$venv/bin/rollout-service" env install "$library"
+    missing=$("$venv/bin/python" -c 'from rollout_service.cli.env.install import missing_bridges
+for one in missing_bridges(): print(one.name, ".".join(map(str, one.python_version)), sep=">=")')
+    for library in $missing; do
+        has_newer_python "${library%>=*}" "${library#*>=}" || continue
+        step "install ${library%>=*}" "$venv/bin/rollout-service" env install "${library%>=*}"
     done
     ensure_openenv
 }

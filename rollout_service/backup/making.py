@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rollout_service import __version__
-from rollout_service.backup import redis_dump
 from rollout_service.backup.manifest import (
     FOLDER,
     REDIS_DUMP,
@@ -113,6 +112,8 @@ class _Backup:
         """Pin all databases; if the services share a store, at the moment whose state its dump has."""
         if self._places.redis is None:
             return stack.enter_context(pinned(self._databases))
+        from rollout_service.backup import redis_dump
+
         found: list[PinnedDatabases] = []
         counts = redis_dump.dump(
             self._places.redis,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rollout_service.base import state_files
 from rollout_service.settings import Settings
-from rollout_service.store.redis import RedisConfig
+
+if TYPE_CHECKING:  # the package of Redis may be missing
+    from rollout_service.store.redis import RedisConfig
 
 ONLY = "state"
 """The name of a state folder that is alone."""
@@ -43,5 +45,7 @@ class Places:
             return cls(states)
         if not with_store:
             return cls(states, owns_store=False)
+        from rollout_service.store.redis import RedisConfig
+
         redis = RedisConfig.of(settings.store, url)
         return cls(states, owns_store=False, redis=redis, folder=settings.store.folder)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rollout_service.backup import redis_dump
 from rollout_service.backup.manifest import (
     FOLDER,
     REDIS_DUMP,
@@ -24,8 +24,10 @@ from rollout_service.backup.places import Places
 from rollout_service.base import state_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import open_state_folder
-from rollout_service.store.redis import RedisConfig
 from rollout_service.store.sqlite.connection import FileClaim
+
+if TYPE_CHECKING:  # the package of Redis may be missing
+    from rollout_service.store.redis import RedisConfig
 
 _LOGS = ("-wal", "-journal")
 """Suffixes of files that SQLite would replay over a database of the same name."""
@@ -108,6 +110,8 @@ def _check_empty(state: Path) -> None:
 
 
 def _check_shared_empty(redis: RedisConfig, folder: Path | None) -> None:
+    from rollout_service.backup import redis_dump
+
     redis_dump.check_empty(redis)
     if folder is not None and any(shared_files(folder)):
         raise ConfigurationError(
@@ -116,6 +120,8 @@ def _check_shared_empty(redis: RedisConfig, folder: Path | None) -> None:
 
 
 def _restore_shared(backup: Path, redis: RedisConfig, folder: Path | None, undo: ExitStack) -> None:
+    from rollout_service.backup import redis_dump
+
     if folder is not None and (backup / FOLDER).exists():
         undo.callback(_empty, folder)
         copy_folder(backup / FOLDER, folder)

@@ -12,8 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-
-import redis
+from typing import TYPE_CHECKING
 
 from rollout_service.backup.places import ONLY, Places
 from rollout_service.base.errors import ConfigurationError, StoreError
@@ -25,8 +24,9 @@ from rollout_service.cluster.slurm.redis_server import (
     redis_program,
 )
 from rollout_service.cluster.slurm.spec import JobSpec
-from rollout_service.store.redis import RedisConfig
-from rollout_service.store.redis.checks import execute, open_client
+
+if TYPE_CHECKING:  # the package of Redis may be missing
+    from rollout_service.store.redis import RedisConfig
 
 _LOOK_SECONDS = 0.1
 
@@ -55,6 +55,8 @@ def job_places(folder: JobFolder, *, is_running: bool) -> Iterator[Places]:
 @contextmanager
 def _redis(folder: JobFolder, spec: JobSpec, *, is_running: bool) -> Iterator[RedisConfig]:
     """Yield the Redis of a job, as it runs, or from its files."""
+    from rollout_service.store.redis import RedisConfig
+
     if spec.starts_a_redis and not is_running:
         with _started(folder, spec) as config:
             yield config
@@ -71,6 +73,8 @@ def _redis(folder: JobFolder, spec: JobSpec, *, is_running: bool) -> Iterator[Re
 @contextmanager
 def _started(folder: JobFolder, spec: JobSpec) -> Iterator[RedisConfig]:
     """Run a Redis on the files of a job that does not run, reachable for this user alone."""
+    from rollout_service.store.redis import RedisConfig
+
     with tempfile.TemporaryDirectory(prefix="rollout-redis-") as private:
         socket = Path(private) / "redis.sock"
         options = {"port": "0", "unixsocket": str(socket), "dir": str(folder.path / "redis"), "save": ""}
@@ -88,6 +92,10 @@ def _started(folder: JobFolder, spec: JobSpec) -> Iterator[RedisConfig]:
 
 
 def _wait_until_ready(config: RedisConfig, process: subprocess.Popen[bytes], folder: JobFolder) -> None:
+    import redis
+
+    from rollout_service.store.redis.checks import execute, open_client
+
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:

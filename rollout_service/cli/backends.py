@@ -37,9 +37,12 @@ def list_backends(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = Fal
 
 @app.command("add", epilog="Example: rollout-service backends add http://gpu-1:30000 --renderer qwen3")
 def add(
-    backend_url: Annotated[str, typer.Argument(help="The URL of an SGLang or vLLM server.")],
+    backend_url: Annotated[str, typer.Argument(help="The URL of the engine's server.")],
     pool: Annotated[str, typer.Option(help="The pool to add it to.")] = "policy",
-    kind: Annotated[str | None, typer.Option(help="sglang or vllm; by default, the engine is asked.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="sglang, vllm or a plug-in's; by default, one of the first two, as it says."),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="A folder or hub name; by default, the engine's own.")
     ] = None,

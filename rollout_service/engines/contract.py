@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from api_schemas.inference import EngineKind, PauseMode
+from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
 
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}(-\d{4})?")
@@ -203,7 +203,6 @@ class ModelInfo:
     routing_shape: tuple[int, int] | None = None
     """Layers and experts per token of a mixture of experts; None for other models, or if the model folder is not
     readable from here."""
-    kind: EngineKind = EngineKind.SGLANG
     extras: frozenset[str] = frozenset()
     """The extras that it returned when it was checked at registration."""
 

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.engines.kinds.registry import check_kinds
 from rollout_service.engines.shipped import model_folder
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.environments.secrets import HostSecrets
@@ -222,6 +224,10 @@ def check_engine(settings: Settings) -> Check:
             flag = "--model calc-tuned" if pool == "policy" else f"--pool-model {pool}=calc-tuned"
             return Check("engine", "missing", f"there is no policy {model}", f"rollout-service serve {flag}")
     if settings.backends:
+        try:
+            check_kinds(settings.backends)
+        except ConfigurationError as error:
+            return Check("engine", "missing", str(error), error.hint)
         return Check("engine", "ok", ", ".join(str(backend.url) for backend in settings.backends))
     if settings.engine is DefaultEngine.NONE:
         return Check(

@@ -272,9 +272,7 @@ def attack(
 def install(
     name: Annotated[
         str,
-        typer.Argument(
-            help="swe, verifiers, reasoning-gym, textarena, nemo-gym, gem, gymnasium, or a folder of tasksets."
-        ),
+        typer.Argument(help="Its name, such as swe, or a folder of tasksets. An unknown name lists all."),
     ],
 ) -> None:
     """Install the packages that an environment runs in a Python environment of their own.

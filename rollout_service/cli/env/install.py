@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Final
 
-from rollout_service.base.errors import did_you_mean
+from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.cli.common import CommandError
-from rollout_service.environments.bridges.gem.environment import GEM
-from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM
-from rollout_service.environments.bridges.nemo_gym.library import NEMO_GYM
-from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM
-from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.bridges.verifiers.catalog import VERIFIERS
 from rollout_service.environments.bridges.verifiers.declaration import read_declaration
 from rollout_service.environments.bridges.verifiers.environment import added_packages
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.libraries import Library
-from rollout_service.environments.swe.grading import SWEBENCH
 
-LIBRARIES: tuple[Library, ...] = (
-    *(SWEBENCH, REASONING_GYM, NEMO_GYM, VERIFIERS),
-    *(one.library for one in (GEM, GYMNASIUM, TEXTARENA)),
-)
+GROUP: Final = "rollout_service.libraries"
+"""The entry point group; each entry point is a `Library` of its own name."""
 
 
 def install_library(name: str) -> Path:
@@ -35,13 +30,36 @@ def install_library(name: str) -> Path:
     """
     if (Path(name).expanduser() / FILE_NAME).is_file():
         return _install_tasksets(Path(name).expanduser().absolute())
-    known = {library.name: library for library in LIBRARIES}
+    return find_library(name).install()
+
+
+def find_library(name: str, *, plugins: Iterable[EntryPoint] | None = None) -> Library:
+    """Return the packages of an environment.
+
+    Raises:
+        CommandError: There is no such environment.
+        ConfigurationError: It is a plug-in that cannot be loaded.
+    """
+    known = {plugin.name: plugin for plugin in (entry_points(group=GROUP) if plugins is None else plugins)}
     if name not in known:
         raise CommandError(
             f"{name!r} needs no packages of its own{did_you_mean(name, known)}",
-            hint=f"Those that do: {', '.join(known)}, and folders of verifiers' tasksets.",
+            hint=f"Those that do: {', '.join(sorted(known))}, and folders of verifiers' tasksets.",
         )
-    return known[name].install()
+    where = f"the plug-in {name!r} ({known[name].value})"
+    try:
+        library = known[name].load()
+    except Exception as error:
+        raise ConfigurationError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(library, Library):
+        raise ConfigurationError(f"{where} is not a Library", hint="Name a Library in the entry point.")
+    return library
+
+
+def missing_bridges() -> list[Library]:
+    """Return the libraries of bridges that are not installed on this machine."""
+    bridges = [plugin.name for plugin in entry_points(group=GROUP) if ".bridges." in plugin.value]
+    return [one for one in map(find_library, bridges) if not one.is_installed]
 
 
 def _install_tasksets(folder: Path) -> Path:

@@ -72,6 +72,8 @@ class BackendHandle:
     """One backend of a pool. `in_flight` is decremented however a call ends."""
 
     backend: Backend
+    kind: str
+    """The name of the engine's protocol."""
     info: ModelInfo
     slow_start: float
     """Seconds over which a backend that has joined grows to its fair share."""
@@ -230,7 +232,7 @@ class BackendHandle:
             backend_id=self.id,
             url=self.backend.url,
             pool=pool,
-            kind=self.info.kind,
+            kind=self.kind,
             state=BackendState.PAUSED if is_paused else self.state,
             model_path=self.info.model_path,
             tokenizer_path=self.info.tokenizer_path,

@@ -22,6 +22,7 @@ from api_schemas.inference import (
 )
 from rollout_service.engines.contract import Backend, BackendLoad, GenerateRequest, Generation, TokenSink
 from rollout_service.engines.errors import BackendRejected, InferenceError
+from rollout_service.engines.kinds.registry import SGLANG
 from rollout_service.engines.pool.backend_handle import BackendHandle, VersionWatch
 from rollout_service.engines.pool.dispatch import Dispatcher
 from rollout_service.engines.pool.health import HealthChecks
@@ -122,11 +123,12 @@ class BackendPool:
         self,
         backend: Backend,
         *,
+        kind: str = SGLANG,
         max_in_flight: int | None = None,
         traces: bool = False,
         exports: Collection[str] | None = None,
     ) -> BackendView:
-        """Check what `backend` can do, give it the pool's weights, and put it into service.
+        """Check what `backend`, of this kind, can do, give it the pool's weights, and put it into service.
 
         `max_in_flight` bounds the requests that it is given at once, and with `traces` it is told of their traces. A
         backend whose id is known is checked again and brought back, whatever its state was; `backend` is then closed
@@ -157,7 +159,7 @@ class BackendPool:
             is_tried = not self.paused or version == info.weight_version
             info = replace(info, weight_version=version)
             handle = known or BackendHandle(
-                backend, info, self._options.slow_start, self._versions, self._clock
+                backend, kind, info, self._options.slow_start, self._versions, self._clock
             )
             handle.bring_back(info, is_tried=is_tried)
             handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend

@@ -8,12 +8,11 @@ import anyio
 from anyio.abc import TaskGroup
 from pydantic_core import to_json
 
-from api_schemas.inference import BackendView, EngineKind
+from api_schemas.inference import BackendView
 from rollout_service.base.signals import ChangeSignal
-from rollout_service.engines.contract import Backend
 from rollout_service.engines.errors import NoBackendError, UnknownBackend
-from rollout_service.engines.kinds import connect as engines
 from rollout_service.engines.kinds.http_backend import location_of, normalize_url
+from rollout_service.engines.kinds.registry import EngineKinds, ask_kind
 from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pool import BackendPool
@@ -42,7 +41,7 @@ class Pools:
         options_of: the options of single pools, by name.
         router: makes the router of each pool; by default its options name it.
         observer: notified of every routing decision.
-        connect: makes a backend from its address and id, whatever its kind; `engines.connect` by default.
+        kinds: the kinds of engines; by default, those that are installed.
         exclusive: keeps other services, if the backends are shared, from commanding a pool.
     """
 
@@ -53,14 +52,14 @@ class Pools:
         options_of: Mapping[str, PoolOptions] | None = None,
         router: Callable[[], Router] | None = None,
         observer: Observer | None = None,
-        connect: Callable[[str, str], Backend] | None = None,
+        kinds: EngineKinds | None = None,
         exclusive: Exclusive | None = None,
     ) -> None:
         self._options = options or PoolOptions()
         self._options_of = options_of or {}
         self._router = router
         self._observer = observer
-        self._connect = connect
+        self._kinds = kinds or EngineKinds()
         self._exclusive = exclusive
         self._pools: dict[str, BackendPool] = {}
         self._changed = ChangeSignal()
@@ -134,7 +133,7 @@ class Pools:
         url: str,
         pool: str = DEFAULT_POOL,
         *,
-        kind: EngineKind | None = None,
+        kind: str | None = None,
         backend_id: str | None = None,
         max_in_flight: int | None = None,
         traces: bool = False,
@@ -148,18 +147,19 @@ class Pools:
 
         Raises:
             ValueError: The address is malformed.
+            InvalidFieldError: There is no such kind.
+            ConfigurationError: The kind is a plug-in that cannot be loaded.
             BackendUnreachable: The engine does not answer.
             BackendProtocolError: The engine lacks a required feature.
             BackendRejected: The engine refuses the check, or does not fit the pool.
         """
         address = normalize_url(url)
         name = backend_id or backend_id_of(address, pool)
-        backend = (
-            self._connect(address, name) if self._connect else await engines.connect(address, name, kind)
-        )
+        kind = kind or await ask_kind(address)
+        backend = await self._kinds.connect(address, name, kind)
         try:
             return await self._pool(pool).register(
-                backend, max_in_flight=max_in_flight, traces=traces, exports=exports
+                backend, kind=kind, max_in_flight=max_in_flight, traces=traces, exports=exports
             )
         except BaseException:
             with anyio.CancelScope(shield=True):

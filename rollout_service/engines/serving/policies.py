@@ -138,6 +138,8 @@ class PolicyServing:
         `exports` are the extras that another service found when it checked the engine.
 
         Raises:
+            InvalidFieldError: There is no such kind of engine.
+            ConfigurationError: The kind of engine is a plug-in that cannot be loaded.
             InferenceError: The engine does not answer, or lacks a required feature.
             TokenError: The engine's tokenizer or chat format cannot be loaded.
         """

@@ -17,6 +17,7 @@ from api_schemas.inference import BackendSpec
 from rollout_service.base import state_files
 from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
+from rollout_service.engines.kinds.registry import check_kinds
 from rollout_service.engines.local_servers.process import kept_running
 from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
@@ -54,7 +55,7 @@ async def open_engines(stack: AsyncExitStack, foundation: Foundation) -> EngineC
     """Connect the engines, and open what stands in front of them.
 
     Raises:
-        ConfigurationError: The settings of the gateway or of live sessions, or one of their files, cannot be used.
+        ConfigurationError: The settings of backends, the gateway or live sessions, or their files, cannot be used.
         StoreError: The store of live sessions cannot be opened.
     """
     metrics = foundation.metrics
@@ -78,6 +79,7 @@ async def open_engines(stack: AsyncExitStack, foundation: Foundation) -> EngineC
 
 async def _open_serving(stack: AsyncExitStack, foundation: Foundation) -> PolicyServing:
     settings, metrics, announce = foundation.settings, foundation.metrics, foundation.announcer.announce
+    check_kinds(settings.backends)
     if (engines := foundation.store.engines) is None:
         pools = await stack.enter_async_context(_make_pools(settings, metrics))
         backends = FileBackends(foundation.state_dir / state_files.BACKENDS, backend_id_of_spec)

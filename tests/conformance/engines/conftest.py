@@ -1,18 +1,25 @@
-"""Real engines for the contract and agreement suites start once per test run, and are reset for each test."""
+"""Real engines for the contract and agreement suites start once per test run, and are reset for each test.
 
+An engine of a plug-in joins them: `ROLLOUT_ENGINE_KIND` is its kind, and `ROLLOUT_ENGINE_COMMAND` the command that
+serves the Qwen3 checkpoint `{model}` at `127.0.0.1:{port}`, with a route `/health`.
+"""
+
+import os
+import shlex
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
-from rollout_service.engines.kinds.sglang.backend import SGLangBackend
-from rollout_service.engines.kinds.vllm.backend import VllmBackend
+from rollout_service.engines.kinds.registry import SGLANG, VLLM, EngineKinds
 from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
-from rollout_service.engines.local_servers.process import ServerProcess
+from rollout_service.engines.local_servers.process import ServerCommand, ServerProcess
 from rollout_service.engines.local_servers.vllm_cpu import CACHE_BLOCK, VllmCpuServer
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm, Shape, write_random_checkpoint
+from sandboxes.host.ports import free_port
 from tests.support.engines.engine_under_test import Checkpoints, EngineUnderTest, until_idle
 
 
@@ -54,6 +61,27 @@ def vllm_url(untied_checkpoints: Checkpoints) -> Iterator[str]:
     yield from serving(VllmCpuServer(untied_checkpoints.first))
 
 
+class PlugInServer(ServerProcess):
+    """The engine that the variables name."""
+
+    start_seconds = 420.0
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        self._model = model
+
+    def _server_command(self, folder: Path) -> ServerCommand:
+        port = free_port()
+        values = {"model": str(self._model), "port": str(port)}
+        words = shlex.split(os.environ["ROLLOUT_ENGINE_COMMAND"])
+        return ServerCommand([word.format_map(values) for word in words], os.environ, lambda: port)
+
+
+@pytest.fixture(scope="session")
+def plug_in_url(checkpoints: Checkpoints) -> Iterator[str]:
+    yield from serving(PlugInServer(checkpoints.first))
+
+
 @pytest.fixture
 def scripted_vllm_url(checkpoints: Checkpoints) -> Iterator[str]:
     engine = ScriptedVllm(
@@ -71,7 +99,7 @@ def scripted_url(checkpoints: Checkpoints) -> Iterator[str]:
 
 
 # vLLM takes a minute to start, and several on a busy machine.
-VLLM = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]
+ON_VLLM = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]
 REAL = [
     pytest.param("embedded", id="embedded"),
     pytest.param(
@@ -79,18 +107,25 @@ REAL = [
         id="sglang",
         marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)],
     ),
-    pytest.param("vllm", id="vllm", marks=VLLM),
+    pytest.param("vllm", id="vllm", marks=ON_VLLM),
 ]
+if PLUG_IN_KIND := os.environ.get("ROLLOUT_ENGINE_KIND", ""):
+    REAL.append(
+        pytest.param(
+            "plug_in", id="plug-in", marks=[pytest.mark.xdist_group("plug-in"), pytest.mark.timeout(480)]
+        )
+    )
 SCRIPTED = [pytest.param("scripted", id="scripted"), pytest.param("scripted_vllm", id="scripted-vllm")]
 
 
 @asynccontextmanager
-async def prepared(url: str, kind: str, checkpoints: Checkpoints) -> AsyncIterator[EngineUnderTest]:
-    backend = (VllmBackend if "vllm" in kind else SGLangBackend)(url, backend_id=kind)
+async def prepared(url: str, name: str, checkpoints: Checkpoints) -> AsyncIterator[EngineUnderTest]:
+    kind = {"vllm": VLLM, "scripted_vllm": VLLM, "plug_in": PLUG_IN_KIND}.get(name, SGLANG)
+    backend = await EngineKinds().connect(url, name, kind)
     await backend.resume()
     await until_idle(backend)  # the last test may have cancelled a request
     await backend.update_weights(str(checkpoints.first), 0)
-    cache_block = CACHE_BLOCK if "vllm" in kind else 1
+    cache_block = CACHE_BLOCK if kind == VLLM else 1
     yield EngineUnderTest(backend, checkpoints, await backend.model_info(), cache_block)
     await backend.abort()
     await backend.resume()

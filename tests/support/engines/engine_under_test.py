@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import (
+    Backend,
     GenerateRequest,
     Generation,
     ModelInfo,
@@ -20,7 +21,6 @@ from rollout_service.engines.contract import (
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.kinds.vllm.backend import VllmBackend
 
 LONG = 1_200
@@ -41,7 +41,7 @@ class Checkpoints:
 class EngineUnderTest:
     """A backend, and the model that it serves at the start of a test."""
 
-    backend: SGLangBackend | VllmBackend
+    backend: Backend
     checkpoints: Checkpoints
     info: ModelInfo
     cache_block: int
@@ -117,7 +117,7 @@ class EngineUnderTest:
         pytest.fail(f"{ATTEMPTS} requests ended before their pause")
 
 
-async def until_idle(backend: SGLangBackend | VllmBackend) -> None:
+async def until_idle(backend: Backend) -> None:
     """Wait until the engine reports no request; it may report an aborted one until its next step."""
     with anyio.fail_after(60):
         while (load := await backend.load()).running or load.waiting:

@@ -20,6 +20,14 @@ def facts() -> HostFacts:
     return read_host_facts({"PATH": ""})
 
 
+def test_a_backend_of_an_unknown_kind_is_named_with_its_setting() -> None:
+    backends = [{"url": "http://gpu-1:30000"}, {"url": "http://gpu-2:30000", "kind": "vlm"}]
+    check = check_engine(Settings.model_validate({"backends": backends}))
+    assert check.state == "missing"
+    assert check.found == "backends.1.kind: there is no kind of engine 'vlm'; did you mean vllm?"
+    assert check.fix.startswith("Known kinds: sglang, vllm.")
+
+
 def test_root_without_the_capability_to_mount_is_warned(facts: HostFacts) -> None:
     (found,) = check_mounts(replace(facts, is_root=True, sys_admin=False))
     assert (found.state, found.name) == ("missing", "mounting images")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -11,11 +12,12 @@ import pytest
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.env.install import install_library
+from rollout_service.cli.env.install import GROUP, find_library, install_library
 from rollout_service.environments.bridges.verifiers.environment import load_verifiers
 from rollout_service.environments.libraries import AddedPackages, Library, find_interpreter
 
-UV = Path(__file__).parents[3] / ".cache" / "bootstrap" / "bin"
+ROOT = Path(__file__).parents[3]
+UV = ROOT / ".cache" / "bootstrap" / "bin"
 
 
 @pytest.fixture
@@ -99,6 +101,22 @@ def test_without_a_newer_python_the_error_says_how_to_get_one(no_python):
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(CommandError, match="did you mean swe"):
         install_library("swee")
+
+
+def test_every_lock_of_an_environment_is_a_library_of_its_name():
+    declared = {plugin.name: find_library(plugin.name) for plugin in entry_points(group=GROUP)}
+    assert all(library.name == name for name, library in declared.items())
+    locks = set((ROOT / "rollout_service").rglob("requirements.lock"))
+    assert {library.requirements for library in declared.values()} == locks
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"), [("nowhere:x", "ModuleNotFoundError"), ("json:loads", "not a Library")]
+)
+def test_a_plug_in_that_is_no_library_is_named(value, problem):
+    plugin = EntryPoint("mine", value, GROUP)
+    with pytest.raises(ConfigurationError, match=rf"the plug-in 'mine' \({value}\) .*{problem}"):
+        find_library("mine", plugins=[plugin])
 
 
 def test_another_program_that_prepares_it_has_another_folder(library, tmp_path):

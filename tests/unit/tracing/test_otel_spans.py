@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
 from opentelemetry.trace import SpanKind, StatusCode
 
-from api_schemas.inference import BackendState, BackendView, EngineKind
+from api_schemas.inference import BackendState, BackendView
 from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.tracing import TraceContext
@@ -30,7 +30,7 @@ ENGINE = BackendView(
     backend_id="e1",
     url="http://gpu-1:30000",
     pool="policy",
-    kind=EngineKind.SGLANG,
+    kind="sglang",
     state=BackendState.READY,
     model_path="qwen",
     tokenizer_path="qwen",

@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 
-from api_schemas.inference import EngineKind, PauseMode
+from api_schemas.inference import PauseMode
 from rollout_service.engines.contract import (
     BackendLoad,
     GenerateRequest,
@@ -196,7 +196,6 @@ class VllmBackend(HttpBackend):
             vocab_size=vocab_size if isinstance(vocab_size, int) else None,
             context_length=context_length,
             routing_shape=routing_shape(config),
-            kind=EngineKind.VLLM,
         )
         return self._info
 

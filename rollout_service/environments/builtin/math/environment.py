@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.builtin.math.verifier import MAX_CHARS, MathVerifier
+from rollout_service.environments.builtin.math.verifier import MAX_CHARS, MathVerifier, require_math_verify
 from rollout_service.environments.builtin.math.worker import MathVerdict
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.episodes import Episode, EpisodeLimits, Score
@@ -44,6 +44,7 @@ class Math(AgentEnvironment):
     def check(self, instance: dict[str, JsonValue]) -> None:
         super().check(instance)
         _gold(instance)
+        require_math_verify()
 
     async def evaluate(self, episode: Episode) -> Score:
         boxed = last_boxed(episode.answer)

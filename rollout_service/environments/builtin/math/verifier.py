@@ -11,18 +11,32 @@ import subprocess
 import sys
 import weakref
 from collections import deque
+from importlib.util import find_spec
 from typing import Final
 
 import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
-from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.builtin.math.worker import MathVerdict
 
 CPU_SECONDS: Final = 5
 MAX_CHARS: Final = 4_096
 """A longer answer is unreadable without a check."""
+
+
+def require_math_verify() -> None:
+    """Refuse to check answers on a machine that lacks the package.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    if find_spec("math_verify") is None:
+        raise ConfigurationError(
+            "comparing answers mathematically needs the package math-verify, which is not installed",
+            hint="Install the extra: pip install 'rollout-service[math]'.",
+        )
 
 
 class MathVerifier:

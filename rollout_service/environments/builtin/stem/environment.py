@@ -21,7 +21,7 @@ from api_schemas.errors import FieldError
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.math.environment import last_boxed
-from rollout_service.environments.builtin.math.verifier import MathVerifier
+from rollout_service.environments.builtin.math.verifier import MathVerifier, require_math_verify
 from rollout_service.environments.builtin.math.worker import MathVerdict
 from rollout_service.environments.builtin.stem.quantities import Quantity, read_quantity
 from rollout_service.environments.builtin.stem.units import Unit, read_unit
@@ -123,8 +123,10 @@ class Stem(AgentEnvironment):
         self._verifier = verifier or MathVerifier()
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        read_task(instance)
+        task = read_task(instance)
         super().check(instance)
+        if task.is_expression and not task.choices:
+            require_math_verify()
 
     async def evaluate(self, episode: Episode) -> Score:
         boxed = last_boxed(episode.answer)

@@ -17,6 +17,7 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.engines.errors import (
     BackendProtocolError,
     BackendRejected,
@@ -43,7 +44,9 @@ router = APIRouter(prefix="/v1", tags=["inference"], route_class=StrictRoute)
 @router.post(
     "/backends",
     status_code=HTTPStatus.CREATED,
-    responses=raises(BackendUnreachable, BackendRejected, BackendProtocolError, RendererMismatchError),
+    responses=raises(
+        ConfigurationError, BackendUnreachable, BackendRejected, BackendProtocolError, RendererMismatchError
+    ),
 )
 async def register_backend(service: ServiceDep, spec: BackendSpec) -> BackendView:
     """Register an engine with a pool, and start sending it requests.
@@ -53,7 +56,10 @@ async def register_backend(service: ServiceDep, spec: BackendSpec) -> BackendVie
     Registering the same engine again checks it again, ends a drain, and sets its limit. Engines registered here come
     back after a restart of the service.
     """
-    return await service.serving.register(spec)
+    try:
+        return await service.serving.register(spec)
+    except InvalidFieldError as error:
+        raise error.under("body") from error
 
 
 @router.get("/backends")
