@@ -99,7 +99,7 @@ class EngineKinds:
         if missing := [name for name in _CONTRACT if not hasattr(backend, name)]:
             raise ConfigurationError(
                 f"the kind of engine {kind!r} makes a backend that lacks {', '.join(missing)}",
-                hint="Keep the contract of rollout_service.engines.contract.Backend.",
+                hint="Keep the contract of rollout_service.engines.Backend.",
             )
         return backend
 
@@ -122,7 +122,7 @@ def _load(kind: str, values: set[str]) -> Connect:
     if not callable(loaded):
         raise ConfigurationError(
             f"{where} is not a kind of engine",
-            hint="Name a class that keeps the contract of rollout_service.engines.contract.Backend.",
+            hint="Name a class that keeps the contract of rollout_service.engines.Backend.",
         )
     connect: Connect = loaded
     return connect

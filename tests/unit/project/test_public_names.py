@@ -6,13 +6,17 @@ import ast
 import re
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+import rollout_service.engines as engines
 import rollout_service.environments as environments
 import rollout_service.testing as testing
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "public-names.md").read_text()
-PUBLIC = re.compile(r"from rollout_service\.(environments|testing|groups) import")
+PUBLIC = re.compile(r"from rollout_service\.(engines|environments|testing|groups) import")
 EXTENDS = re.compile(r"from rollout_service\.environments\.(builtin|bridges)\b")
 """Examples may extend an environment that is built in."""
 
@@ -25,11 +29,13 @@ def names_in(section: str) -> set[str]:
 
 def test_the_page_has_the_names_for_authors() -> None:
     assert names_in("rollout_service.environments") == set(environments._HOMES)
+    assert names_in("rollout_service.engines") == set(engines._HOMES)
     assert names_in("rollout_service.testing") == set(testing.__all__)
 
 
-def test_type_checkers_find_each_name_where_it_is_loaded_from() -> None:
-    tree = ast.parse(Path(environments.__file__).read_text())
+@pytest.mark.parametrize("module", [environments, engines])
+def test_type_checkers_find_each_name_where_it_is_loaded_from(module: ModuleType) -> None:
+    tree = ast.parse(Path(module.__file__ or "").read_text())
     homes = {
         alias.name: node.module
         for node in ast.walk(tree)
@@ -37,8 +43,8 @@ def test_type_checkers_find_each_name_where_it_is_loaded_from() -> None:
         for alias in node.names
         if alias.asname == alias.name
     }
-    assert homes == environments._HOMES
-    assert all(getattr(environments, name) is getattr(import_module(homes[name]), name) for name in homes)
+    assert homes == module._HOMES
+    assert all(getattr(module, name) is getattr(import_module(homes[name]), name) for name in homes)
 
 
 def sources() -> list[Path]:
