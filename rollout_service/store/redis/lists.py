@@ -181,7 +181,7 @@ def _filter(which: SummaryFilter) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _row(rollout_id: bytes, values: Sequence[bytes | None], result: bytes | None) -> RolloutRow:
+def _row(rollout_id: bytes, values: Sequence[bytes | None]) -> RolloutRow:
     texts = [None if value is None else value.decode() for value in values]
     (
         _,
@@ -196,9 +196,10 @@ def _row(rollout_id: bytes, values: Sequence[bytes | None], result: bytes | None
         code,
         created,
         changed,
-        *figures,
+        turns,
+        tokens,
+        worked,
     ) = texts
-    turns, tokens, worked = figures
     return RolloutRow(
         {
             "rollout_id": rollout_id.decode(),
@@ -216,7 +217,6 @@ def _row(rollout_id: bytes, values: Sequence[bytes | None], result: bytes | None
             "turns": None if turns is None else int(turns),
             "tokens": None if tokens is None else int(tokens),
             "worked": None if worked is None else float(worked),
-            "result": result,
         }
     )
 

@@ -3,7 +3,6 @@
 
 -- What a row has, by the short names of `rollouts.lua`.
 local FIELDS = {'n', 's', 'a', 'p', 'e', 'R', 'G', 'w', 'S', 'k', 'C', 'H', 'T', 'N', 'W'}
-local TURNS = 13  -- the place of the turns in a row
 local PAGE = 128  -- how many numbers of a state are read at once
 
 local function set_of(names)
@@ -223,9 +222,7 @@ common.register_read('lists_summaries', function(call, search, low, high, budget
             if #rows == wanted then
                 return {rows, last}
             end
-            local row = redis.call('HMGET', call:key('r:' .. id), unpack(FIELDS))
-            local result = not row[TURNS] and redis.call('GET', call:key('x:' .. id))
-            table.insert(rows, {id, row, result})
+            table.insert(rows, {id, redis.call('HMGET', call:key('r:' .. id), unpack(FIELDS))})
         end
         last = common.number(number)
     end
