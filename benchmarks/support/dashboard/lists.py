@@ -35,7 +35,7 @@ from support.dashboard.layout import (
     layout,
     row,
 )
-from support.dashboard.redis_lists import SETTINGS, filled_redis, measure_index
+from support.dashboard.redis_lists import SETTINGS, filled_redis
 
 from api_schemas.runs import InlineTasks, RunRequest
 from rollout_service.cli.server_child import stop
@@ -102,7 +102,7 @@ async def measure_filled(state_dir: Path) -> dict[str, float]:
 
 
 async def measure_redis(rollouts: int) -> dict[str, float]:
-    """Do so with a Redis, which has no groups and history of runs; the service makes the index at its start."""
+    """Do so with a Redis, which has no groups and history of runs."""
     with tempfile.TemporaryDirectory(prefix="lists-", ignore_cleanup_errors=True) as name:
         begun, state_dir = time.perf_counter(), Path(name)
         async with filled_redis(rollouts, state_dir) as server:
@@ -112,13 +112,11 @@ async def measure_redis(rollouts: int) -> dict[str, float]:
                 _serving(state_dir, *flags) as url,
                 httpx.AsyncClient(base_url=url, timeout=120) as client,
             ):
-                index = await measure_index(server, size)
                 times = await _search(client)
     return {
         "list_rollouts": float(rollouts),
         "list_fill_seconds": filled,
         "list_file_mb": size / 1e6,
-        **index,
         **times,
     }
 
