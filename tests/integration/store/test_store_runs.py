@@ -58,7 +58,7 @@ async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(stor
     with pytest.raises(NotFoundError):
         await store.runs.group_heads("a", [0, 7])
     await store._write(lambda db: db.execute("UPDATE group_heads SET form = x'00', json = x'' WHERE seq = 1"))
-    assert await store.runs.group_heads("a", [1, 0]) == heads, "one of another release is made anew"
+    assert await store.runs.group_heads("a", [1, 0]) == heads, "one of other wire models is made anew"
     await store._write(lambda db: db.execute("UPDATE group_heads SET tokens = '[[9]]' WHERE seq = 2"))
     assert [head.tokens for head in await store.runs.group_heads("a", [1, 0])] == [[[9]], [[3], [3]]]
     await leased_batch(store)
