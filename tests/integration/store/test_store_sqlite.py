@@ -134,14 +134,17 @@ async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start
         await submit_many(store, range(1))
 
 
-async def test_a_damaged_record_fails_its_rollout_and_no_other(path: Path) -> None:
+@pytest.mark.parametrize("waits", [None, {"calc": 0.0}])
+async def test_a_damaged_record_fails_its_rollout_and_no_other(
+    path: Path, waits: dict[str, float] | None
+) -> None:
     async with await SqliteStore.open(path) as store:
         for number in (1, 2):
             await store.submit(order(number))
         await store._write(lambda db: db.execute("UPDATE requests SET request = '{' WHERE seq = 1"))
-        assert await store.claim("here", limit=1, lease_seconds=10) == []
+        assert await store.claim("here", limit=1, lease_seconds=10, waits=waits) == []
         await store.wait_for_work()
-        (lease,) = await store.claim("here", limit=1, lease_seconds=10)
+        (lease,) = await store.claim("here", limit=1, lease_seconds=10, waits=waits)
         assert lease.rollout_id == "r2"
         assert await store.counts() == {RolloutState.QUEUED: 1, RolloutState.FAILED: 1}
         newest = (await store.events(after=0))[-1]
