@@ -39,7 +39,7 @@ ROUNDS = 50
 PAUSE_SECONDS = 5.0
 """The longest time without writes, half of what services wait for an answer."""
 _INVALIDATED = "__redis__:invalidate"
-ALWAYS = frozenset({"meta", "index", "segments:mark"})
+ALWAYS = frozenset({"meta", "segments:mark"})
 """The keys of a store that nothing was stored in."""
 KINDS = {"r": "rollouts", "run": "runs"}
 """The kinds of keys that a dump counts, by the first parts of their names."""

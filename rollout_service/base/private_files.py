@@ -1,7 +1,7 @@
 """Files that other users of the machine cannot read: they hold tasks, trajectories, and addresses.
 
 Guarantee: only the owner can read a file from the moment it exists, whatever the umask and the folder allow. A file
-that an earlier release left open to others is closed to them.
+that was opened to others since is closed to them.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ async def write_trace(client: RolloutClient, names: Sequence[str], output: Path)
         if not trace.rollouts:
             raise CommandError(
                 "there are no steps yet",
-                hint="Wait until a rollout has begun. Rollouts of releases that kept no steps have none.",
+                hint="Wait until a rollout has begun.",
             )
         events = client.events(after=0, kinds=[EventKind.WEIGHTS_UPDATED], follow=False)
         trace.end([event async for event in events])

@@ -8,7 +8,7 @@ part, and a part in at most one rollout; deleting leaves no byte of a session in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -214,13 +214,6 @@ class LiveStore(Protocol):
 
     async def tenants(self) -> Sequence[str]:
         """Return the tenants that have sessions."""
-        ...
-
-    async def separate_users(self, in_tenant: Callable[[str, str], str]) -> None:
-        """Give users hashes of their own in each tenant, in sessions that earlier releases stored; idempotent.
-
-        `in_tenant` returns such a hash from the stored one and the tenant.
-        """
         ...
 
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:

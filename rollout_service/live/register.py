@@ -111,8 +111,8 @@ class SessionRegister:
         record = await self._store.session(session_id)
         client = "" if record is None else record.client
         found = await self._store.opt_outs(self._users.of_conversation(session_id, client))
-        # A session that is gone may have been a client's, or another node's. An earlier release counted such turns,
-        # and remembered nothing of them.
+        # A session that is gone may have been a client's, or another node's. One that is there may have had such turns
+        # so long ago that the store has forgotten what they were.
         is_incomplete = record is None or record.opted_out > 0
         return OptOuts(is_complete=False) if is_incomplete and found == OptOuts() else found
 

@@ -114,8 +114,7 @@ class LiveSessions:
         return self._parts.engines.url
 
     async def start(self) -> None:
-        """Bring sessions of earlier releases up to date, and count those that are open."""
-        await self._store.separate_users(self._parts.users.in_tenant)
+        """Count the sessions that are open."""
         await self._register.count_open()
 
     async def open(self, request: SessionRequest) -> tuple[LiveSession, str | None]:

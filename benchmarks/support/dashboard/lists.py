@@ -13,13 +13,11 @@ import argparse
 import json
 import sqlite3
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, closing
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -37,7 +35,7 @@ from support.dashboard.layout import (
     layout,
     row,
 )
-from support.dashboard.redis_lists import SETTINGS, filled_redis, measure_index
+from support.dashboard.redis_lists import SETTINGS, filled_redis
 
 from api_schemas.runs import InlineTasks, RunRequest
 from rollout_service.cli.server_child import stop
@@ -47,7 +45,6 @@ from rollout_service.store.codec.runs import encode_request, encode_samples, enc
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.lists.history import RECORDS_IN_ROW
-from rollout_service.store.sqlite.schema import MIGRATIONS, STORE
 from sandboxes.host.children import start_process
 
 ROLLOUTS = 1_000_000
@@ -92,9 +89,7 @@ async def measure(rollouts: int) -> dict[str, float]:
         filled = time.perf_counter() - begun
         size = file.stat().st_size / 1e6
         about = {"list_rollouts": float(rollouts), "list_fill_seconds": filled, "list_file_mb": size}
-        about |= await measure_filled(Path(name))
-        file.unlink()
-        return about | await anyio.to_thread.run_sync(measure_upgrade, file, rollouts)
+        return about | await measure_filled(Path(name))
 
 
 async def measure_filled(state_dir: Path) -> dict[str, float]:
@@ -107,7 +102,7 @@ async def measure_filled(state_dir: Path) -> dict[str, float]:
 
 
 async def measure_redis(rollouts: int) -> dict[str, float]:
-    """Do so with a Redis, which has no groups and history of runs; the service makes the index at its start."""
+    """Do so with a Redis, which has no groups and history of runs."""
     with tempfile.TemporaryDirectory(prefix="lists-", ignore_cleanup_errors=True) as name:
         begun, state_dir = time.perf_counter(), Path(name)
         async with filled_redis(rollouts, state_dir) as server:
@@ -117,13 +112,11 @@ async def measure_redis(rollouts: int) -> dict[str, float]:
                 _serving(state_dir, *flags) as url,
                 httpx.AsyncClient(base_url=url, timeout=120) as client,
             ):
-                index = await measure_index(server, size)
                 times = await _search(client)
     return {
         "list_rollouts": float(rollouts),
         "list_fill_seconds": filled,
         "list_file_mb": size / 1e6,
-        **index,
         **times,
     }
 
@@ -147,16 +140,6 @@ async def _median(client: httpx.AsyncClient, path: str) -> float:
     return statistics.median(times[1:])
 
 
-def measure_upgrade(file: Path, rollouts: int) -> dict[str, float]:
-    """Return how long a store without what lists need, of version 6, takes to be upgraded, and how much memory."""
-    fill(file, rollouts, version=_BEFORE_LISTS)
-    done = subprocess.run(
-        [sys.executable, "-c", _UPGRADE, file], stdout=subprocess.PIPE, check=True, text=True
-    )
-    seconds, grown = done.stdout.splitlines()[-1].split()
-    return {"upgrade_seconds": float(seconds), "upgrade_memory_mb": int(grown) / 1e3}
-
-
 @asynccontextmanager
 async def _serving(state_dir: Path, *more: str) -> AsyncIterator[str]:
     """Serve a state folder without engines, so that nothing but the requests works."""
@@ -178,38 +161,24 @@ async def _serving(state_dir: Path, *more: str) -> AsyncIterator[str]:
 
 # -- the store ------------------------------------------------------------------
 
-_BEFORE_LISTS = 6
-_UPGRADE = """
-import pathlib, sys, time
-from rollout_service.store.sqlite.connection import Database
-
-def peak():
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0])
-
-before, begun = peak(), time.perf_counter()
-Database(sys.argv[1]).close()
-print(time.perf_counter() - begun, peak() - before)
-"""
-"""A program that upgrades a store, and prints how many seconds that took and by how many kB it grew."""
-_COLUMNS = {
-    "seq": 1,
-    "rollout_id": 1,
-    "environment": 7,
-    "run": 5,
-    "group_number": 5,
-    "state": 1,
-    "reward": 1,
-    "stop_reason": 1,
-    "code": 1,
-    "created_at": 1,
-    "queued_at": 1,
-    "changed_at": 1,
-    "turns": 7,
-    "tokens": 7,
-    "worked": 7,
-}
-"""The columns of a row, and the version of the schema that each is from."""
+_COLUMNS = (
+    "seq",
+    "rollout_id",
+    "environment",
+    "run",
+    "group_number",
+    "state",
+    "reward",
+    "stop_reason",
+    "code",
+    "created_at",
+    "queued_at",
+    "changed_at",
+    "turns",
+    "tokens",
+    "worked",
+)
+"""The columns of a row."""
 _GROUP = """
 INSERT INTO groups (run, number, epoch, state, reason, members, samples, summary, oldest_version, pruned, opened_at,
     changed_at)
@@ -220,13 +189,12 @@ INSERT INTO runs (seq, run_id, fingerprint, request, state, version, first_versi
     changed_at)
 VALUES (?, ?, x'00', ?, 'ended', 9, 0, 1, ?, ?, ?)
 """
-_WITH_HISTORY = 9
 _HISTORY = "INSERT INTO group_history (run, part, records) VALUES (?, ?, ?)"
 
 
-def fill(path: Path, rollouts: int, *, version: int = len(MIGRATIONS)) -> None:
-    """Write a store with so many rollouts, 80 % of them of one run, with an earlier version of the schema if asked."""
-    with closing(Database(path, replace(STORE, migrations=MIGRATIONS[:version]))) as database:
+def fill(path: Path, rollouts: int) -> None:
+    """Write a store with so many rollouts, 80 % of them of one run."""
+    with closing(Database(path)) as database:
         db = database.connection
         db.execute("PRAGMA synchronous = OFF")
         request = encode_request(
@@ -236,13 +204,13 @@ def fill(path: Path, rollouts: int, *, version: int = len(MIGRATIONS)) -> None:
         )
         for run in layout(rollouts):
             db.execute(_RUN, (run.number, run.name, request, run.groups, START, START))
-            _fill_run(db, run, version)
-        _fill_rollouts(db, alone(rollouts), version)
+            _fill_run(db, run)
+        _fill_rollouts(db, alone(rollouts))
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _fill_run(db: sqlite3.Connection, run: Layout, version: int) -> None:
-    _fill_rollouts(db, run.members(), version)
+def _fill_run(db: sqlite3.Connection, run: Layout) -> None:
+    _fill_rollouts(db, run.members())
     figures = GroupFigures(GROUP_SIZE, 0, 40, 9_000, dict.fromkeys(PHASES, 3.0))
     records: list[bytes] = []
     rows = []
@@ -270,27 +238,24 @@ def _fill_run(db: sqlite3.Connection, run: Layout, version: int) -> None:
     parts = range(0, run.groups, RECORDS_IN_ROW)
     db.execute("BEGIN")
     db.executemany(_GROUP, rows)
-    if version >= _WITH_HISTORY:
-        db.executemany(
-            _HISTORY,
-            [(run.number, n // RECORDS_IN_ROW, b"".join(records[n : n + RECORDS_IN_ROW])) for n in parts],
-        )
+    db.executemany(
+        _HISTORY,
+        [(run.number, n // RECORDS_IN_ROW, b"".join(records[n : n + RECORDS_IN_ROW])) for n in parts],
+    )
     db.execute("COMMIT")
 
 
-def _fill_rollouts(db: sqlite3.Connection, members: Iterable[Member], version: int) -> None:
+def _fill_rollouts(db: sqlite3.Connection, members: Iterable[Member]) -> None:
     rows: list[tuple[object, ...]] = []
-    kept = [place for place, since in enumerate(_COLUMNS.values()) if since <= version]
-    names = [name for name, since in _COLUMNS.items() if since <= version]
     insert = f"""
-INSERT INTO rollouts (fingerprint, pool, attempt, {", ".join(names)})
-VALUES (x'00', 'policy', 1{", ?" * len(names)})
+INSERT INTO rollouts (fingerprint, pool, attempt, {", ".join(_COLUMNS)})
+VALUES (x'00', 'policy', 1{", ?" * len(_COLUMNS)})
 """
 
     def write() -> None:
         numbers = [(row[0], REQUEST) for row in rows]
         db.execute("BEGIN")
-        db.executemany(insert, [[row[place] for place in kept] for row in rows])
+        db.executemany(insert, rows)
         db.executemany("INSERT INTO requests (seq, request) VALUES (?, ?)", numbers)
         db.executemany("INSERT INTO results (seq, result) VALUES (?, ?)", [(n, RESULT) for n, _ in numbers])
         db.execute("COMMIT")

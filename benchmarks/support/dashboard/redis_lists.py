@@ -1,15 +1,15 @@
-"""Fill a Redis with the rollouts of the benchmark of lists, as an earlier release left them: without an index.
+"""Fill a Redis with the rollouts of the benchmark of lists.
 
-What is written is what the searches read: the rollouts without their requests and results, the bounds of each run, and
-the members of some groups. The service that starts then makes the index, which is measured, too.
+What is written is what the searches read: the index, the rollouts without their requests and results, the bounds of
+each run, and the members of some groups.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from importlib import resources
 from pathlib import Path
 
 import anyio
@@ -21,11 +21,18 @@ from rollout_service.store.redis import RedisConfig
 from rollout_service.store.redis.runs.keys import RunKeys
 from rollout_service.store.redis.runs.records import ClosedRecord
 
-INDEX_SECONDS = 600.0
 _AT_ONCE = 2_000
 _NAMES = ("e", "R", "G", "s", "w", "S", "k", "C", "Q", "H", "T", "N", "W")
 """The fields of a rollout in the order of a row, as `rollouts.lua` names them."""
 _CLOSED = 100
+_ENTER = """
+common.register('enter', function(call, id, number, environment, run, code, reward)
+    redis.call('HSET', call:key('r:' .. id), 'n', number)
+    index.enter(call, id, tonumber(number), environment, run ~= '' and run or nil)
+    index.enter_outcome(call, id, code ~= '' and code or nil, reward ~= '' and reward or nil)
+end)
+"""
+"""Enters a rollout into the index as the store does, before the rollout is written."""
 SETTINGS = "service.toml"
 """The name of the settings file in the state folder."""
 
@@ -42,24 +49,8 @@ async def filled_redis(rollouts: int, state_dir: Path) -> AsyncIterator[Measured
         yield server
 
 
-async def measure_index(server: MeasuredRedis, bytes_before: int) -> Mapping[str, float]:
-    """Wait until the service has made the index; return the time, and the memory that it takes for each rollout."""
-    begun, root = time.perf_counter(), RedisConfig(server.url).root
-    async with redis.asyncio.Redis.from_url(server.url) as client:
-        with anyio.fail_after(INDEX_SECONDS):
-            while not await _is_whole(client, root):  # noqa: ASYNC110 - another process cannot set an event
-                await anyio.sleep(0.05)
-        last = int(await client.get(f"{root}:rollouts:last"))
-    grown = (await server.usage()).memory_bytes - bytes_before
-    return {"list_index_seconds": time.perf_counter() - begun, "list_index_bytes_per_rollout": grown / last}
-
-
-async def _is_whole(client: redis.asyncio.Redis, root: str) -> bool:
-    form, after = await client.hmget(f"{root}:index", "form", "after")
-    return form is not None and after is None
-
-
 async def _fill(client: redis.asyncio.Redis, root: str, rollouts: int) -> None:
+    await client.function_load(_library())
     await client.hset(f"{root}:meta", mapping={"application": "rollout-service", "version": 1})
     for run in layout(rollouts):
         await _write(client, root, run.members(), run.name)
@@ -71,12 +62,21 @@ async def _fill(client: redis.asyncio.Redis, root: str, rollouts: int) -> None:
     await client.set(f"{root}:rollouts:last", rollouts)
 
 
+def _library() -> str:
+    folder = resources.files("rollout_service.store.redis") / "lua"
+    body = "\n".join((folder / f"{name}.lua").read_text() for name in ("common", "index"))
+    return f"#!lua name=fill\nlocal SUFFIX = '_fill'\n{body}{_ENTER}"
+
+
 async def _write(client: redis.asyncio.Redis, root: str, members: Iterable[Member], run: str | None) -> None:
     pipeline = client.pipeline(transaction=False)
     for number, member in enumerate(members, start=1):
         seq, name, environment, _, group, *rest = row(member)
         given = dict(zip(_NAMES, (environment, run, group, *rest), strict=True))
         fields = {field: value for field, value in given.items() if value is not None}
+        entered = [given[field] for field in ("e", "R", "k", "w")]
+        known = ["" if value is None else value for value in (name, seq, *entered)]
+        pipeline.fcall("enter_fill", 1, root, "", *known)
         pipeline.hset(
             f"{root}:r:{name}", mapping={"n": seq, "a": 1, "t": 1, "f": "0", "p": "policy", **fields}
         )

@@ -1,30 +1,25 @@
-"""Draws the live view of `watch`: counts from the list of rollouts, speed and recent events from the event stream."""
+"""What `watch` prints where there is no terminal: counts from the list of rollouts, speed from the event stream."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import anyio
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.text import Text
+from rich.console import Console
 
 from api_schemas.events import Event
 from api_schemas.inference import BackendView
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState
-from rollout_client.client import NotFoundError, RolloutClient
+from rollout_client.client import RolloutClient
 from rollout_service.cli import common
-from rollout_service.cli.backends import render_backends
-from rollout_service.cli.console import table
 
 LOOK_SECONDS = 1.0
 LINE_SECONDS = 3.0
 RATE_SECONDS = 30.0
-SHOWN_EVENTS = 10
 STATE_EVENT = "rollout.state"
 
 
@@ -35,14 +30,12 @@ class ServerView:
     counts: dict[RolloutState, int] = field(default_factory=dict)
     backends: list[BackendView] = field(default_factory=list)
     nodes: list[NodeView] = field(default_factory=list)
-    recent_events: deque[Event] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
     ended: deque[float] = field(default_factory=deque)
     """The times at which rollouts ended, within the last `RATE_SECONDS`."""
     began: float = field(default_factory=time.monotonic)
 
     def add(self, event: Event) -> None:
-        """Add an event."""
-        self.recent_events.append(event)
+        """Count an event."""
         if event.kind == STATE_EVENT and RolloutState(str(event.data["state"])).terminal:
             self.ended.append(time.monotonic())
 
@@ -62,14 +55,6 @@ class ServerView:
         holds = [hold.reason for node in self.nodes if node.waiting for hold in node.holds]
         return ", ".join(parts) + (f"; sandboxes wait: {'; '.join(holds)}" if holds else "")
 
-    def __rich__(self) -> RenderableType:
-        states = table(*(str(state) for state in RolloutState), "rollouts/s")
-        numbers = [str(self.counts.get(state, 0)) for state in RolloutState]
-        states.add_row(*numbers, f"{self.rate():.1f}")
-        recent_events = [Text(format_event(event), style="dim", no_wrap=True) for event in self.recent_events]
-        parts = (states, render_backends(self.backends), render_nodes(self.nodes), Group(*recent_events))
-        return Group(*(line for part in parts for line in (part, "")))
-
 
 def format_event(event: Event) -> str:
     """Return an event as one line."""
@@ -77,31 +62,17 @@ def format_event(event: Event) -> str:
     return f"{event.time:%H:%M:%S} {event.kind} {event.subject} {data}"
 
 
-def render_nodes(nodes: list[NodeView]) -> RenderableType:
-    """Return a table of hosts and their sandboxes, followed by what holds new sandboxes back."""
-    names = ("provider", "sandboxes", "in use", "target", "ceiling", "warm", "waiting")
-    rows = table("node", *names)
-    for node in nodes:
-        numbers = (node.live, node.in_use, node.target, node.ceiling, node.warm, node.waiting)
-        rows.add_row(node.node, node.provider, *map(str, numbers))
-    holds = (f"{node.node} holds back: {hold.reason}" for node in nodes for hold in node.holds)
-    return Group(rows, *(Text(hold, style="yellow") for hold in holds))
-
-
 async def watch(client: RolloutClient) -> None:
     """Show a server's state until cancelled, or, on a terminal, until `q` is pressed."""
-    view, console = ServerView(), common.out()
+    console = common.out()
     if console.is_terminal:
         from rollout_service.cli.watch.screen import watch_screen
 
-        with suppress(NotFoundError):  # an older server has no overview
-            await watch_screen(client, await client.overview(), console)
-            return
+        await watch_screen(client, await client.overview(), console)
+        return
+    view = ServerView()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_follow, client, view)
-        if console.is_terminal:
-            with Live(view, console=console, refresh_per_second=4):
-                await _look(client, view)
         tasks.start_soon(_print_lines, view, console)
         await _look(client, view)
 

@@ -115,21 +115,9 @@ class ServedSessions:
         """Return the newest session of a client's id; one that has expired goes on as a new one."""
         client = self._register.client_of(key, client_id)
         latest = await self._store.latest_of_client(client)
-        if latest is None:
-            latest = await self._of_earlier_releases(key, client_id)
         if latest is not None and latest.closed_because in (None, ClosedBecause.EXPLICIT):
             return latest
         return await self._open_client(key, client_id, client, latest)
-
-    async def _of_earlier_releases(self, key: LiveKey, client_id: str) -> SessionRecord | None:
-        """Return the newest session of a client that an earlier release stored, which knew its id alone."""
-        latest: SessionRecord | None = None
-        for number in count(1):
-            record = await self._store.session(_client_session_id(key.name, client_id, number))
-            if record is None or record.explicit or record.client or record.tenant != key.tenant:
-                break
-            latest = record
-        return latest
 
     async def _open_client(
         self, key: LiveKey, client_id: str, client: str, latest: SessionRecord | None

@@ -55,13 +55,7 @@ class UserHashes:
 
     def hash(self, user: str, tenant: str) -> str:
         """Return the hash of a user of a tenant, by name."""
-        return self.in_tenant(self._digest(b"user", user), tenant)
-
-    def in_tenant(self, user: str, tenant: str) -> str:
-        """Return the hash of a user from the one that earlier releases had for all tenants' users of one name."""
-        if tenant == DEFAULT_TENANT:
-            return user  # so that most users keep theirs
-        return self._digest(b"tenant", json.dumps([tenant, user]))
+        return self._digest(b"user", json.dumps([tenant, user]))
 
     def of_session(self, session_id: str) -> str:
         """Return the hash that stands for the unknown user of a session."""

@@ -13,7 +13,8 @@ from rollout_service.store.sqlite.schema import DatabaseSchema
 PAGE_SIZE = 1_024
 """Small pages keep the padding small."""
 
-_VERSION_1 = """
+_TABLES = """
+-- `client` is the hash of a client's own id, and empty for a session that was opened over the API.
 CREATE TABLE sessions (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     session_id TEXT NOT NULL UNIQUE,
@@ -23,6 +24,7 @@ CREATE TABLE sessions (
     tenant TEXT NOT NULL,
     train INTEGER NOT NULL,
     explicit INTEGER NOT NULL,
+    client TEXT NOT NULL,
     quarantined INTEGER NOT NULL,
     retention_seconds REAL NOT NULL,
     continues TEXT,
@@ -37,6 +39,7 @@ CREATE TABLE sessions (
     looked_at REAL NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX sessions_by_key ON sessions (key_hash) WHERE key_hash != x'';
+CREATE INDEX sessions_by_client ON sessions (client, seq) WHERE client != '';
 CREATE INDEX sessions_by_age ON sessions (opened_at, session_id);
 CREATE INDEX sessions_by_user ON sessions (user);
 CREATE INDEX sessions_by_group ON sessions ("group") WHERE "group" IS NOT NULL;
@@ -131,21 +134,16 @@ CREATE TRIGGER a_turn_is_opted_out AFTER UPDATE OF opted_out ON sessions WHEN NE
     ON CONFLICT (name) DO UPDATE SET count = count + excluded.count;
 END;
 CREATE TABLE earlier_sessions (user TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
-"""
 
-_VERSION_2 = """
-ALTER TABLE sessions ADD COLUMN client TEXT;
-CREATE INDEX sessions_by_client ON sessions (client, seq) WHERE client != '';
+-- What was not to be stored of a conversation, which outlives its sessions.
 CREATE TABLE opt_outs (
     conversation TEXT PRIMARY KEY, digests BLOB NOT NULL, is_complete INTEGER NOT NULL, used_at REAL NOT NULL
 ) STRICT;
 CREATE INDEX opt_outs_by_use ON opt_outs (used_at);
 """
-"""Sessions that clients began are found by a hash of the client's id, which is null for those of earlier releases. What
-was not to be stored of a conversation outlives its sessions."""
 
 LIVE = DatabaseSchema(
-    migrations=(_VERSION_1, _VERSION_2),
+    tables=_TABLES,
     application_id=0x526F6C4C,
     synchronous="NORMAL",
     page_size=PAGE_SIZE,

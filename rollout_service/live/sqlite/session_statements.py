@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from api_schemas.rollouts.sessions import ClosedBecause
@@ -41,8 +41,6 @@ INSERT INTO sessions (
 ON CONFLICT (session_id) DO NOTHING RETURNING seq
 """
 _OF_CLIENT = "SELECT * FROM sessions WHERE client = ? AND client != '' ORDER BY seq DESC LIMIT 1"
-_OF_EARLIER_RELEASES = "SELECT seq, user, tenant FROM sessions WHERE client IS NULL"
-_SEPARATE = "UPDATE sessions SET user = ?, client = '' WHERE seq = ?"
 _PAGE = """
 SELECT * FROM sessions
 WHERE (:is_open IS NULL OR (closed_at IS NULL) = :is_open)
@@ -113,12 +111,6 @@ def tenants(db: sqlite3.Connection) -> list[str]:
     return [row["tenant"] for row in db.execute("SELECT DISTINCT tenant FROM sessions ORDER BY tenant")]
 
 
-def separate_users(db: sqlite3.Connection, in_tenant: Callable[[str, str], str]) -> None:
-    """Give users of sessions of earlier releases hashes of their own in each tenant."""
-    for row in db.execute(_OF_EARLIER_RELEASES).fetchall():
-        db.execute(_SEPARATE, (in_tenant(row["user"], row["tenant"]), row["seq"]))
-
-
 def page(
     db: sqlite3.Connection,
     before: tuple[float, str] | None,
@@ -175,10 +167,9 @@ def _session(db: sqlite3.Connection, row: sqlite3.Row) -> SessionRecord:
     values: dict[str, Any] = {name: row[name] for name in _COLUMNS}
     for name in ("train", "explicit", "quarantined"):
         values[name] = bool(values[name])
-    because, client = values.pop("closed_because"), values.pop("client")
+    because = values.pop("closed_because")
     return SessionRecord(
         **values,
-        client=client or "",
         closed_because=None if because is None else ClosedBecause(because),
         metadata=contents.metadata(db, row["seq"]),
     )

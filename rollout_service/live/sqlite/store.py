@@ -111,9 +111,6 @@ class SqliteLiveStore(LiveStore):
     async def tenants(self) -> Sequence[str]:
         return await self._read(session_statements.tenants)
 
-    async def separate_users(self, in_tenant: Callable[[str, str], str]) -> None:
-        await self._write(lambda db: session_statements.separate_users(db, in_tenant))
-
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=opted_out))
 

@@ -42,7 +42,7 @@ def encode(head: GroupHead) -> dict[str, Any]:
 
 
 def decode(row: Row) -> GroupHead | None:
-    """Return the head from a group's row joined with it; None if this release cannot use it, or there is none."""
+    """Return the head from a group's row joined with it; None if it is of other wire models, or there is none."""
     if row["form"] != _form():
         return None
     return _head(row, zstandard.ZstdDecompressor().decompress(row["json"]), json.loads(row["tokens"]))

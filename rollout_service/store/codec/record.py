@@ -1,9 +1,9 @@
 """The record of a rollout's tokens: its own trajectory's, followed by those of its sub-agents if they have any.
 
 Guarantees: the bytes of its own trajectory are the same whether others follow or not, and without others they are the
-whole record, as in earlier releases.
+whole record.
 
-Layout with others: the byte 3, then the length (uint64, little-endian) and the bytes of each trajectory, its own first.
+Layout with others: the byte 2, then the length (uint64, little-endian) and the bytes of each trajectory, its own first.
 The length 0 stands for a sub-agent without a trajectory.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-_JOINED = b"\x03"
+_JOINED = b"\x02"
 _LENGTH = struct.Struct("<Q")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -34,7 +33,7 @@ from rollout_service.store.contract import Lease
 
 _RETRIES = TypeAdapter(list[ErrorInfo])
 _SPANS = TypeAdapter(list[Span])
-_UNREADABLE = (ValueError, KeyError, TypeError, zlib.error, zstandard.ZstdError, struct.error)
+_UNREADABLE = (ValueError, KeyError, TypeError, zstandard.ZstdError, struct.error)
 """The errors that decoding a damaged record raises."""
 RESTORE = "Restore a backup of the store and resume the run, or end the run."
 _RESULT_FIELDS = {

@@ -6,10 +6,8 @@ one of another order is refused instead of giving a wrong page.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
@@ -30,15 +28,12 @@ def figures(result: Rollout) -> dict[str, int | float | None]:
 
 
 def decode_summary(row: Row) -> RolloutSummary:
-    """Return a rollout from its row, whose `result` need only be there if the row has no figures.
+    """Return a rollout from its row.
 
     Raises:
         RecordLostError: The record is damaged.
     """
     with reading(row["rollout_id"]):
-        turns, tokens, worked = row["turns"], row["tokens"], row["worked"]
-        if turns is None and row["result"] is not None:
-            turns, tokens, worked = _figures_of(json.loads(row["result"]))
         return RolloutSummary(
             rollout_id=row["rollout_id"],
             state=RolloutState(row["state"]),
@@ -52,19 +47,10 @@ def decode_summary(row: Row) -> RolloutSummary:
             error_code=row["code"],
             created_at=when(row["created_at"]),
             changed_at=when(row["changed_at"]),
-            turns=turns,
-            tokens=tokens,
-            seconds=worked,
+            turns=row["turns"],
+            tokens=row["tokens"],
+            seconds=row["worked"],
         )
-
-
-def _figures_of(result: dict[str, Any]) -> tuple[int | None, int | None, float | None]:
-    """Return the figures of a result that an earlier release wrote."""
-    usage = result.get("usage")
-    if usage is None:
-        return None, None, None
-    worked = sum(span["seconds"] for span in result.get("spans", ()))
-    return usage.get("turns", 0), usage.get("sampled_tokens", 0), worked
 
 
 def count_states(counts: Mapping[RolloutState, int], states: Collection[RolloutState]) -> int:

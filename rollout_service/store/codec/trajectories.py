@@ -1,14 +1,12 @@
 """Stored trajectories: compressed columns of numbers, with the rest as JSON before them.
 
 Guarantees: reading returns what was written, to the last bit. Log-probabilities are stored as float32 if each of them
-is exactly a float32, else as float64. A trajectory that does not fit the columns is stored as JSON. Rows from earlier
-releases (columns or JSON, compressed by zlib) can still be read. A column is unpacked only when it is needed, so a
-batch can be sent without being in memory as a whole.
+is exactly a float32, else as float64. A trajectory that does not fit the columns is stored as compressed JSON. A column
+is unpacked only when it is needed, so a batch can be sent without being in memory as a whole.
 
-Layout: the byte 2, the header's length (uint32, little-endian), the header (compressed JSON), then the compressed bytes
-of every column of every segment. The header contains their lengths and each segment's number of tokens. The byte 1
-marks the same layout compressed by zlib, without the numbers of tokens. The functions that read take the record of a
-rollout too, and return what is of the rollout's own trajectory (`codec.record`).
+Layout: the byte 1, the header's length (uint32, little-endian), the header (compressed JSON), then the compressed bytes
+of every column of every segment. The header contains their lengths and each segment's number of tokens. The functions
+that read take the record of a rollout too, and return what is of the rollout's own trajectory (`codec.record`).
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +27,7 @@ from rollout_service.store.codec.record import own_part
 from rollout_service.store.columns import COLUMNS, Columns, PackedColumn, cast_into
 
 _EXACT: np.dtype[Any] = np.dtype("<f8")
-_COLUMNAR, _COLUMNAR_ZLIB = b"\x02", b"\x01"
+_COLUMNAR = b"\x01"
 _LENGTH = struct.Struct("<I")
 _LEVEL = 1
 """The compression level; token ids and log-probabilities gain little from a higher one."""
@@ -44,15 +41,14 @@ class CompressedColumn(PackedColumn):
 
     dtype: np.dtype[Any]
     data: memoryview
-    unpack: Callable[[memoryview], bytes]
 
     def array(self) -> NDArray[Any]:
         """Return the numbers; slow for long columns, so call it in a thread."""
-        return np.frombuffer(self.unpack(self.data), self.dtype)
+        return np.frombuffer(_unpack(self.data), self.dtype)
 
     def fill(self, target: NDArray[Any]) -> None:
         """Unpack into an array of the same length, without a copy if the types are the same."""
-        if self.unpack is _unpack and target.dtype == self.dtype and len(target):
+        if target.dtype == self.dtype and len(target):
             _unpack_into(self.data, target.data.cast("B"))
         else:
             cast_into(self.array(), target)
@@ -65,11 +61,11 @@ class CompressedColumn(PackedColumn):
 
 def encode(trajectory: Trajectory) -> bytes:
     """Return a trajectory as bytes."""
+    pack = zstandard.ZstdCompressor(level=_LEVEL).compress
     try:
         columns = [_arrays(segment) for segment in (*trajectory.segments, *trajectory.untrained)]
     except (OverflowError, ValueError):
-        return zlib.compress(trajectory.model_dump_json().encode(), _LEVEL)
-    pack = zstandard.ZstdCompressor(level=_LEVEL).compress
+        return pack(trajectory.model_dump_json().encode())
     blocks: list[bytes] = []
     layout = []
     for arrays in columns:
@@ -85,8 +81,8 @@ def encode(trajectory: Trajectory) -> bytes:
 def decode(data: bytes) -> Trajectory:
     """Return the trajectory that `encode` wrote."""
     data = own_part(data)
-    if not _is_columnar(data):
-        return Trajectory.model_validate_json(zlib.decompress(data))
+    if not data.startswith(_COLUMNAR):
+        return Trajectory.model_validate_json(_unpack(data))
     rest, columns = _located(data)
     trajectory = Trajectory.model_validate(rest)
     segments = [
@@ -104,8 +100,8 @@ def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
         OverflowError: The trajectory does not fit the columns; use `decode`.
     """
     data = own_part(data)
-    if not _is_columnar(data):
-        whole = Trajectory.model_validate_json(zlib.decompress(data))
+    if not data.startswith(_COLUMNAR):
+        whole = Trajectory.model_validate_json(_unpack(data))
         columns = [Columns(len(s.token_ids), _arrays(s, strict=False)) for s in whole.segments]
         return _without_columns(whole), columns
     rest, columns = _located(data)
@@ -119,7 +115,7 @@ def columns_of(data: bytes) -> list[Columns]:
         OverflowError: The trajectory does not fit the columns; use `decode`.
     """
     data = own_part(data)
-    if not _is_columnar(data):
+    if not data.startswith(_COLUMNAR):
         return split(data)[1]
     rest, columns = _located(data)
     return columns[: len(rest["segments"])]
@@ -128,28 +124,18 @@ def columns_of(data: bytes) -> list[Columns]:
 def _located(data: bytes) -> tuple[Any, list[Columns]]:
     """Return the JSON part, and the columns of all segments, still compressed; those to train on come first."""
     view = memoryview(data)
-    unpack = _unpack if data.startswith(_COLUMNAR) else zlib.decompress
     (length,) = _LENGTH.unpack_from(view, 1)
     at = 1 + _LENGTH.size
-    header = json.loads(unpack(view[at : at + length]))
+    header = json.loads(_unpack(view[at : at + length]))
     at += length
     segments = []
     for layout in header["layout"]:
-        columns_of: dict[str, CompressedColumn | NDArray[Any]] = {}
-        for name, (dtype, size) in layout.get("columns", layout).items():
-            columns_of[name] = CompressedColumn(np.dtype(dtype), view[at : at + size], unpack)
+        packed: dict[str, CompressedColumn] = {}
+        for name, (dtype, size) in layout["columns"].items():
+            packed[name] = CompressedColumn(np.dtype(dtype), view[at : at + size])
             at += size
-        segments.append(_counted(layout.get("tokens"), columns_of))
+        segments.append(Columns(layout["tokens"], packed))
     return header["rest"], segments
-
-
-def _counted(tokens: int | None, columns: dict[str, CompressedColumn | NDArray[Any]]) -> Columns:
-    """Return columns with their length, which an earlier release did not store."""
-    if tokens is None:
-        mask = columns["loss_mask"]
-        unpacked = mask.array() if isinstance(mask, CompressedColumn) else mask
-        tokens = len(unpacked)
-    return Columns(tokens, columns)
 
 
 class _Decompressors(threading.local):
@@ -162,7 +148,7 @@ class _Decompressors(threading.local):
 _decompressors = _Decompressors()
 
 
-def _unpack(data: memoryview) -> bytes:
+def _unpack(data: bytes | memoryview) -> bytes:
     return _decompressors.own.decompress(data)
 
 
@@ -175,10 +161,6 @@ def _unpack_into(data: memoryview, target: memoryview) -> None:
     with _decompressors.own.stream_reader(data) as reader:
         if reader.readinto(target) != len(target) or reader.read(1):
             raise ValueError(f"a column does not have the expected {len(target)} bytes")
-
-
-def _is_columnar(data: bytes) -> bool:
-    return data.startswith((_COLUMNAR, _COLUMNAR_ZLIB))
 
 
 def _arrays(segment: Segment, *, strict: bool = True) -> dict[str, NDArray[Any]]:

@@ -1,7 +1,7 @@
 """A Redis is used only after it has been checked, and again after every lost connection.
 
 Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; what it
-holds under the prefix is this program's, and not of a newer release; it has this release's functions; and a durable one
+holds under the prefix is this program's, of this release's schema; it has this release's functions; and a durable one
 that has lost everything, as with its files, is not used until the service starts again.
 """
 
@@ -193,14 +193,14 @@ def store_id(client: redis.Redis, config: RedisConfig) -> str:
 
 
 def _check_schema(client: redis.Redis, config: RedisConfig, library: FunctionLibrary) -> None:
-    call = call_arguments(config, library, "schema_migrate", None, uuid4().hex)
-    application, version, newest = execute(client, *call)
+    call = call_arguments(config, library, "schema_open", None, uuid4().hex)
+    application, version, supported = execute(client, *call)
     if _text(application) != APPLICATION:
         why = f"holds something of another program under the prefix {config.prefix!r}"
         raise _refusal(config, why, "Choose another [store] prefix.")
-    if version > newest:
-        why = f"has schema version {version}, but this release supports only {newest}"
-        raise _refusal(config, why, "Run the newer release that wrote it, or choose another [store] prefix.")
+    if version != supported:
+        why = f"has schema version {version}, but this release supports only {supported}"
+        raise _refusal(config, why, "Run the release that wrote it, or choose another [store] prefix.")
 
 
 def _refusal(config: RedisConfig, why: str, hint: str) -> StoreError:

@@ -1,21 +1,19 @@
 """The search for rollouts in Redis.
 
 It looks at the rollouts that the index names for the environment, the run, the error, the reward or the beginning of
-the id. Without an index, or if there is nothing of this to look for, it goes through the sorted sets of the states that
-may match, between the numbers of the first and the last rollout of a run if one is asked for. Its calls are so short
-that Redis answers others in between.
+the id. If there is nothing of this to look for, it goes through the sorted sets of the states that may match, between
+the numbers of the first and the last rollout of a run if one is asked for. Its calls are so short that Redis answers
+others in between.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import islice
 from operator import and_, or_
 from typing import Any
 
-import structlog
 from pydantic_core import to_json
 
 from api_schemas.rollouts import RolloutState
@@ -181,7 +179,7 @@ def _filter(which: SummaryFilter) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _row(rollout_id: bytes, values: Sequence[bytes | None], result: bytes | None) -> RolloutRow:
+def _row(rollout_id: bytes, values: Sequence[bytes | None]) -> RolloutRow:
     texts = [None if value is None else value.decode() for value in values]
     (
         _,
@@ -196,9 +194,10 @@ def _row(rollout_id: bytes, values: Sequence[bytes | None], result: bytes | None
         code,
         created,
         changed,
-        *figures,
+        turns,
+        tokens,
+        worked,
     ) = texts
-    turns, tokens, worked = figures
     return RolloutRow(
         {
             "rollout_id": rollout_id.decode(),
@@ -216,26 +215,18 @@ def _row(rollout_id: bytes, values: Sequence[bytes | None], result: bytes | None
             "turns": None if turns is None else int(turns),
             "tokens": None if tokens is None else int(tokens),
             "worked": None if worked is None else float(worked),
-            "result": result,
         }
     )
 
 
-# The index of rollouts in Redis, which `index.lua` writes: the numbers that a search finds in it, and how rollouts
-# that are older than the index get into it.
+# The index of rollouts in Redis, which `index.lua` writes: the numbers that a search finds in it.
 #
-# Guarantees: numbers come in order, few at a time. Entering older rollouts goes on where a crash interrupted it, in
-# calls so short that Redis answers others in between, and several services may do it at once.
-
-log = structlog.get_logger(__name__)
+# Guarantee: numbers come in order, few at a time.
 
 CHUNK = 8_192
 """How many numbers one key has bits for, as in `index.lua`."""
 CHUNKS_AT_ONCE = 32
 """How many keys of each name one command reads: 32 kB."""
-ENTERED_AT_ONCE = 500
-"""How many older rollouts one call enters, which takes Redis about 5 ms."""
-PROGRESS_SECONDS = 5.0
 
 _Names = Sequence[Sequence[str]]
 
@@ -282,22 +273,3 @@ def _set(bits: int, chunk: int, newest: bool) -> Iterator[int]:
     while at >= 0:
         yield chunk * CHUNK + at
         at = text.rfind("1", 0, at) if newest else text.find("1", at + 1)
-
-
-async def enter_older(connection: RedisConnection) -> None:
-    """Enter all rollouts that are older than the index, if it lacks some.
-
-    Raises:
-        StoreError: The Redis fails.
-    """
-    begun = said_at = time.monotonic()
-    while True:
-        is_whole, number, last = map(int, await connection.call("lists_index", ENTERED_AT_ONCE))
-        now = time.monotonic()
-        if is_whole or now - said_at >= PROGRESS_SECONDS:
-            said_at = now
-            if now - begun >= PROGRESS_SECONDS:
-                state = "indexed the rollouts" if is_whole else "indexing the rollouts"
-                log.info(state, rollout=number, of=last, seconds=round(now - begun, 1))
-        if is_whole:
-            return

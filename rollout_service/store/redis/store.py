@@ -36,7 +36,6 @@ from rollout_service.store.cluster_contract import (
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.engines import RedisEngines
-from rollout_service.store.redis.lists import enter_older
 from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.redis.rollout_changes import RedisRollouts
 from rollout_service.store.redis.runs.store import RedisRuns
@@ -269,12 +268,9 @@ class RedisStore(RedisRollouts):
     async def collect_garbage(self) -> None:
         """Delete the files of trajectories that are gone and, now and then, the functions that no node calls.
 
-        Rollouts that the index lacks, as an earlier release wrote them, are entered first.
-
         Raises:
             StoreError: The Redis or the folder fails.
         """
-        await enter_older(self._connection)
         await super().collect_garbage()
         if time.monotonic() >= self._look_at_libraries:
             self._look_at_libraries = time.monotonic() + LIBRARIES_SECONDS

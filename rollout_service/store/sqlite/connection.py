@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollout_service.base.errors import DefectError, ServiceError, StoreError
 from rollout_service.base.private_files import make_private
-from rollout_service.store.sqlite.schema import STORE, DatabaseSchema, migrate
+from rollout_service.store.sqlite.schema import STORE, DatabaseSchema, prepare
 
 IN_MEMORY = ":memory:"
 """The path of a store that lives and dies with its process, for tests."""
@@ -189,8 +189,8 @@ class Database:
             connection.execute(f"PRAGMA synchronous = {schema.synchronous}")
             connection.execute(f"PRAGMA secure_delete = {schema.secure_delete:d}")
             connection.execute("PRAGMA journal_size_limit = 67108864")
-            migrate(connection, schema)
-            connection.execute("PRAGMA temp_store = MEMORY")  # only now: an upgrade may sort a whole table
+            connection.execute("PRAGMA temp_store = MEMORY")
+            prepare(connection, schema)
         except BaseException:
             connection.close()
             raise

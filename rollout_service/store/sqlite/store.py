@@ -79,8 +79,8 @@ class SqliteStore(Store):
         """Open the store in a file, or create it; `clock` returns Unix seconds.
 
         Raises:
-            StoreError: Another process has the file open, or the file is damaged, was written by a newer release, or
-                cannot be created.
+            StoreError: Another process has the file open, or the file is damaged, has another schema, or cannot
+                be created.
         """
         store = cls(path, clock=clock, disk=disk)
         await store._thread.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
 from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import DIGEST_BYTES, LiveStore, OptOuts
-from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.live.sqlite.store import MAX_DIGESTS, SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
@@ -368,27 +366,6 @@ async def test_pruning_keeps_the_newest_bytes_of_each_user(store: LiveStore) -> 
 
 def modes(folder: Path) -> set[int]:
     return {file.stat().st_mode & 0o077 for file in folder.iterdir()}
-
-
-async def test_users_of_earlier_releases_get_hashes_of_their_own_in_each_tenant(tmp_path: Path) -> None:
-    path = tmp_path / "live.sqlite3"
-    old = sqlite3.connect(path, isolation_level=None)
-    old.executescript(str(LIVE.migrations[0]))
-    old.execute(f"PRAGMA application_id = {LIVE.application_id}")
-    old.execute("PRAGMA user_version = 1")
-    for tenant in ("default", "t"):
-        old.execute(
-            "INSERT INTO sessions (session_id, key_hash, pool, user, tenant, train, explicit, quarantined,"
-            " retention_seconds, opened_at, used_at) VALUES (?, x'', 'policy', 'u', ?, 1, 0, 0, 9, 1, 1)",
-            (tenant, tenant),
-        )
-    old.close()
-    async with SqliteLiveStore(path) as store:
-        for _ in range(2):
-            await store.separate_users(lambda user, tenant: f"{user} of {tenant}")
-        await store.open(a_session("new", user="v"))
-        found = {one.session_id: (one.user, one.client) for one in await store.sessions()}
-    assert found == {"default": ("u of default", ""), "t": ("u of t", ""), "new": ("v", "")}
 
 
 async def test_a_file_belongs_to_one_store_and_keeps_what_it_has(tmp_path: Path) -> None:

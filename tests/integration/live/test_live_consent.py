@@ -202,12 +202,12 @@ async def test_a_session_that_continues_another_keeps_to_what_was_agreed_there(
     await nothing_is_kept(tmp_path)
 
 
-async def test_a_session_that_opted_out_under_an_earlier_release_stores_no_history(tmp_path: Path) -> None:
+async def test_a_session_whose_refusals_were_forgotten_stores_no_history(tmp_path: Path) -> None:
     async with engine() as running, serving(tmp_path, running) as client:
         await client.refuse_second()
         session = await client.service.store.session("chat:u")
         assert session is not None
-        await client.service.store.forget_opt_outs(9e9)  # it only counted such turns
+        await client.service.store.forget_opt_outs(9e9)  # only their count is left
         assert await client.service.store.opt_outs("any") == OptOuts()
         client.service.app.state.service.live.sessions._active._sessions.clear()
         assert await client.say(COMES_BACK["whole"]) == "no; reason=opted-out"

@@ -10,7 +10,6 @@ import pytest
 from rollout_service.live.contract import SessionRecord
 from tests.support.gateway.service import scripted
 from tests.support.live.service import LiveService, delivered, live_service, until
-from tests.support.live.store import a_session
 
 pytestmark = pytest.mark.anyio
 CHAT, VIP = "a-key-of-the-client-chat", "a-key-of-the-client-vip"
@@ -76,16 +75,6 @@ async def test_nobody_opens_a_clients_session_before_it_does(tmp_path: Path) -> 
         found = await sessions(service)
         assert found["chat:victim"].served == 0
         assert (found["chat:victim~2"].tenant, found["chat:victim~2"].train) == ("a", False)
-
-
-async def test_a_session_that_an_earlier_release_stored_goes_on(tmp_path: Path) -> None:
-    async with (
-        scripted("Hi.") as engine,
-        live_service(tmp_path, [engine], live={"keys": keys()}) as service,
-    ):
-        await service.store.open(a_session("chat:u", explicit=False, tenant="a", opened_at=9e9, used_at=9e9))
-        await say(service, CHAT, "u", "again")
-        assert list(await sessions(service)) == ["chat:u"]
 
 
 async def test_users_of_two_tenants_are_deleted_one_by_one(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ async def test_calls_made_together_are_answered_in_order(shared_redis: RedisServ
 async def test_functions_that_redis_has_lost_are_loaded_again(own_redis: RedisServer) -> None:
     async with opened(own_redis.config()) as connection:
         own_redis.do("FUNCTION", "FLUSH")
-        assert (await connection.call("schema_migrate"))[0] == b"rollout-service"
+        assert (await connection.call("schema_open"))[0] == b"rollout-service"
         assert connection.errors == 0
 
 
@@ -108,13 +108,16 @@ async def test_a_replica_is_refused(own_redis: RedisServer) -> None:
     assert "replica" in str(await refused(own_redis.config()))
 
 
-async def test_a_newer_schema_and_another_programs_keys_are_refused(own_redis: RedisServer) -> None:
-    config = own_redis.config("newer")
+async def test_another_schema_and_another_programs_keys_are_refused(own_redis: RedisServer) -> None:
+    config = own_redis.config("another")
     async with opened(config) as connection:
         key = connection.key("meta")
-    own_redis.do("HSET", key, "version", "99")
-    error = await refused(config)
-    assert "schema version 99" in str(error)
+    for version in ("0", "99"):
+        own_redis.do("HSET", key, "version", version)
+        error = await refused(config)
+        assert f"schema version {version}" in str(error)
+        assert "release that wrote it" in error.hint
+        assert own_redis.do("HGET", key, "version") == version.encode()
     for number, command in enumerate((("SET", "x"), ("HSET", "application", "shop"), ("SADD", "x"))):
         other = own_redis.config(f"other{number}")
         own_redis.do(command[0], f"{other.root}:meta", *command[1:])
@@ -191,14 +194,14 @@ async def test_tls_is_spoken_and_its_certificate_checked(tmp_path: Path) -> None
 
 async def test_it_goes_on_after_redis_crashed(own_redis: RedisServer) -> None:
     async with opened(own_redis.config()) as connection:
-        await connection.call("schema_migrate")
+        await connection.call("schema_open")
         own_redis.kill()
         with pytest.raises(StoreError) as caught:
-            await connection.call("schema_migrate")
+            await connection.call("schema_open")
         assert "Start Redis" in caught.value.hint
         assert connection.problem is not None
         own_redis.start()
-        assert (await connection.call("schema_migrate"))[0] == b"rollout-service"
+        assert (await connection.call("schema_open"))[0] == b"rollout-service"
         await until_well(connection)
 
 
@@ -218,14 +221,14 @@ async def test_a_durable_redis_that_has_lost_everything_is_not_used(
         shutil.rmtree(own_redis.folder / "appendonlydir")
         own_redis.start()
         if durability is Durability.RELAXED:
-            await retry_until_stored("migrate", lambda: connection.call("schema_migrate"))
+            await retry_until_stored("open", lambda: connection.call("schema_open"))
             return
         for _ in range(2):
             with pytest.raises(StoreError, match="has lost what this store had"):
-                await connection.call("schema_migrate")
+                await connection.call("schema_open")
         assert connection.problem is not None
     async with opened(config) as connection:
-        assert await connection.call("schema_migrate")
+        assert await connection.call("schema_open")
 
 
 async def test_a_redis_that_was_emptied_while_it_is_used_is_noticed(
@@ -253,25 +256,25 @@ async def test_it_goes_on_after_redis_stood_still(own_redis: RedisServer) -> Non
 
 async def test_it_goes_on_after_redis_was_read_only(own_redis: RedisServer) -> None:
     async with opened(own_redis.config()) as connection:
-        await connection.call("schema_migrate")
+        await connection.call("schema_open")
         own_redis.do("REPLICAOF", "127.0.0.1", free_port())
         for _ in range(2):
             with pytest.raises(StoreError, match=r"(?i)replica"):
-                await connection.call("schema_migrate")
+                await connection.call("schema_open")
         own_redis.do("REPLICAOF", "NO", "ONE")
-        assert await connection.call("schema_migrate")
+        assert await connection.call("schema_open")
 
 
 async def test_it_goes_on_after_redis_was_full(own_redis: RedisServer) -> None:
     async with opened(own_redis.config()) as connection:
         own_redis.do("CONFIG", "SET", "maxmemory", "1")
         with pytest.raises(StoreError) as caught:
-            await connection.call("schema_migrate")
+            await connection.call("schema_open")
         assert "maxmemory" in caught.value.hint
         assert await connection.command("PING"), "reads go on"
         assert connection.problem is not None
         own_redis.do("CONFIG", "SET", "maxmemory", "0")
-        assert await connection.call("schema_migrate")
+        assert await connection.call("schema_open")
 
 
 async def test_listeners_get_every_event_once_also_after_a_crash(own_redis: RedisServer) -> None:
@@ -320,7 +323,7 @@ async def test_a_closed_connection_says_so_and_closes_at_once(shared_redis: Redi
         await connection.close()
         await connection.close()
     with pytest.raises(StoreError, match="closed"):
-        await connection.call("schema_migrate")
+        await connection.call("schema_open")
 
 
 async def test_functions_of_other_releases_go_once_no_node_calls_them(own_redis: RedisServer) -> None:

@@ -1,23 +1,21 @@
-"""What SQLite keeps of runs: stored heads, deleted rows, and files of earlier releases, which are upgraded."""
+"""What SQLite keeps of runs: the stored heads of groups, and no row of what was deleted."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import RunState
-from api_schemas.views.summaries import SummaryFilter
-from rollout_service.base.errors import NotFoundError, StoreError
+from rollout_service.base.errors import NotFoundError
 from rollout_service.settings import RetentionSettings
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.runs_contract import (
     GroupClosure,
 )
-from rollout_service.store.sqlite import SqliteStore, schema
+from rollout_service.store.sqlite import SqliteStore
 from tests.support.runs import (
     TASKS,
     ManualClock,
@@ -27,7 +25,6 @@ from tests.support.runs import (
     leased_batch,
     make_ready,
     new_group,
-    trajectory,
     without_tokens,
 )
 
@@ -43,31 +40,6 @@ def clock() -> ManualClock:
 async def store(clock: ManualClock) -> AsyncIterator[SqliteStore]:
     async with await SqliteStore.open(":memory:", clock=clock) as made:
         yield made
-
-
-async def test_a_file_of_version_1_is_upgraded(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite3"
-    old = sqlite3.connect(path, isolation_level=None)
-    old.executescript(schema.MIGRATIONS[0])
-    old.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
-    old.execute("PRAGMA user_version = 1")
-    old.execute(
-        "INSERT INTO rollouts (rollout_id, fingerprint, state, created_at, queued_at, changed_at)"
-        " VALUES ('r', x'00', 'queued', 1, 1, 1)"
-    )
-    request = RolloutRequest(rollout_id="r", task=TASKS[0])
-    old.execute("INSERT INTO requests VALUES (1, ?)", (request.model_dump_json(),))
-    old.close()
-    async with await SqliteStore.open(path) as store:
-        rollout = await store.get("r")
-        assert rollout is not None
-        assert rollout.state is RolloutState.QUEUED
-        await create_run(store)
-        await store.runs.start_groups("a", [new_group(0)])
-        await end_all(store)
-        assert (await store.trajectory("r")) == trajectory(0)
-    async with await SqliteStore.open(path) as store:
-        assert (await store.runs.get("a")).cursor == 1
 
 
 async def stored_heads(store: SqliteStore) -> int:
@@ -86,7 +58,7 @@ async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(stor
     with pytest.raises(NotFoundError):
         await store.runs.group_heads("a", [0, 7])
     await store._write(lambda db: db.execute("UPDATE group_heads SET form = x'00', json = x'' WHERE seq = 1"))
-    assert await store.runs.group_heads("a", [1, 0]) == heads, "one of another release is made anew"
+    assert await store.runs.group_heads("a", [1, 0]) == heads, "one of other wire models is made anew"
     await store._write(lambda db: db.execute("UPDATE group_heads SET tokens = '[[9]]' WHERE seq = 2"))
     assert [head.tokens for head in await store.runs.group_heads("a", [1, 0])] == [[[9]], [[3], [3]]]
     await leased_batch(store)
@@ -103,29 +75,6 @@ async def test_a_dropped_group_has_no_head(store: SqliteStore) -> None:
     assert await stored_heads(store) == 1
     await store.runs.reclose_group("a", GroupClosure(1, "stale", [], None, None, None, None))
     assert await stored_heads(store) == 0
-
-
-async def test_groups_of_a_file_of_version_3_are_delivered_as_before(
-    tmp_path: Path, clock: ManualClock
-) -> None:
-    path = tmp_path / "store.sqlite3"
-    async with await SqliteStore.open(path, clock=clock) as store:
-        await create_run(store)
-        await make_ready(store, 0, 1)
-        heads = await store.runs.group_heads("a", [0, 1])
-    old = sqlite3.connect(path, isolation_level=None)
-    downgrade_to_4(old)
-    for name in ("TRIGGER group_revised", "TRIGGER group_needs_no_head", "TABLE group_heads"):
-        old.execute(f"DROP {name}")
-    old.execute("PRAGMA user_version = 3")
-    old.close()
-    async with await SqliteStore.open(path, clock=clock) as store:
-        assert await stored_heads(store) == 0
-        assert await store.runs.group_heads("a", [0, 1]) == heads
-        assert (await leased_batch(store)).groups == [0, 1]
-        await store.runs.acknowledge("a", 0)
-        await make_ready(store, 2)
-        assert await stored_heads(store) == 1
 
 
 async def all_rows(store: SqliteStore) -> dict[str, int]:
@@ -210,65 +159,6 @@ async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(sto
     assert set(await groups_of_rollouts(store)) == {"a.1.0", "a.1.1"}
 
 
-def downgrade_to_6(db: sqlite3.Connection) -> None:
-    db.execute("DROP TABLE steps")
-    db.execute("DROP TABLE group_history")
-    for index in ("groups_by_state", "by_environment", "by_run", "by_code"):
-        db.execute(f"DROP INDEX {index}")
-    for column in ("environment", "turns", "tokens", "worked"):
-        db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
-    db.execute("PRAGMA user_version = 6")
-
-
-def downgrade_to_4(db: sqlite3.Connection) -> None:
-    downgrade_to_6(db)
-    db.execute("DROP TABLE turns")
-    db.execute("DROP TRIGGER ended_rollout_needs_no_turns")
-    db.execute("DROP INDEX rollouts_of_group")
-    for column in ("run", "group_number"):
-        db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
-    db.execute("PRAGMA user_version = 4")
-
-
-async def test_the_rollouts_of_a_file_of_version_4_find_their_groups(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite3"
-    async with await SqliteStore.open(path) as store:
-        await with_retries(store)
-    old = sqlite3.connect(path, isolation_level=None)
-    downgrade_to_4(old)
-    old.close()
-    async with await SqliteStore.open(path) as store:
-        assert await groups_of_rollouts(store) == GROUPS_OF_ROLLOUTS
-    upgraded = sqlite3.connect(path, isolation_level=None)
-    with pytest.raises(sqlite3.IntegrityError, match="a terminal rollout never changes"):
-        upgraded.execute("UPDATE rollouts SET run = 7")
-    upgraded.close()
-
-
-async def test_the_rollouts_of_a_file_of_version_6_are_listed_as_new_ones_are(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite3"
-    async with await SqliteStore.open(path) as store:
-        await with_retries(store)
-        await store.submit(RolloutRequest(rollout_id="waits", task=TASKS[0]))
-        await store.cancel("a.1.0")
-        before = await store.summaries(SummaryFilter())
-    assert {row.tokens for row in before.rows} == {None, 0}
-    old = sqlite3.connect(path, isolation_level=None)
-    downgrade_to_6(old)
-    old.execute("UPDATE requests SET request = '{' WHERE seq = 1")
-    old.close()
-    async with await SqliteStore.open(path) as store:
-        after = await store.summaries(SummaryFilter())
-        assert after.rows[:-1] == before.rows[:-1]
-        assert after.rows[-1].environment == "", "its request is damaged"
-        found = await store.summaries(SummaryFilter(environment=TASKS[0].environment))
-        assert found.rows == before.rows[:-1]
-    upgraded = sqlite3.connect(path, isolation_level=None)
-    with pytest.raises(sqlite3.IntegrityError, match="a terminal rollout never changes"):
-        upgraded.execute("UPDATE rollouts SET environment = 'x'")
-    upgraded.close()
-
-
 async def test_unacknowledged_records_are_never_deleted(store: SqliteStore, clock: ManualClock) -> None:
     await create_run(store)
     await make_ready(store, 0)
@@ -284,14 +174,3 @@ async def test_unacknowledged_records_are_never_deleted(store: SqliteStore, cloc
         == 0
     )
     assert await all_rows(store) == before
-
-
-async def test_a_file_of_a_later_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite3"
-    async with await SqliteStore.open(path):
-        pass
-    newer = sqlite3.connect(path, isolation_level=None)
-    newer.execute("PRAGMA user_version = 99")
-    newer.close()
-    with pytest.raises(StoreError, match="version 99"):
-        await SqliteStore.open(path)

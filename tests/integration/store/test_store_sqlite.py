@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from api_schemas.tasks import Task
 from rollout_service.base.errors import DefectError, StoreError
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.sqlite import SqliteStore, thread
-from rollout_service.store.sqlite.schema import APPLICATION_ID, MIGRATIONS
+from rollout_service.store.sqlite.connection import Database
+from rollout_service.store.sqlite.schema import STORE
 
 pytestmark = pytest.mark.anyio
 
@@ -67,7 +69,7 @@ def logs_of(path: Path) -> set[str]:
     return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}
 
 
-async def test_on_a_network_disk_nothing_is_shared_in_memory_and_an_older_file_is_taken_over(
+async def test_on_a_network_disk_nothing_is_shared_in_memory_and_a_file_of_a_local_disk_is_taken_over(
     path: Path,
 ) -> None:
     async with await SqliteStore.open(path) as store:
@@ -109,44 +111,40 @@ async def test_an_open_store_is_not_opened_again(path: Path) -> None:
         pass
 
 
-async def test_a_file_of_a_newer_release_is_refused_and_left_alone(path: Path) -> None:
+@pytest.mark.parametrize("version", [0, 2])
+async def test_a_file_with_another_schema_is_refused_and_left_alone(path: Path, version: int) -> None:
     async with await SqliteStore.open(path):
         pass
     with closing(sqlite3.connect(path)) as db:
-        db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+        db.execute(f"PRAGMA user_version = {version}")
     for _ in range(2):
-        with pytest.raises(StoreError, match="schema version") as caught:
+        with pytest.raises(StoreError, match=f"schema version {version}") as caught:
             await SqliteStore.open(path)
-        assert "newer release" in caught.value.hint
+        assert "release that wrote it" in caught.value.hint
 
 
-async def test_leases_of_an_earlier_release_give_back_attempts_that_never_began(path: Path) -> None:
+async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start(path: Path) -> None:
     path.parent.mkdir()
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.executescript("".join(MIGRATIONS[:2]))
-        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        db.execute("PRAGMA user_version = 2")
-        for number, state in ((1, "queued"), (2, "init")):
-            db.execute(
-                "INSERT INTO rollouts (seq, rollout_id, fingerprint, state, attempt, owner, created_at, queued_at,"
-                " changed_at) VALUES (?, ?, x'', ?, 3, 'host', 0, 0, 0)",
-                (number, f"r{number}", state),
-            )
-            db.execute("INSERT INTO requests VALUES (?, ?)", (number, order(number).model_dump_json()))
+    broken = dataclasses.replace(STORE, tables=STORE.tables + "CREATE TABLE rollouts (x);")
+    with pytest.raises(StoreError, match="already exists"):
+        Database(path, broken)
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT count(*) FROM sqlite_schema").fetchone() == (0,)
     async with await SqliteStore.open(path) as store:
-        assert await store.recover("here") == 2
-        leases = await store.claim("here", limit=2, lease_seconds=10)
-        assert {lease.rollout_id: lease.attempt for lease in leases} == {"r1": 3, "r2": 4}
+        await submit_many(store, range(1))
 
 
-async def test_a_damaged_record_fails_its_rollout_and_no_other(path: Path) -> None:
+@pytest.mark.parametrize("waits", [None, {"calc": 0.0}])
+async def test_a_damaged_record_fails_its_rollout_and_no_other(
+    path: Path, waits: dict[str, float] | None
+) -> None:
     async with await SqliteStore.open(path) as store:
         for number in (1, 2):
             await store.submit(order(number))
         await store._write(lambda db: db.execute("UPDATE requests SET request = '{' WHERE seq = 1"))
-        assert await store.claim("here", limit=1, lease_seconds=10) == []
+        assert await store.claim("here", limit=1, lease_seconds=10, waits=waits) == []
         await store.wait_for_work()
-        (lease,) = await store.claim("here", limit=1, lease_seconds=10)
+        (lease,) = await store.claim("here", limit=1, lease_seconds=10, waits=waits)
         assert lease.rollout_id == "r2"
         assert await store.counts() == {RolloutState.QUEUED: 1, RolloutState.FAILED: 1}
         newest = (await store.events(after=0))[-1]

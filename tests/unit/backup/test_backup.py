@@ -20,8 +20,10 @@ from rollout_service.base import state_files
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.store.runs_contract import NoBatch
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.sqlite.schema import Disk
+from tests.support.runs import create_run, lease_batch, leased_batch, make_ready
 
 pytestmark = pytest.mark.anyio
 
@@ -64,6 +66,22 @@ async def test_an_open_store_is_backed_up(tmp_path: Path, disk: Disk) -> None:
     restore_backup(tmp_path / "backup", Places({ONLY: tmp_path / "new"}))
     async with await SqliteStore.open(tmp_path / "new" / state_files.STORE, disk=disk) as store:
         assert await store.counts() == {RolloutState.QUEUED: 1}
+
+
+async def test_a_batch_that_was_leased_is_leased_after_a_restore(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    await fill(state)
+    async with await SqliteStore.open(state / state_files.STORE) as store:
+        await create_run(store)
+        await make_ready(store, 0, 1)
+        leased = await leased_batch(store, "a trainer")
+        make_backup(Places({ONLY: state}), tmp_path / "backup")
+        await store.runs.give_back("a", 0)
+    restore_backup(tmp_path / "backup", Places({ONLY: tmp_path / "new"}))
+    async with await SqliteStore.open(tmp_path / "new" / state_files.STORE) as store:
+        assert isinstance(await lease_batch(store, "another trainer"), NoBatch)
+        await store.runs.give_back("a", 0)  # its holder's lease would also expire by itself
+        assert (await leased_batch(store, "another trainer")).groups == leased.groups
 
 
 async def test_only_the_owner_can_read_a_backup_and_what_was_restored(backup: Path, tmp_path: Path) -> None:

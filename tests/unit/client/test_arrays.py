@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,44 +68,6 @@ def test_a_trajectory_is_read_as_it_was_written(trajectory: Trajectory) -> None:
 def test_a_trajectory_that_does_not_fit_the_columns_is_kept_too(token: int) -> None:
     trajectory = sample_trajectory([token, 1])
     assert trajectory_codec.decode(trajectory_codec.encode(trajectory)) == trajectory
-
-
-def test_rows_of_an_earlier_release_are_read() -> None:
-    trajectory = sample_trajectory([4, 5, 6])
-    old = zlib.compress(trajectory.model_dump_json().encode(), level=1)
-    assert trajectory_codec.decode(old) == trajectory
-    _, (columns,) = trajectory_codec.split(old)
-    assert columns.array("token_ids").tolist() == [4, 5, 6]
-
-
-def columns_of_an_earlier_release(trajectory: Trajectory) -> bytes:
-    """Return the columns in version 1 of the layout, as an earlier release wrote them."""
-    layout, blocks = [], []
-    bare = []
-    for segment in trajectory.segments:
-        types = {
-            "token_ids": "<i4",
-            "loss_mask": "|u1",
-            "logprobs": "<f8",
-            "versions": "<i4",
-            "turn_ids": "<i4",
-        }
-        packed = {n: zlib.compress(np.array(getattr(segment, n), t).tobytes(), 1) for n, t in types.items()}
-        layout.append({name: [types[name], len(block)] for name, block in packed.items()})
-        blocks += packed.values()
-        bare.append(segment.model_copy(update={name: [] for name in types}).model_dump(mode="json"))
-    rest = trajectory.model_dump(mode="json") | {"segments": bare}
-    header = zlib.compress(json.dumps({"layout": layout, "rest": rest}).encode(), 1)
-    return b"".join([b"\x01", len(header).to_bytes(4, "little"), header, *blocks])
-
-
-@settings(deadline=None)
-@given(trajectories())
-def test_columns_of_an_earlier_release_are_read(trajectory: Trajectory) -> None:
-    old = columns_of_an_earlier_release(trajectory)
-    assert trajectory_codec.decode(old) == trajectory
-    _, columns = trajectory_codec.split(old)
-    assert [len(one) for one in columns] == [len(segment.token_ids) for segment in trajectory.segments]
 
 
 def sample_trajectory(ids: list[int]) -> Trajectory:

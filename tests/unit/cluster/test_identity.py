@@ -105,4 +105,4 @@ def test_a_service_that_cannot_be_seen_is_not_taken_for_dead(other):
     theirs = ServiceIdentity.parse(other.owner)
     assert not replace(theirs, boot="00000000-0000-4000-8000-000000000000").is_gone(), "another machine"
     assert not replace(theirs, pid_namespace=theirs.pid_namespace + 1).is_gone(), "another container"
-    assert not is_gone(f"{gethostname()}-0123456789abcdef"), "an owner that an earlier release wrote"
+    assert not is_gone(f"{gethostname()}-0123456789abcdef"), "an owner that is no identity"

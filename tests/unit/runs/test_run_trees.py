@@ -1,4 +1,4 @@
-"""A run delivers and exports sub-agents if it asks for them, and is what it was before if it does not."""
+"""A run delivers and exports sub-agents if it asks for them, and only then."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import pytest
-from pydantic import BaseModel, ValidationError, create_model
 
-from api_schemas.exports import ExportedRun, ExportedSample
-from api_schemas.rollouts import Rollout, RolloutRequest, TokenExtras
+from api_schemas.exports import ExportedSample
+from api_schemas.rollouts import TokenExtras
 from api_schemas.rollouts.trees import NodeDetail
-from api_schemas.runs import Batch, Group, GroupSample, InlineTasks, Run, RunRequest
+from api_schemas.runs import Batch, InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_client.arrays import BatchArrays
 from rollout_client.run_export import BadExportError, RunExport
@@ -177,46 +176,29 @@ async def test_the_root_has_the_same_bytes_whatever_is_asked_for() -> None:
     assert len(columns) == 1
 
 
-# -- a client of the release before ----------------------------------------------
+NOT_ASKED = {
+    "nodes",
+    "work",
+    "nodes_by_reference",
+    "auxiliary",
+    "reward_weights",
+    "measured_on",
+    "filtered_on",
+}
 
 
-def before(model: type[BaseModel], *dropped: str, **changed: Any) -> type[BaseModel]:
-    """Return a model as it was before there were sub-agents: without these fields, and strict about all others."""
-    fields: dict[str, Any] = {
-        name: (changed.get(name, field.annotation), field)
-        for name, field in model.model_fields.items()
-        if name not in dropped
-    }
-    return create_model(f"Old{model.__name__}", __config__=model.model_config, **fields)
+def names_in(value: object) -> set[str]:
+    """Return the names of all fields in JSON, at any depth."""
+    if isinstance(value, list):
+        return set().union(*map(names_in, value))
+    return value.keys() | names_in(list(value.values())) if isinstance(value, dict) else set()
 
 
-OldRollout = before(Rollout, "nodes", "work")
-OldSample = before(GroupSample, "nodes_by_reference", "reward_weights", rollout=OldRollout)
-OldGroup = before(Group, "measured_on", "filtered_on", samples=list[OldSample])
-OldBatch = before(Batch, groups=list[OldGroup])
-OldRun = before(Run, "warnings", request=before(RunRequest, "nodes", "auxiliary"))
-OldExportedRun = before(ExportedRun, "format", run=OldRun)
-OldRequest = before(RolloutRequest, exports=before(TokenExtras, "nodes"))
-OldExportedSample = before(ExportedSample, "measured_on", request=OldRequest, sample=OldSample)
-
-
-async def test_an_older_client_reads_a_run_that_did_not_ask(tmp_path: Path) -> None:
+async def test_what_was_not_asked_for_is_not_there(tmp_path: Path) -> None:
     async with bench(NodeDetail.NONE) as it:
         told, _ = await it.batch()
-        assert json.loads(OldBatch.model_validate_json(told).model_dump_json()) == json.loads(told)
-        first, *samples, end = await it.export(tmp_path / "a.jsonl")
-        assert first.pop("format") == 1
-        OldExportedRun.model_validate(first)
-        assert [OldExportedSample.model_validate(one) and one["kind"] for one in samples] == ["sample"] * 2
-        assert end == {"kind": "end", "samples": 2}
+        lines = await it.export(tmp_path / "a.jsonl")
+        assert not (names_in(json.loads(told)) | names_in(lines)) & NOT_ASKED
+        assert lines[0]["format"] == 1
+        assert [line["kind"] for line in lines] == ["run", "sample", "sample", "end"]
         assert len(list(RunExport(tmp_path / "a.jsonl").samples())) == 2
-
-
-async def test_an_older_client_refuses_what_it_would_misread(tmp_path: Path) -> None:
-    async with bench(NodeDetail.SUMMARY) as it:
-        told, _ = await it.batch()
-        with pytest.raises(ValidationError, match="nodes"):
-            OldBatch.model_validate_json(told)
-        first, *_ = await it.export(tmp_path / "a.jsonl")
-        with pytest.raises(ValidationError, match="format"):
-            create_model("OldFormat", format=(Literal[1], 1)).model_validate(first)

@@ -10,8 +10,6 @@ local EVENTS_KEPT = 100000  -- about; the oldest events are deleted
 local Call = {}
 Call.__index = Call
 
-common.FORM = '1'  -- of the index that this release writes, and the mark of its events
-
 -- Return the full name of a key.
 function Call:key(name)
     return self.root .. ':' .. name
@@ -22,26 +20,15 @@ function Call:newest()
     if not self.newest_event then
         local last = redis.call('XREVRANGE', self:key('events'), '+', '-', 'COUNT', 1)[1]
         self.newest_event = last and tonumber(string.match(last[1], '^%d+')) or 0
-        self.is_ours = not last or (last[2][#last[2] - 1] == 'i' and last[2][#last[2]] == common.FORM)
     end
     return self.newest_event
-end
-
--- Return whether a release that does not write the index has changed something since the index was begun.
-function Call:is_index_behind()
-    local newest = common.number(self:newest())
-    return not self.is_ours and redis.call('HGET', self:key('index'), 'seen') ~= newest
 end
 
 -- Append an event; `data` is the text of a JSON object. Return the event's id.
 function Call:event(kind, subject, data)
     local id = self:newest() + 1
-    if self:is_index_behind() then
-        redis.call('DEL', self:key('index'))
-    end
-    self.is_ours = true
     redis.call('XADD', self:key('events'), 'MAXLEN', '~', EVENTS_KEPT, string.format('%d-0', id),
-        'k', kind, 's', subject, 't', common.number(self.now), 'd', data, 'i', common.FORM)
+        'k', kind, 's', subject, 't', common.number(self.now), 'd', data)
     self.newest_event = id
     return id
 end

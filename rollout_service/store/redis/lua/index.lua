@@ -3,9 +3,7 @@
 --
 -- `bits:NAME:CHUNK` has a bit for each of `CHUNK` numbers of rollouts, and `bits:KIND` how many bits each name of a kind
 -- has; a name is one of `e:ENVIRONMENT`, `R:RUN`, `k:CODE` and `w:RANGE`. `ids` has all ids. A rollout is entered and
--- removed in the call that changes it. `index` has the `form` of the index and, until all older rollouts are entered,
--- the number `after` which they are not. An older release that shares this Redis does not write the index, but its
--- events lack the mark that this one's have: the index is then made anew. `seen` was the newest event when it was begun.
+-- removed in the call that changes it.
 
 local index = {}
 
@@ -104,59 +102,6 @@ function index.remove(call, id)
         end
     end
     redis.call('ZREM', call:key('ids'), id)
-end
-
--- -- older rollouts -------------------------------------------------------------
-
-local function clear(call)
-    local last = tonumber(redis.call('GET', call:key('rollouts:last')) or 0)
-    for _, kind in ipairs(KINDS) do
-        for _, value in ipairs(redis.call('HKEYS', call:key('bits:' .. kind))) do
-            for chunk = 0, math.floor(last / CHUNK) do
-                redis.call('UNLINK', bits_key(call, kind, value, chunk))
-            end
-        end
-        redis.call('UNLINK', call:key('bits:' .. kind))
-    end
-    redis.call('UNLINK', call:key('ids'))
-end
-
--- Return whether the index has all rollouts, and the number after which it lacks some.
-function index.state(call)
-    local found = redis.call('HMGET', call:key('index'), 'form', 'after')
-    if found[1] ~= common.FORM or call:is_index_behind() then
-        return false, 0
-    end
-    return not found[2], tonumber(found[2] or 0)
-end
-
--- Begin a new index, unless one is there or begun.
-function index.begin(call)
-    local form = common.value(redis.call('HGET', call:key('index'), 'form'))
-    if form ~= common.FORM or call:is_index_behind() then
-        clear(call)
-        redis.call('HSET', call:key('index'), 'form', common.FORM, 'after', 0, 'seen', common.number(call:newest()))
-    end
-end
-
--- Enter a rollout that may be older than the index.
-function index.enter_older(call, id, number)
-    local found = redis.call('HMGET', call:key('r:' .. id), unpack(KINDS))
-    for place, kind in ipairs(KINDS) do
-        if found[place] then
-            add(call, kind, kind == 'w' and range_of(found[place]) or found[place], number)
-        end
-    end
-    redis.call('ZADD', call:key('ids'), 0, id)
-end
-
--- Note how far older rollouts are entered; nil ends it.
-function index.note(call, number)
-    if number then
-        redis.call('HSET', call:key('index'), 'after', common.number(number))
-    else
-        redis.call('HDEL', call:key('index'), 'after')
-    end
 end
 
 -- -- searches -------------------------------------------------------------------

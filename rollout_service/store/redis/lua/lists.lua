@@ -3,7 +3,6 @@
 
 -- What a row has, by the short names of `rollouts.lua`.
 local FIELDS = {'n', 's', 'a', 'p', 'e', 'R', 'G', 'w', 'S', 'k', 'C', 'H', 'T', 'N', 'W'}
-local TURNS = 13  -- the place of the turns in a row
 local PAGE = 128  -- how many numbers of a state are read at once
 
 local function set_of(names)
@@ -177,9 +176,6 @@ end
 common.register_read('lists_plan', function(call, search, low, high, few)
     search = cjson.decode(search)
     low, high = narrow(call, search.filter, search.states, tonumber(low), tonumber(high))
-    if not index.state(call) then
-        return {common.number(low), common.number(high), false, {}}
-    end
     local lists, most = index.names(call, search.filter)
     local ids = search.filter.text and index.ids(call, search.filter.text, tonumber(few))
     if most == 0 or (ids and #ids == 0) then
@@ -223,33 +219,9 @@ common.register_read('lists_summaries', function(call, search, low, high, budget
             if #rows == wanted then
                 return {rows, last}
             end
-            local row = redis.call('HMGET', call:key('r:' .. id), unpack(FIELDS))
-            local result = not row[TURNS] and redis.call('GET', call:key('x:' .. id))
-            table.insert(rows, {id, row, result})
+            table.insert(rows, {id, redis.call('HMGET', call:key('r:' .. id), unpack(FIELDS))})
         end
         last = common.number(number)
     end
     return {rows, last}
-end)
-
--- Enter up to `budget` rollouts into the index that are older than it, and begin it if there is none. Return {whether it
--- has all, the number up to which it has, the last number}.
-common.register('lists_index', function(call, budget)
-    index.begin(call)
-    local is_whole, after = index.state(call)
-    local last = redis.call('GET', call:key('rollouts:last')) or '0'
-    if is_whole then
-        return {1, last, last}
-    end
-    local next, number, id = merge(call, rollouts.STATES, false, '(' .. common.number(after), '+inf'), nil, nil
-    for _ = 1, tonumber(budget) do
-        number, id = next()
-        if not number then
-            break
-        end
-        index.enter_older(call, id, number)
-        after = number
-    end
-    index.note(call, number and after)
-    return {number and 0 or 1, common.number(after), last}
 end)

@@ -1,37 +1,23 @@
--- The version of what is stored under a prefix, and the steps from each version to the next.
-
-local schema = {}
+-- The version of what is stored under a prefix.
 
 local APPLICATION = 'rollout-service'
+local VERSION = 1
 
--- Step n takes a store from version n to version n + 1, within one call.
-local STEPS = {}
-local VERSION = #STEPS + 1
-
--- Return {application, version, this release's version} after bringing what is stored up to date; it is left alone if it
--- is another program's, or a newer release's. A store without an id gets the proposed one.
-common.register('schema_migrate', function(call, id)
+-- Begin a store if there is none, and return {application, version, this release's version} of what is stored. Another
+-- program's and another version's are left alone. A store without an id gets the proposed one.
+common.register('schema_open', function(call, id)
     local key = call:key('meta')
-    local kind = redis.call('TYPE', key)
-    if kind.ok ~= 'none' and kind.ok ~= 'hash' then
-        return {kind.ok, 0, VERSION}
+    local kind = redis.call('TYPE', key).ok
+    if kind == 'none' then
+        redis.call('HSET', key, 'application', APPLICATION, 'version', VERSION)
+    elseif kind ~= 'hash' then
+        return {kind, 0, VERSION}
     end
     local found = redis.call('HMGET', key, 'application', 'version')
-    local application, version = common.value(found[1]), tonumber(common.value(found[2]))
-    if kind.ok == 'none' then
-        application, version = APPLICATION, VERSION
-        redis.call('HSET', key, 'application', application, 'version', version)
-        redis.call('HSET', call:key('index'), 'form', common.FORM)
-    end
-    if application ~= APPLICATION or not version or version > VERSION then
-        return {application or '', version or 0, VERSION}
-    end
-    for step = version, VERSION - 1 do
-        STEPS[step](call)
-        redis.call('HSET', key, 'version', step + 1)
-    end
-    if id then
+    local application, version = found[1] or '', tonumber(found[2] or 0) or 0
+    -- A later version of the schema would bring a store of an earlier one up to date here, within this call.
+    if id and application == APPLICATION and version == VERSION then
         redis.call('HSETNX', call:key('segments:mark'), 'id', id)
     end
-    return {application, VERSION, VERSION}
+    return {application, version, VERSION}
 end)

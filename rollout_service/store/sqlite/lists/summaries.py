@@ -23,8 +23,7 @@ _NEWEST = 2**62
 
 _COLUMNS = """
 rollouts.seq, rollout_id, rollouts.state, environment, rollouts.pool, run_id, group_number, attempt, reward,
-stop_reason, code, rollouts.created_at, rollouts.changed_at, turns, tokens, worked,
-iif(turns IS NULL, (SELECT result FROM results WHERE results.seq = rollouts.seq), NULL) AS result
+stop_reason, code, rollouts.created_at, rollouts.changed_at, turns, tokens, worked
 """
 _RUN = "SELECT seq FROM runs WHERE run_id = ?"
 _SPAN = """

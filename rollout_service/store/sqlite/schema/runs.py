@@ -1,15 +1,11 @@
-"""Version 2 of the schema: runs, their groups and their batches. Version 4: the heads of groups. Version 5: the group
-that a rollout belongs to.
+"""The tables of runs, their groups and their batches.
 
-The database itself enforces the invariants: an acknowledged group or batch never changes, and a dropped group never
-comes back. Triggers write the counts and events in the transaction of the change they describe. Groups refer to their
-rollouts by id; the outcome of a rollout is stored only in the tables of rollouts.
+An acknowledged group or batch never changes, and a dropped group never comes back. Triggers write the counts and events
+in the transaction of the change they describe. Groups refer to their rollouts by id; the outcome of a rollout is stored
+only in the tables of rollouts.
 """
 
-VERSION_2 = """
-ALTER TABLE results ADD COLUMN oldest_version INTEGER;
-ALTER TABLE results ADD COLUMN newest_version INTEGER;
-
+RUNS = """
 CREATE TABLE runs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     run_id TEXT NOT NULL UNIQUE,
@@ -45,6 +41,7 @@ CREATE TABLE run_tasks (
     run INTEGER NOT NULL, number INTEGER NOT NULL, task TEXT NOT NULL, PRIMARY KEY (run, number)
 ) STRICT, WITHOUT ROWID;
 
+-- `pruned` is 1 once the group's tokens are deleted, and 2 once its rollouts are.
 CREATE TABLE groups (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     run INTEGER NOT NULL,
@@ -69,6 +66,7 @@ CREATE INDEX groups_ready ON groups (run, number) WHERE state = 'ready';
 CREATE INDEX groups_batched ON groups (batch) WHERE batch IS NOT NULL;
 CREATE INDEX groups_settled ON groups (run, changed_at)
     WHERE state IN ('acknowledged', 'dropped') AND NOT pruned;
+CREATE INDEX groups_by_state ON groups (run, state, number, reason);
 
 CREATE TABLE tallies (
     run INTEGER NOT NULL, name TEXT NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (run, name)
@@ -97,6 +95,22 @@ WHEN NEW.state IN ('ready', 'dropped') AND OLD.state = 'open' BEGIN
         ))
     );
 END;
+
+-- The head of a group, ready to be sent, from when the group is kept until it is settled.
+CREATE TABLE group_heads (
+    seq INTEGER PRIMARY KEY, form BLOB NOT NULL, tokens TEXT NOT NULL, json BLOB NOT NULL
+) STRICT;
+CREATE TRIGGER group_revised AFTER UPDATE OF samples ON groups BEGIN
+    DELETE FROM group_heads WHERE seq = NEW.seq;
+END;
+CREATE TRIGGER group_needs_no_head AFTER UPDATE OF state ON groups
+WHEN NEW.state IN ('acknowledged', 'dropped') BEGIN
+    DELETE FROM group_heads WHERE seq = NEW.seq;
+END;
+
+CREATE TABLE group_history (
+    run INTEGER NOT NULL, part INTEGER NOT NULL, records BLOB NOT NULL, PRIMARY KEY (run, part)
+) STRICT;
 
 CREATE TABLE batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -130,80 +144,4 @@ CREATE TRIGGER batch_moved AFTER UPDATE OF state, deliveries ON batches BEGIN
         json_object('run', (SELECT run_id FROM runs WHERE seq = NEW.run), 'delivery', NEW.deliveries)
     );
 END;
-"""
-
-VERSION_4 = """
-CREATE TABLE group_heads (
-    seq INTEGER PRIMARY KEY, form BLOB NOT NULL, tokens TEXT NOT NULL, json BLOB NOT NULL
-) STRICT;
-CREATE TRIGGER group_revised AFTER UPDATE OF samples ON groups BEGIN
-    DELETE FROM group_heads WHERE seq = NEW.seq;
-END;
-CREATE TRIGGER group_needs_no_head AFTER UPDATE OF state ON groups
-WHEN NEW.state IN ('acknowledged', 'dropped') BEGIN
-    DELETE FROM group_heads WHERE seq = NEW.seq;
-END;
-"""
-"""The head of a group, ready to be sent, from when the group is kept until it is settled. A group kept by an earlier
-release has no stored head; its head is made when the group is delivered."""
-
-VERSION_5 = """
-ALTER TABLE rollouts ADD COLUMN run INTEGER;
-ALTER TABLE rollouts ADD COLUMN group_number INTEGER;
-CREATE INDEX rollouts_of_group ON rollouts (run, group_number) WHERE run IS NOT NULL;
-DROP TRIGGER terminal_is_final;
-WITH RECURSIVE member (run, number, first, retry) AS (
-    SELECT groups.run, groups.number, run_id || '.' || groups.number || '.' || one.key,
-        cast(substr(one.value, length(run_id || '.' || groups.number || '.' || one.key) + 2) AS INTEGER)
-    FROM groups JOIN runs ON runs.seq = groups.run, json_each(groups.members) AS one
-), rolled_out (run, number, first, retry) AS (
-    SELECT * FROM member
-    UNION ALL SELECT run, number, first, retry - 1 FROM rolled_out WHERE retry > 0
-)
-UPDATE rollouts SET run = rolled_out.run, group_number = rolled_out.number FROM rolled_out
-WHERE rollout_id = iif(retry = 0, first, first || '.' || retry);
-CREATE TRIGGER terminal_is_final BEFORE UPDATE ON rollouts
-WHEN OLD.state IN ('completed', 'failed', 'cancelled') BEGIN
-    SELECT RAISE(ABORT, 'a terminal rollout never changes');
-END;
-"""
-"""A rollout names its group, so that the rollouts of a group or run are found without parsing ids. A group lists only
-the latest rollout of each sample: the ids of the earlier ones follow from its retry number."""
-
-
-# Version 7 of the schema: what lists of rollouts show and search. Version 9: the lists of groups, and the history of
-# runs, which begins with the groups that are closed from then on.
-#
-# The figures of rollouts that had ended before are left out: a list takes them from the result, which only an erasure
-# changes. An index on one column is in the order of the rows' numbers, too.
-
-BEFORE_ENVIRONMENTS = """
-ALTER TABLE rollouts ADD COLUMN environment TEXT NOT NULL DEFAULT '';
-ALTER TABLE rollouts ADD COLUMN turns INTEGER;
-ALTER TABLE rollouts ADD COLUMN tokens INTEGER;
-ALTER TABLE rollouts ADD COLUMN worked REAL;
-DROP TRIGGER terminal_is_final;
-"""
-ENVIRONMENTS = """
-UPDATE rollouts SET environment = coalesce((
-    SELECT iif(json_valid(request), json_extract(request, '$.task.environment'), '')
-    FROM requests WHERE requests.seq = rollouts.seq
-), '') WHERE seq > :after AND seq <= :until
-"""
-"""This reads every request, which takes long if there are many."""
-AFTER_ENVIRONMENTS = """
-CREATE TRIGGER terminal_is_final BEFORE UPDATE ON rollouts
-WHEN OLD.state IN ('completed', 'failed', 'cancelled') BEGIN
-    SELECT RAISE(ABORT, 'a terminal rollout never changes');
-END;
-CREATE INDEX by_environment ON rollouts (environment);
-CREATE INDEX by_run ON rollouts (run) WHERE run IS NOT NULL;
-CREATE INDEX by_code ON rollouts (code) WHERE code IS NOT NULL;
-"""
-
-VERSION_9 = """
-CREATE TABLE group_history (
-    run INTEGER NOT NULL, part INTEGER NOT NULL, records BLOB NOT NULL, PRIMARY KEY (run, part)
-) STRICT;
-CREATE INDEX groups_by_state ON groups (run, state, number, reason);
 """

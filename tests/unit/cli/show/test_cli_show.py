@@ -15,6 +15,7 @@ from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
 from api_schemas.runs import InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
+from rollout_service.cli.backends import render_backends
 from rollout_service.cli.demo.run import Summary, percentile
 from rollout_service.cli.runs import _show as show_runs
 from rollout_service.cli.show.trajectory import render_rollout, split_by_turn
@@ -164,15 +165,22 @@ NODE = NodeView(
 )
 
 
-def test_the_view_is_readable_on_80_columns():
-    view = ServerView(counts=dict.fromkeys(RolloutState, 12_345), backends=[BACKEND], nodes=[NODE])
+def test_engines_are_readable_on_80_columns():
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(view)
+    console.print(render_backends([BACKEND]))
     text = console.file.getvalue()
     assert "…" not in text
-    for word in (*RolloutState, "rollouts/s", BACKEND.backend_id, "failures", "provider", "waiting"):
+    for word in (BACKEND.backend_id, "failures"):
         assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text), word
     assert BACKEND.last_error in " ".join(text.split())
+
+
+def test_a_line_says_why_sandboxes_wait():
+    view = ServerView(counts={RolloutState.QUEUED: 12_345}, backends=[BACKEND], nodes=[NODE])
+    assert view.line() == (
+        "12345 queued, 268 sandboxes, 1 engine, 0.0 rollouts/s;"
+        " sandboxes wait: memory: 3.1 GiB available, 4.0 GiB kept free"
+    )
 
 
 def test_log_probabilities_of_a_scripted_model_are_marked_as_made_up(tokenizer):
