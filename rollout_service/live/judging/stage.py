@@ -23,6 +23,7 @@ from api_schemas.rollouts.sessions import MarkReason
 from rollout_service.base.errors import StoreError, describe
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.errors import InferenceError, NoBackendError
+from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import LOOKBACK
 from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
@@ -47,14 +48,6 @@ class JudgeObserver(Protocol):
         ...
 
 
-class ServedPools(Protocol):
-    """Knows which pools are in service; `PolicyServing` does."""
-
-    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """Return the pools with a backend in service, and the event of the next change."""
-        ...
-
-
 class JudgeStage:
     """Takes turns from the store and sets their marks."""
 
@@ -62,7 +55,7 @@ class JudgeStage:
         self,
         store: LiveStore,
         judge: TurnJudge,
-        pools: ServedPools,
+        serving: PolicyServing,
         *,
         at_once: int,
         queue: int,
@@ -72,7 +65,7 @@ class JudgeStage:
         """`run` does the work."""
         self._store = store
         self._judge = judge
-        self._pools = pools
+        self._serving = serving
         self._at_once = at_once
         self._queue = queue
         self._observers = observers
@@ -211,7 +204,7 @@ class JudgeStage:
 
     async def _until_served(self) -> None:
         while True:
-            pools, changed = self._pools.in_service()
+            pools, changed = self._serving.in_service()
             if self._judge.pool in pools:
                 return
             await changed.wait()

@@ -27,7 +27,6 @@ from rollout_service.live.parts.work import PartCloser
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.attempt import Attempt
-from rollout_service.pipeline.context import PolicyFactory
 from rollout_service.runs import Delivery, RunManager
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import Store
@@ -61,7 +60,7 @@ class LiveBench:
         environments = EnvironmentRegistry()
         environments.add(self.environment, "tests")
         context = attempt_context(
-            store, cast(Any, None), environments, cast(PolicyFactory, NoEngines()), PipelineSettings()
+            store, cast(Any, None), environments, cast(Any, NoEngines()), PipelineSettings()
         )
         self.context = replace(context, owner=node or context.owner)
         self.manager = RunManager(
