@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 from uuid import uuid4
 
 import anyio.to_thread
@@ -29,6 +28,7 @@ from api_schemas.sessions import (
 )
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.live.contract import LiveStore, SessionRecord
+from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
 from rollout_service.live.serving.active import ActiveSessions
@@ -54,14 +54,6 @@ _SHORTEST_LOOK, _LONGEST_LOOK = 0.05, 5.0
 PRUNE_SECONDS = 60.0
 
 
-class Deletion(Protocol):
-    """Deletes sessions with everything that was made of them."""
-
-    async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
-        """Remove a session, or all of a user by its hash, and return what had left the service before."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LiveSessionParts:
     """What live sessions work with."""
@@ -71,7 +63,7 @@ class LiveSessionParts:
     users: UserHashes
     engines: SessionEngines
     recording: RecordingParts
-    deletion: Deletion
+    deletion: SessionDeletion
     choose_pool: Callable[[str, str], str]
     """Returns the pool that serves a new session, from the pool that it asks for and its id."""
     clock: Callable[[], float] = time.time

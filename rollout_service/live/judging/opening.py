@@ -31,7 +31,7 @@ from rollout_service.judging.rubric import Rubric, without_reasoning
 from rollout_service.live.contract import LiveStore, TurnRecord
 from rollout_service.live.judging.overrides import Overrides
 from rollout_service.live.judging.prompt import USABLE, hint_rubric, question, value_rubric
-from rollout_service.live.judging.stage import JudgeObserver, JudgeStage
+from rollout_service.live.judging.stage import JudgeStage, OnMark
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
 from rollout_service.live.replay import TurnPrompt, prompt_of
@@ -44,7 +44,7 @@ async def make_judge_stage(
     store: LiveStore,
     judge: Judge,
     serving: PolicyServing,
-    observers: Sequence[JudgeObserver] = (),
+    on_mark: OnMark | None = None,
 ) -> JudgeStage:
     """Return the stage, which begins to work with `running`.
 
@@ -62,7 +62,7 @@ async def make_judge_stage(
                 serving,
                 selection=settings.hint_selection,
                 teacher_pool=settings.teacher_pool,
-            )
+            ).find
         return TurnJudge(judge, value_rubric(settings), Overrides.load(settings.overrides), hints)
 
     return JudgeStage(
@@ -71,7 +71,7 @@ async def make_judge_stage(
         serving,
         at_once=settings.at_once,
         queue=settings.queue,
-        observers=observers,
+        on_mark=on_mark,
     )
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 import structlog
@@ -38,14 +38,8 @@ POLL_SECONDS: Final = 5.0
 """How long a turn waits at the most if nobody tells the stage that it is there."""
 
 TurnKey = tuple[str, int]
-
-
-class JudgeObserver(Protocol):
-    """Is told of marks."""
-
-    def judged(self, turn: TurnRecord, mark: TurnMarkRecord) -> None:
-        """Note a mark that was set."""
-        ...
+OnMark = Callable[[TurnRecord, TurnMarkRecord], None]
+"""Is told of a mark that was set."""
 
 
 class JudgeStage:
@@ -59,7 +53,7 @@ class JudgeStage:
         *,
         at_once: int,
         queue: int,
-        observers: Sequence[JudgeObserver] = (),
+        on_mark: OnMark | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         """`run` does the work."""
@@ -68,7 +62,7 @@ class JudgeStage:
         self._serving = serving
         self._at_once = at_once
         self._queue = queue
-        self._observers = observers
+        self._on_mark = on_mark
         self._retry_seconds = retry_seconds
         self._held: set[TurnKey] = set()
         self._rated: deque[TurnKey] = deque(maxlen=queue)
@@ -166,8 +160,8 @@ class JudgeStage:
             return
         mark = await self._mark(turn, is_last_try=is_last_try)
         if await self._store.mark(session_id, turn_id, mark):
-            for observer in self._observers:
-                observer.judged(turn, mark)
+            if self._on_mark is not None:
+                self._on_mark(turn, mark)
         elif (rated := await self._store.turn(session_id, turn_id)) is not None and _lacks_hint(rated):
             await self._add_hint(rated, FoundHint(mark.hint, mark.hint_dropped))
 

@@ -72,7 +72,7 @@ async def open_live(
         )
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
-        judging = await make_judge_stage(live.judge, store, judge, serving, [metrics])
+        judging = await make_judge_stage(live.judge, store, judge, serving, metrics.judged)
         training = _make_training(foundation, store, serving, canaries, metrics)
         users = UserHashes.load(state_dir / state_files.USERS_SALT)
         hashes = MessageHashes(users.message_key())
