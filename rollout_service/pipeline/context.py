@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rollout_service.activity import ActivityBoard
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.environments.contract import Environment
+from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.gateway.external import ExternalAgents
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge, TextSampler
@@ -19,19 +18,6 @@ from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.store.contract import Store
 from sandboxes.scheduling.admission import AdmissionController
-
-
-class EnvironmentSource(Protocol):
-    """Environments by name; `environments.registry.EnvironmentRegistry` is one."""
-
-    def get(self, name: str) -> Environment:
-        """Return the environment of that name.
-
-        Raises:
-            InvalidFieldError: There is no such environment.
-            ConfigurationError: The environment could not be loaded.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +54,7 @@ class AttemptContext(EpisodeContext):
 
     owner: str
     store: Store
-    environments: EnvironmentSource
+    environments: EnvironmentRegistry
     policies: PolicyServing
     turn_writer: TurnWriter | None = None
     """Saves turns; None if interrupted rollouts begin anew."""
