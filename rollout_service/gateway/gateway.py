@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from socket import socket
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -19,7 +18,7 @@ from api_schemas.rollouts import RolloutRequest
 from rollout_service.base.errors import UnavailableError
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.gateway.contract import Capture
+from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
@@ -46,7 +45,7 @@ class GatewayParts:
 
     settings: GatewaySettings
     policies: PolicyServing
-    make_capture: Callable[[ChatRenderer], Capture[Any]]
+    make_capture: Callable[[ChatRenderer], TurnCapture]
     metrics: GatewayMetrics
     observe: Observe
     """Told why a connection was refused."""

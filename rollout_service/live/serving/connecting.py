@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import anyio
 from anyio.abc import TaskGroup
@@ -18,8 +18,8 @@ from rollout_service.engines.errors import NoBackendError, PoolPaused
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.serving.policies import PolicyServing, ServedModel
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.gateway.capture import TurnCapture
-from rollout_service.gateway.contract import CallObserver, ModelCall, PlannedAnswer
+from rollout_service.gateway.capture import PlannedTurn, TurnCapture
+from rollout_service.gateway.contract import CallObserver, ModelCall
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.sessions.sampling import PolicyEngines
@@ -49,7 +49,7 @@ class Unrecorded:
         """Note nothing."""
         _ = call
 
-    async def planned(self, call: ModelCall, planned: PlannedAnswer) -> Unrecorded:
+    async def planned(self, call: ModelCall, planned: PlannedTurn) -> Unrecorded:
         """Note nothing."""
         _ = call, planned
         return self
@@ -98,7 +98,7 @@ class SessionEngines:
         self,
         record: SessionRecord,
         capture: TurnCapture,
-        observer: CallObserver[Any],
+        observer: CallObserver,
         charge: Callable[[int], None],
     ) -> GatewaySession:
         """Return the gateway session of a live session; `charge` counts answers beside the first one of a request.
@@ -109,7 +109,7 @@ class SessionEngines:
         return self._open(record.pool, record.tenant, record.session_id, capture, observer, charge)
 
     def open_unrecorded(
-        self, pool: str, tenant: str, observer: CallObserver[Any], charge: Callable[[int], None]
+        self, pool: str, tenant: str, observer: CallObserver, charge: Callable[[int], None]
     ) -> GatewaySession:
         """Return a gateway session for one request that belongs to no session; `charge` is as for `open`.
 
@@ -134,7 +134,7 @@ class SessionEngines:
         tenant: str,
         session_id: str,
         capture: TurnCapture,
-        observer: CallObserver[Any],
+        observer: CallObserver,
         charge: Callable[[int], None],
     ) -> GatewaySession:
         model, engines = self._connect(pool)
