@@ -27,7 +27,7 @@ from api_schemas.sessions import (
     SessionRequest,
 )
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
-from rollout_service.live.contract import LiveStore, SessionRecord
+from rollout_service.live.contract import SessionRecord
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
@@ -44,6 +44,7 @@ from rollout_service.live.serving.views import (
     show_session,
     show_turn,
 )
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveSettings
 
 log = structlog.get_logger(__name__)
@@ -59,7 +60,7 @@ class LiveSessionParts:
     """What live sessions work with."""
 
     settings: LiveSettings
-    store: LiveStore
+    store: SqliteLiveStore
     users: UserHashes
     engines: SessionEngines
     recording: RecordingParts

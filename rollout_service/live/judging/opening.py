@@ -28,20 +28,21 @@ from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.judging.contract import Judge, Vote
 from rollout_service.judging.rubric import Rubric, without_reasoning
-from rollout_service.live.contract import LiveStore, TurnRecord
+from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.overrides import Overrides
 from rollout_service.live.judging.prompt import USABLE, hint_rubric, question, value_rubric
 from rollout_service.live.judging.stage import JudgeStage, OnMark
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
 from rollout_service.live.replay import TurnPrompt, prompt_of
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveJudgeSettings
 from sandboxes.task_groups import open_task_group
 
 
 async def make_judge_stage(
     settings: LiveJudgeSettings,
-    store: LiveStore,
+    store: SqliteLiveStore,
     judge: Judge,
     serving: PolicyServing,
     on_mark: OnMark | None = None,
@@ -80,7 +81,7 @@ def make_teacher(settings: LiveJudgeSettings, serving: PolicyServing) -> Teacher
     return TeacherReader(serving, settings.teacher_pool)
 
 
-def recorded_prompts(store: LiveStore, serving: PolicyServing) -> PromptOf:
+def recorded_prompts(store: SqliteLiveStore, serving: PolicyServing) -> PromptOf:
     """Return what finds a turn's prompt in the store."""
 
     async def find(turn: TurnRecord) -> RecordedPrompt:

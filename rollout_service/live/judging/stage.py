@@ -24,9 +24,10 @@ from rollout_service.base.errors import StoreError, describe
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.errors import InferenceError, NoBackendError
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
+from rollout_service.live.contract import TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import LOOKBACK
 from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
+from rollout_service.live.sqlite.store import SqliteLiveStore
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +48,7 @@ class JudgeStage:
 
     def __init__(
         self,
-        store: LiveStore,
+        store: SqliteLiveStore,
         judge: TurnJudge,
         serving: PolicyServing,
         *,
