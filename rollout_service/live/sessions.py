@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 from uuid import uuid4
 
 import anyio.to_thread
@@ -28,7 +27,8 @@ from api_schemas.sessions import (
     SessionRequest,
 )
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
-from rollout_service.live.contract import LiveStore, SessionRecord
+from rollout_service.live.contract import SessionRecord
+from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
 from rollout_service.live.serving.active import ActiveSessions
@@ -44,6 +44,7 @@ from rollout_service.live.serving.views import (
     show_session,
     show_turn,
 )
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveSettings
 
 log = structlog.get_logger(__name__)
@@ -54,24 +55,16 @@ _SHORTEST_LOOK, _LONGEST_LOOK = 0.05, 5.0
 PRUNE_SECONDS = 60.0
 
 
-class Deletion(Protocol):
-    """Deletes sessions with everything that was made of them."""
-
-    async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
-        """Remove a session, or all of a user by its hash, and return what had left the service before."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LiveSessionParts:
     """What live sessions work with."""
 
     settings: LiveSettings
-    store: LiveStore
+    store: SqliteLiveStore
     users: UserHashes
     engines: SessionEngines
     recording: RecordingParts
-    deletion: Deletion
+    deletion: SessionDeletion
     choose_pool: Callable[[str, str], str]
     """Returns the pool that serves a new session, from the pool that it asks for and its id."""
     clock: Callable[[], float] = time.time

@@ -55,7 +55,7 @@ class _ForkCause(NamedTuple):
 
 
 class PlannedTurn:
-    """An answer that is about to be sampled; implements `contract.PlannedAnswer`."""
+    """An answer that is about to be sampled: its prompt, and the events of what is sampled on it."""
 
     def __init__(
         self,
@@ -122,12 +122,12 @@ class PlannedTurn:
         return self.prompt.routed
 
     def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
-        """Return the events that these newly sampled ids complete."""
+        """Return the events that these newly sampled ids complete; half a character or a possible stop waits."""
         self._fed += len(ids)
         return self.splitter.feed(ids)
 
     def finish(self, generation: Generation) -> list[AnswerEvent]:
-        """Return what was held back, and the end.
+        """Return what was held back; `AnswerEnd` is the last. Ids that were not fed before are part of it.
 
         Raises:
             ValueError: The engine aborted the generation, so the answer has no end.
@@ -161,7 +161,7 @@ class PlannedTurn:
 
 @dataclass(slots=True)
 class TurnCapture:
-    """Implements `contract.Capture` over a tree of turns."""
+    """The conversations of one rollout, as a tree of turns. Not for use from two threads at once."""
 
     renderer: ChatRenderer
     policy: CapturePolicy = CapturePolicy()
@@ -176,7 +176,7 @@ class TurnCapture:
         self._index = TurnIndex(self.policy.extends)
 
     def plan(self, call: ModelCall, context_length: int | None = None) -> PlannedTurn:
-        """Find the turn that a call continues, and make its prompt.
+        """Find the turn that a call continues, and make its prompt. May take long for a long new prompt.
 
         With `context_length`, a prompt that is much longer is refused before it is rendered.
 

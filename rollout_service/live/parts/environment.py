@@ -27,9 +27,10 @@ from rollout_service.base.ids import SampleId
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, PolicyTurn, Score
 from rollout_service.live import replay
-from rollout_service.live.contract import LiveStore, NextStateRecord, PartRecord, SessionRecord, TurnRecord
+from rollout_service.live.contract import NextStateRecord, PartRecord, SessionRecord, TurnRecord
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.parts.delivery import ENVIRONMENT, order_of
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.store.runs_contract import RunStore
 from rollout_service.tokens import ChatRenderer, ToolSpec
@@ -107,7 +108,7 @@ class SessionParts:
 
     def __init__(
         self,
-        store: LiveStore,
+        store: SqliteLiveStore,
         runs: RunStore,
         renderer_of: RendererOf,
         teacher: TeacherReader | None = None,

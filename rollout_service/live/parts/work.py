@@ -16,12 +16,13 @@ import structlog
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.live.contract import LiveStore, SessionRecord, TurnFate
+from rollout_service.live.contract import SessionRecord, TurnFate
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery, TrainedPool, live_runs, order_of, run_of
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.runs_contract import RunRecord, RunStore
@@ -67,7 +68,7 @@ class PartCloser:
 
     def __init__(
         self,
-        store: LiveStore,
+        store: SqliteLiveStore,
         runs: RunStore,
         *,
         judging_since: Callable[[], float | None] = lambda: 0.0,
@@ -267,7 +268,7 @@ class SessionTraining:
     @classmethod
     def make(
         cls,
-        live: LiveStore,
+        live: SqliteLiveStore,
         store: Store,
         serving: PolicyServing,
         *,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from api_schemas.rollouts.sessions import MarkReason, TurnKind
 from api_schemas.sessions import FeedbackAnswer, SessionFeedback
 from rollout_service.base.errors import ConflictError, NotFoundError
-from rollout_service.live.contract import LiveStore, NextStateRecord, TurnMarkRecord, TurnRecord
+from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord
 from rollout_service.live.recorder import RecordingParts
+from rollout_service.live.sqlite.store import SqliteLiveStore
 
 
 async def take_feedback(parts: RecordingParts, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
@@ -34,7 +35,7 @@ async def take_feedback(parts: RecordingParts, session_id: str, feedback: Sessio
     return answer
 
 
-async def _find(store: LiveStore, session_id: str, number: int | None) -> TurnRecord:
+async def _find(store: SqliteLiveStore, session_id: str, number: int | None) -> TurnRecord:
     if number is not None:
         turn = await store.turn(session_id, number)
     else:

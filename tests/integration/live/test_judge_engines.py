@@ -96,7 +96,7 @@ async def judge_it(store: SqliteLiveStore, serving: PolicyServing, **settings: o
     judge = PoolJudge(PoolTextSampler(serving), JudgeMetrics(CollectorRegistry()))
     seen = MarksSeen()
     described = LiveJudgeSettings.model_validate(settings)
-    stage = await make_judge_stage(described, store, judge, serving, [seen])
+    stage = await make_judge_stage(described, store, judge, serving, seen.judged)
     async with stage.running():
         [mark] = await seen.wait_for(1)
     return mark
