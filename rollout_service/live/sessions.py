@@ -17,7 +17,7 @@ import anyio.to_thread
 import structlog
 
 from api_schemas.errors import FieldError
-from api_schemas.rollouts.sessions import ClosedBecause
+from api_schemas.rollouts.sessions import ClosedBecause, MarkReason, TurnKind
 from api_schemas.sessions import (
     DeletedSessions,
     FeedbackAnswer,
@@ -26,14 +26,13 @@ from api_schemas.sessions import (
     SessionPage,
     SessionRequest,
 )
-from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
-from rollout_service.live.contract import SessionRecord
+from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, StoreError
+from rollout_service.live.contract import NextStateRecord, SessionRecord, TurnMarkRecord, TurnRecord
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
 from rollout_service.live.serving.active import ActiveSessions
 from rollout_service.live.serving.connecting import SessionEngines
-from rollout_service.live.serving.feedback import take_feedback
 from rollout_service.live.serving.served import KEY_PREFIX, ServedSessions
 from rollout_service.live.serving.users import DEFAULT_TENANT, UserHashes
 from rollout_service.live.serving.views import (
@@ -285,3 +284,60 @@ def _trying_again() -> Iterator[None]:
         yield
     except StoreError as error:
         log.debug("live sessions cannot be looked after; trying again", error=str(error), hint=error.hint)
+
+
+# What users say of answers. Guarantee: it wins over the judge, once; the same again changes nothing.
+
+
+async def take_feedback(parts: RecordingParts, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
+    """Set a turn's value to what its user says.
+
+    Raises:
+        NotFoundError: There is no such turn.
+        ConflictError: The user said something else of it before.
+    """
+    turn = await _find(parts.store, session_id, feedback.turn)
+    before = turn.mark
+    is_revised = turn.part is not None or turn.dropped is not None
+    answer = FeedbackAnswer(turn=turn.turn, value=feedback.value, revised=is_revised)
+    if before is not None and before.reason is MarkReason.EXPLICIT:
+        if before.value != feedback.value:
+            raise ConflictError(
+                f"turn {turn.turn} has feedback with another value",
+                hint="Feedback that was given stays as it is.",
+                context={"value": before.value},
+            )
+        return answer
+    await _set(parts, turn, feedback)
+    if before is not None and before.value is not None:
+        parts.metrics.compared(judged=before.value, explicit=feedback.value)
+    return answer
+
+
+async def _find(store: SqliteLiveStore, session_id: str, number: int | None) -> TurnRecord:
+    if number is not None:
+        turn = await store.turn(session_id, number)
+    else:
+        turns = await store.turns(session_id)
+        main = [each for each in turns if each.delivered and each.kind is TurnKind.MAIN]
+        turn = main[-1] if main else None
+    if turn is None:
+        named = f"no turn {number}" if number is not None else "no main turn that was delivered"
+        raise NotFoundError(
+            f"the session has {named}", hint="GET /v1/sessions/{session_id} lists its recorded turns."
+        )
+    return turn
+
+
+async def _set(parts: RecordingParts, turn: TurnRecord, feedback: SessionFeedback) -> None:
+    now = parts.clock()
+    if feedback.text and turn.next_state is None:
+        if found := await parts.detectors.search([feedback.text]):
+            parts.metrics.redacted(found)
+        else:
+            state = NextStateRecord(role="user", text=feedback.text, arrived_at=now)
+            await parts.store.follow(turn.session_id, turn.turn, state)
+    mark = TurnMarkRecord(value=feedback.value, reason=MarkReason.EXPLICIT, source="explicit", at=now)
+    await parts.store.mark(turn.session_id, turn.turn, mark)
+    parts.rated(turn.session_id, turn.turn)
+    parts.metrics.judged(turn, mark)

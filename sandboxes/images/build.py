@@ -18,11 +18,11 @@ from pathlib import Path
 
 from spython.utils import stream_command
 
+from sandboxes.config import default_cache
 from sandboxes.errors import ImageBuildError
 from sandboxes.host.facts import read_host_facts
 from sandboxes.host.subordinate_ids import subordinate_ids_command
 from sandboxes.images.archives import read_archive, single_image
-from sandboxes.images.cache import default_cache
 from sandboxes.images.dockerfile.context import BuildContext
 from sandboxes.images.dockerfile.executor import PlanExecutor
 from sandboxes.images.dockerfile.layer_builder import BuildOptions

@@ -21,9 +21,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sandboxes.config import default_cache
 from sandboxes.errors import ImageBuildError, ImageNotFoundError
 from sandboxes.images.build import ApptainerBuilder, Progress
-from sandboxes.images.cache import default_cache
 from sandboxes.images.eviction import EvictionCandidate, choose_evictions
 from sandboxes.images.shared_folder import SharedFolder, modified
 from sandboxes.images.sources import (

@@ -29,6 +29,7 @@ from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import Generation
 from rollout_service.engines.errors import BackendRejected, InferenceError, PromptTooLong
 from rollout_service.episodes import EpisodeLimits, PolicyTurn
+from rollout_service.gateway.bounds import in_thread
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import AnswerBegin, CallObserver, ModelCall
 from rollout_service.gateway.dialects import ListedModel
@@ -44,7 +45,6 @@ from rollout_service.gateway.sessions.limits import (
 )
 from rollout_service.gateway.sessions.masked_call import masked_call
 from rollout_service.gateway.sessions.sampling import PolicyEngines
-from rollout_service.gateway.threads import in_thread
 from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RecordError
 

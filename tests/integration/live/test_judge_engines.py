@@ -21,8 +21,8 @@ from rollout_service.engines.contract import (
     new_request_id,
 )
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
 from rollout_service.engines.serving.text_sampler import PoolTextSampler
 from rollout_service.gateway.capture import TurnCapture
