@@ -33,7 +33,7 @@ from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
 from rollout_service.live.serving.active import ActiveSessions
 from rollout_service.live.serving.connecting import SessionEngines
-from rollout_service.live.serving.served import KEY_PREFIX, ServedSessions
+from rollout_service.live.serving.served import KEY_PREFIX, SessionResolver
 from rollout_service.live.serving.users import DEFAULT_TENANT, UserHashes
 from rollout_service.live.serving.views import (
     decode_cursor,
@@ -84,7 +84,7 @@ class LiveSessions:
             parts.choose_pool,
             parts.clock,
         )
-        self.served = ServedSessions(
+        self.served = SessionResolver(
             parts.settings,
             parts.store,
             self._register,

@@ -18,7 +18,7 @@ from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentR
 from rollout_service.engines.contract import NOTHING_RETURNED, Generation
 from rollout_service.gateway.capture.history import Head, as_messages
 from rollout_service.gateway.capture.lanes import check_length, find_roles, quotes, role_of_new
-from rollout_service.gateway.capture.matching import Match, RecordedTurn, Standing, TurnIndex
+from rollout_service.gateway.capture.matching import EchoMatch, Match, RecordedTurn, TurnIndex
 from rollout_service.gateway.capture.report import CaptureReport
 from rollout_service.gateway.capture.splitter import Splitter
 from rollout_service.gateway.contract import (
@@ -37,7 +37,7 @@ from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
 class CapturePolicy:
     """What of an agent's conversations is continued and trained on."""
 
-    extends: frozenset[Standing] = frozenset(Standing) - {Standing.TEXT_CHANGED}
+    extends: frozenset[EchoMatch] = frozenset(EchoMatch) - {EchoMatch.TEXT_CHANGED}
     """Which answers may be continued, by how they stand in their client's history."""
     trains: frozenset[SegmentRole] = frozenset({SegmentRole.MAIN})
     """Whose turns may be trained on; never those that their client did not receive, nor those that had to fit a

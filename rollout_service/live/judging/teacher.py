@@ -23,7 +23,7 @@ from rollout_service.engines.contract import (
 )
 from rollout_service.engines.errors import InferenceError
 from rollout_service.engines.pool.pool import BackendPool
-from rollout_service.engines.serving.policies import PolicyServing, ServedModel
+from rollout_service.engines.serving.policies import PolicyServing, PoolModel
 
 READ_SECONDS: Final = 60.0
 """How long a teacher may take to read an answer."""
@@ -102,7 +102,7 @@ def _model(engines: BackendPool, generation: Generation) -> str:
     return f"{path}@{generation.versions[0]}"
 
 
-def _share_vocabulary(policy: ServedModel, teacher: ServedModel, ids: Sequence[int]) -> bool:
+def _share_vocabulary(policy: PoolModel, teacher: PoolModel, ids: Sequence[int]) -> bool:
     """Return whether ids mean the same to both models, as far as these ids can tell."""
     one, other = policy.renderer, teacher.renderer
     some = list(ids[:_COMPARED_IDS])

@@ -51,7 +51,7 @@ class PartGoneError(EnvironmentFailedError):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedPolicy:
+class PartPolicy:
     """A part of a session as the policy of a rollout; implements `episodes.Policy`."""
 
     info: SessionInfo
@@ -121,7 +121,7 @@ class SessionParts:
         self._teacher = teacher
         self._node = node
 
-    async def open(self, request: RolloutRequest) -> ServedPolicy:
+    async def open(self, request: RolloutRequest) -> PartPolicy:
         """Return the part that a rollout has, or claim one for it.
 
         Raises:
@@ -144,7 +144,7 @@ class SessionParts:
         trajectory = await anyio.to_thread.run_sync(_trajectory, renderer, until, part.usable)
         marks = await self._marks(request, session, part, own, trajectory)
         usable = [turn for turn in own if turn.turn in part.usable]
-        return ServedPolicy(
+        return PartPolicy(
             info=session_info(session, part),
             marks=marks,
             recorded=trajectory,
@@ -226,14 +226,14 @@ class SessionEnvironment(Environment):
 
     async def init(self, episode: Episode) -> None:
         """Note which part of which session the episode is."""
-        if isinstance(episode.policy, ServedPolicy):
+        if isinstance(episode.policy, PartPolicy):
             episode.session = episode.policy.info
             episode.turn_marks = list(episode.policy.marks)
             episode.answer = episode.policy.answer
 
     async def run(self, episode: Episode) -> StopReason:
         """Return why the last turn ended: the agent has done its work before."""
-        if not isinstance(episode.policy, ServedPolicy):
+        if not isinstance(episode.policy, PartPolicy):
             raise EnvironmentFailedError("a session that was served before is not sampled again")
         return episode.policy.stop_reason
 

@@ -106,7 +106,7 @@ class PartCloser:
             session,
             turns,
             None if run is None else order_of(run),
-            Moment(self._clock(), self._judging_since()),
+            DecisionTime(self._clock(), self._judging_since()),
             whole=run is not None and run.request.group_size > 1,
         )
         if decision is None:
@@ -148,7 +148,7 @@ class TurnDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class DecisionTime:
     """When turns are looked at."""
 
     now: float
@@ -160,7 +160,7 @@ def decide(
     session: SessionRecord,
     turns: Sequence[TurnFate],
     order: LiveDelivery | None,
-    moment: Moment,
+    moment: DecisionTime,
     *,
     whole: bool = False,
 ) -> TurnDecision | None:
@@ -186,7 +186,9 @@ def decide(
     return _decision(session, sorted([*taken, *waiting], key=lambda turn: turn.turn), order)
 
 
-def _without_run(session: SessionRecord, turns: Sequence[TurnFate], moment: Moment) -> TurnDecision | None:
+def _without_run(
+    session: SessionRecord, turns: Sequence[TurnFate], moment: DecisionTime
+) -> TurnDecision | None:
     """Decide the turns of a session that no run takes: what can never be trained on, and what was kept too long."""
     old = {
         turn.turn: _reason(session, turn) or MaskReason.NO_RUN
@@ -241,7 +243,7 @@ def _may_change(turn: TurnFate) -> bool:
     return not turn.delivered or turn.marked_at is None
 
 
-def _is_late(turn: TurnFate, session: SessionRecord, order: LiveDelivery, moment: Moment) -> bool:
+def _is_late(turn: TurnFate, session: SessionRecord, order: LiveDelivery, moment: DecisionTime) -> bool:
     """Return whether a due turn has waited for the judge as long as it may."""
     if moment.now >= turn.recorded_at + session.retention_seconds:
         return True

@@ -29,7 +29,7 @@ from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.http.requests import BodiesInFlight
-from rollout_service.live.serving.served import ServedSessions
+from rollout_service.live.serving.served import SessionResolver
 from rollout_service.settings.gateway import GatewaySettings
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ class LiveApp(GatewayApp):
 
     def __init__(
         self,
-        served: ServedSessions,
+        served: SessionResolver,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         hold_seconds: float,
@@ -83,9 +83,9 @@ class LiveApp(GatewayApp):
         return await self._served.serve_id(session_id, None if state.get(MAY_USE_ALL) else request.key)
 
     def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
-        wishes, body = read_wishes(request.headers, body)
+        options, body = read_turn_options(request.headers, body)
         call = super()._parse(request, codec, body)
-        return replace(call, **wishes.apply(call))
+        return replace(call, **options.apply(call))
 
     def _note(self, request: GatewayRequest, error: Exception) -> None:
         if not isinstance(error, ServiceError):
@@ -168,7 +168,7 @@ class TurnTypeError(InvalidFieldError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class TurnOptions:
     """What one request says."""
 
     kind: Literal["", "main", "side"] = ""
@@ -181,7 +181,7 @@ class Wishes:
         return {"kind": self.kind, "train": self.train, "fingerprint": fingerprint}
 
 
-def read_wishes(headers: Mapping[str, str], body: bytes) -> tuple[Wishes, bytes]:
+def read_turn_options(headers: Mapping[str, str], body: bytes) -> tuple[TurnOptions, bytes]:
     """Return what a request says, and its body without the fields for it. Headers go before fields.
 
     Raises:
@@ -192,7 +192,7 @@ def read_wishes(headers: Mapping[str, str], body: bytes) -> tuple[Wishes, bytes]
         fields, body = _take(body)
     kind = headers.get(KIND_HEADER, "") or fields.get("turn_type")
     train = headers.get(TRAIN_HEADER, "") or fields.get("train")
-    return Wishes(_kind(kind), _consent(train)), body
+    return TurnOptions(_kind(kind), _consent(train)), body
 
 
 def _take(body: bytes) -> tuple[dict[str, Any], bytes]:

@@ -16,7 +16,7 @@ from rollout_service.base.errors import UnavailableError
 from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, TokenSink
 from rollout_service.engines.errors import NoBackendError, PoolPaused
 from rollout_service.engines.pool.pool import BackendPool
-from rollout_service.engines.serving.policies import PolicyServing, ServedModel
+from rollout_service.engines.serving.policies import PolicyServing, PoolModel
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import CallObserver, ModelCall
@@ -118,7 +118,7 @@ class SessionEngines:
         """
         return self._open(pool, tenant, "", TurnCapture(self.renderer(pool), LIVE), observer, charge)
 
-    def _connect(self, pool: str) -> tuple[ServedModel, BackendPool]:
+    def _connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
         try:
             return self.policies.connect(pool)
         except NoBackendError as error:

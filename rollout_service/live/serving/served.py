@@ -40,7 +40,7 @@ _MAX_ID = 256
 _NUMBER = re.compile(r"~([0-9]{1,9})$")
 
 
-class ServedSessions:
+class SessionResolver:
     """Finds the sessions that agents call, and makes them ready to answer."""
 
     def __init__(
