@@ -127,7 +127,7 @@ class TurnRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnFate:
+class PendingTurn:
     """What is known of a turn that is in no part, without anything that it says."""
 
     turn: int
