@@ -51,10 +51,10 @@ class EventKind(StrEnum):
     """Rollouts of a node began to wait for sandboxes, or no longer do. Data: `state` (`began` or `ended`), `resource`,
     `reason`, `waiting`, and the `seconds` of one that ended."""
     HANG_BEGAN = "hang.began"
-    """Something is stuck, slow or held back; the subject is what is waited for. Data: the fields of a `HangFinding`
+    """Something is stuck, slow or held back; the subject is the thing waited for. Data: the fields of a `HangFinding`
     without `usual`, `detail` and `stack`, and `at`."""
     HANG_WORSENED = "hang.worsened"
-    """What was slow or held back is stuck now. Data: likewise."""
+    """Something that was slow or held back is stuck now. Data: likewise."""
     HANG_ENDED = "hang.ended"
     """It is over. Data: likewise, as it was last."""
     NODE_STATE = "node.state"

@@ -84,7 +84,7 @@ class RolloutState(StrEnum):
 
 
 class AgentProgram(WireModel):
-    """What became of a program that was the agent."""
+    """The outcome of a program that was the agent."""
 
     harness: Name
     exit_code: Integer | None = None
@@ -155,7 +155,7 @@ class Rollout(WireModel):
     session: Annotated[SessionInfo | None, Field(exclude_if=lambda session: session is None)] = None
     """The live session that it is a part of. Left out unless requested by `exports.turn_marks`."""
     turn_marks: Annotated[list[TurnMark], Field(exclude_if=lambda marks: not marks)] = []
-    """What became of each turn of this part, by turn id. Left out unless requested by `exports.turn_marks`."""
+    """The marks of this part's turns, ordered by turn id. Left out unless requested by `exports.turn_marks`."""
 
 
 class RolloutPage(WireModel):

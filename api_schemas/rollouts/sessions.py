@@ -23,10 +23,10 @@ class RolloutKind(StrEnum):
 
 
 class TurnKind(StrEnum):
-    """What a turn of a session was for."""
+    """The purpose of a session's turn."""
 
     MAIN = "main"
-    """What the user is served by."""
+    """A turn that serves the user."""
     SIDE = "side"
     """A call beside it, such as one for a title: served, never judged, never trained."""
 
@@ -58,7 +58,7 @@ class MaskReason(StrEnum):
 
 
 class MarkReason(StrEnum):
-    """What a turn's value rests on."""
+    """The reason for a turn's value, or for the lack of one."""
 
     MAJORITY = "majority"
     """More of the judge's valid votes agree on it than on any other."""
@@ -95,7 +95,7 @@ class JudgedBy(WireModel):
 
 
 class NextState(WireModel):
-    """What followed a turn: all messages since its answer, up to the client's next request."""
+    """The messages that followed a turn's answer, up to the client's next request."""
 
     role: Literal["user", "tool", "mixed"]
     chars: Integer
@@ -106,7 +106,7 @@ class NextState(WireModel):
 
 
 class Hint(WireModel):
-    """What the next state tells about what the answer should have been, in hindsight."""
+    """A hint, taken from the next state, at how the answer should have been."""
 
     text: str
     prompt_ids: list[Integer]
@@ -128,7 +128,7 @@ class Teacher(WireModel):
 
 
 class TurnMark(WireModel):
-    """What became of one turn of a session: its value, and whether it is trained on."""
+    """The value of one turn of a session, and whether it is trained on."""
 
     turn: Integer
     """The turn's id in the trajectory: it stands for all tokens with this `turn_ids`."""
@@ -140,7 +140,7 @@ class TurnMark(WireModel):
     value: Real | None = None
     """From -1 to 1; null if nobody judged it, which is not the same as 0."""
     reason: MarkReason | None = None
-    """What the value rests on, or why there is none; null if it was never to be judged."""
+    """The reason for the value, or for the lack of one; null if the turn was never to be judged."""
     source: str | None = None
     """`judge`, `explicit`, or `override:<name>`."""
     votes: Annotated[Votes | None, Field(exclude_if=lambda votes: votes is None)] = None

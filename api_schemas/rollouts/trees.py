@@ -27,7 +27,7 @@ class NodeDetail(StrEnum):
 
 
 class NodeRole(StrEnum):
-    """What a node of the tree is to its parent."""
+    """The role of a node of the tree, as seen from its parent."""
 
     SUBAGENT = "subagent"
 
@@ -75,7 +75,7 @@ class NodeParent(WireModel):
 
 
 class NodePrompt(WireModel):
-    """What a sub-agent was told."""
+    """The prompt of a sub-agent."""
 
     system: str
     user: str
@@ -130,7 +130,7 @@ class AgentNode(WireModel):
     sandbox: str | None = None
     """The id of the sandbox that its tools used; null without one."""
     trajectory: Trajectory | None = None
-    """What it saw and sampled, with a mask of zeros. Null unless requested by `exports.nodes` as `tokens`."""
+    """Its prompts and completions, with a mask of zeros. Null unless requested by `exports.nodes` as `tokens`."""
 
 
 class Assigns(WireModel):

@@ -1,4 +1,4 @@
-"""What people look at: the service at a glance, and trajectories."""
+"""Calls for the views that people look at: the overview of the service, and trajectories."""
 
 from __future__ import annotations
 

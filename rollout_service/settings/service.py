@@ -94,10 +94,10 @@ class Settings(BaseSettings):
     layers_budget_bytes: int | None = Field(50 * 2**30, ge=0)
     """The most space for layers of Dockerfiles: the least recently used are removed after a build."""
     sandbox: ProviderConfig = Field(default_factory=ApptainerConfig)
-    """What runs untrusted code. `provider = "local"` isolates nothing, and is never the default."""
+    """The sandbox provider, for untrusted code. `provider = "local"` isolates nothing, and is never the default."""
     sandboxes: SandboxesSettings = SandboxesSettings()
     engine: DefaultEngine = DefaultEngine.EMBEDDED
-    """What serves the policy when no backend is configured: the small CPU engine, or nothing until one is
+    """The engine that serves the policy when no backend is configured: the small CPU engine, or none until one is
     registered."""
     embedded: EmbeddedSettings = EmbeddedSettings()
     backends: Backends = []

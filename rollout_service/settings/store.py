@@ -53,8 +53,8 @@ class ClusterSettings(Section):
     name: Name | None = None
     """The name of this node; every node that shares the store needs its own. Left out, the host name."""
     labels: Labels = []
-    """What this node has that environments may require, such as `large-disk`: it runs only those whose `[sandbox]
-    requires` it has."""
+    """Labels of this node that environments may require, such as `large-disk`. It runs only environments whose
+    `[sandbox] requires` it has."""
     address: str | None = Field(None, pattern="^https?://[^/]+$")
     """The URL at which others reach this node's API, as `GET /v1/nodes` shows it. Left out, made of `host` and
     `port`."""
