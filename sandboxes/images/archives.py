@@ -19,7 +19,7 @@ from sandboxes.errors import ImageError, ImageNotFoundError
 INDEX, LAYOUT, MANIFEST, REPOSITORIES = "index.json", "oci-layout", "manifest.json", "repositories"
 REF_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 BROKEN = (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError)
-"""What reading a broken archive raises."""
+"""The exceptions that reading a broken archive raises."""
 
 DOCUMENT_LIMIT = 8 * 1024 * 1024
 

@@ -33,7 +33,7 @@ REGISTRY = (
 
 @dataclass(frozen=True, slots=True)
 class BuildOutcome:
-    """What became of one of many builds: an image, or an error."""
+    """The outcome of one of many builds: an image, or an error."""
 
     source: Source
     name: str

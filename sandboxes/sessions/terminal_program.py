@@ -95,7 +95,7 @@ def take_frames(data: bytes, master: int) -> "tuple[bytes, bytes]":
 
 
 def set_size(terminal: int, lines: int, columns: int) -> None:
-    """Set the size of a terminal's window, which its programs are told of."""
+    """Set the size of a terminal's window; its programs get a SIGWINCH."""
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
 

@@ -357,4 +357,4 @@ SETTINGS: Mapping[str, Handler] = {
     "ENTRYPOINT": _start_command,
     "CMD": _start_command,
 } | dict.fromkeys(KEPT_AS_LABELS, _keep_as_label)
-"""What each does to the state of a stage of a plan. They raise ValueError for text that means nothing."""
+"""The handlers of the instructions that change only a stage's state. They raise ValueError for text without meaning."""

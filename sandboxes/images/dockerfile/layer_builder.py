@@ -133,7 +133,7 @@ FOLDERS = {
     "tmp": 0o1777,
     "var/tmp": 0o1777,
 }
-"""What a sandbox needs to start, and an image from scratch may lack."""
+"""The folders, with their modes, that a sandbox needs to start and an image from scratch may lack."""
 
 
 def add_settings(builder: LayerBuilder, state: StageState, origin: Instruction) -> None:

@@ -34,7 +34,7 @@ class ImageLayer:
     key: str
     files: Path
     size_bytes: int
-    """What its files take on disk, without those of the layers below it."""
+    """The space that its files take on disk, without those of the layers below it."""
 
 
 def make_key(*parts: object) -> str:

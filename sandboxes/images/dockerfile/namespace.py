@@ -65,14 +65,14 @@ class StepMount:
 
 @dataclass(frozen=True, slots=True)
 class StepJob:
-    """What one step does; see `step/job.py`."""
+    """The work of one step; see `step/job.py`."""
 
     action: Literal["run", "write", "read", "folder", "tool"]
     layers: Sequence[Path] = ()
     """The image, the topmost layer first."""
 
     changes: Path | None = None
-    """A folder with the empty folders `fs`, for what the step changes, and `work`, both of root of the namespace."""
+    """A folder with the empty folders `fs`, for the step's changes, and `work`, both of root of the namespace."""
 
     output: Path | None = None
     inputs: Sequence[Path] = ()
@@ -268,7 +268,7 @@ class _Feeder:
 
     @property
     def stdin(self) -> int | IO[bytes]:
-        """What the step reads."""
+        """The step's standard input."""
         return subprocess.DEVNULL if self._pipe is None else self._pipe
 
     def start(self) -> None:

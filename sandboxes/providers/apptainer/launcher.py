@@ -35,7 +35,7 @@ PROBE_BYTES = 1024 * 1024
 OVERLAYS_OF_MAPPED = (5, 19)
 """The first kernel whose overlays may lie on mounts with mapped owners."""
 POINTS = ("/dev/", "/proc/", "/sys/", "/etc/hosts", "/etc/resolv.conf")
-"""What Apptainer mounts something on in every image; a folder ends with "/"."""
+"""The paths on which Apptainer mounts something in every image; a folder ends with "/"."""
 NAMESPACES_HINT = (
     "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0"

@@ -1,4 +1,4 @@
-"""What a program of the image finds besides the image's files: devices, processes, names of hosts, and its mounts."""
+"""The mounts that a step adds to the image's files: devices, processes, host names, and those of its instruction."""
 
 import os
 import posixpath
