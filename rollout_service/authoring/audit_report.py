@@ -1,4 +1,4 @@
-"""What an audit found: for each instance the measurements, and for all of them what is wrong."""
+"""The report of an audit: the measurements of each instance, and the findings on all of them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class AuditReport:
 
     @property
     def findings(self) -> list[str]:
-        """What is wrong, each with its instance."""
+        """The defects, each with its instance."""
         found = [finding for one in self.instances for finding in one.findings()]
         if self.refused:
             found.append(f"{self.refused} connections were refused by the list of hosts")

@@ -1,4 +1,4 @@
-"""What clients of OpenEnv send and get.
+"""The messages between OpenEnv's clients and the server.
 
 Guarantee: these models are the schemas that the server publishes, so a client can check an action before it sends it.
 """
@@ -56,7 +56,7 @@ class SeenMessage(_Strict):
 
 
 class TurnObservation(_Strict):
-    """What the policy is told next."""
+    """The policy's next observation."""
 
     messages: list[SeenMessage] = []
     """The messages since the last turn; after a reset, those that begin the conversation."""

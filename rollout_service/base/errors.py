@@ -21,7 +21,7 @@ ServiceError
  |   `- LeadershipLostError       another service now does what one alone may do          503
  |- RecordLostError               one record of the store is gone or damaged            500
  |- UnavailableError              the service cannot do this now                        503
- |   `- TryLaterError             ... but will; the client is told when to come back
+ |   `- TryLaterError             ... but will; `Retry-After` says when
  |       `- TooManyBytesError     ... since the bodies of too many requests are being read       429
  |- StageTimeoutError             a stage's deadline passed
  |- AttemptsExhaustedError        the service crashed while running the rollout, too often

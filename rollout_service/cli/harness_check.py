@@ -36,7 +36,7 @@ pathlib.Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({{"reward": rew
 
 @dataclass(frozen=True, slots=True)
 class HarnessCheck:
-    """What a check found."""
+    """The outcome of a check."""
 
     harness: str
     version: str

@@ -49,7 +49,7 @@ async def running_server(
 ) -> AsyncIterator[RolloutClient]:
     """Start `rollout-service serve` on a free loopback port, and yield a client once it is ready.
 
-    The server's log is `server.log` in `state_dir`. What the start waits for is told to `say` every two seconds.
+    The server's log is `server.log` in `state_dir`. `say` is called every two seconds with the reason for the wait.
 
     Raises:
         CommandError: The server does not start; the message has the end of its log.

@@ -1,4 +1,4 @@
-"""What only one node may do at a time: each kind of such work is a role with one leader.
+"""Work that only one node may do at a time: each kind of such work is a role with one leader.
 
 Guarantees: the work runs only while this node holds the role, is cancelled before the role can pass to another node,
 and gets a lease whose token lets the store refuse the writes of an earlier leader. A leader that leaves resigns, so

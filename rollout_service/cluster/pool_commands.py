@@ -1,7 +1,7 @@
 """Commands to pools whose backends several services share: one of the services carries each command out.
 
 Guarantees:
-- Every backend is told once by one service, the one that leads the role `pool:NAME`; all others hold their requests
+- Every backend gets a command once, from the service that leads the role `pool:NAME`; all others hold their requests
   meanwhile, and take over the pause, the weights and the process groups that the command left.
 - A command outlives the service that was asked and the one that carries it out: another one repeats it, within
   `LEADER_SECONDS` and a heartbeat. Weights are then given only to backends that do not report their version.

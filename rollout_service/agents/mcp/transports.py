@@ -78,7 +78,7 @@ class PipeTransport:
         self._writing = False
 
     async def _refuse(self, asked: JsonObject) -> None:
-        """Answer a request of the server; it is told of no capability that would allow one but `ping`."""
+        """Answer a request of the server. Only `ping` is supported; no capability that allows others is advertised."""
         if "id" in asked:
             await self.tell({"jsonrpc": "2.0", "id": asked["id"], **_answer_to(asked)})
 

@@ -84,7 +84,7 @@ class Branch:
     """The steps that may follow each other; None sets no limit."""
     times: BranchTimes = field(default_factory=BranchTimes)
     steps: Steps = field(default_factory=Steps)
-    """What it has cost, once it has ended."""
+    """Its costs, once it has ended."""
     result: str = ""
     _number: int = 0
     _model: str = ""

@@ -19,7 +19,7 @@ MAX_NAME_CHARS = 64
 
 _RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 RESULT_RULE = "Put your result in <result></result>."
-"""What is added to the system prompt of every sub-agent, after an empty line."""
+"""The sentence that is added to every sub-agent's system prompt, after an empty line."""
 
 
 def _tool(tool: str, description: str, *fields: str) -> ToolSpec:

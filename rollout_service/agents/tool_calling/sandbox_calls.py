@@ -1,4 +1,4 @@
-"""What the tools share that work in the agent's sandbox: a mistake of the policy becomes a text for it."""
+"""Helpers for tools that work in the agent's sandbox. They turn a mistake of the policy into a text for it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ GET_SECONDS: Final = 30.0
 PAUSES: Final = (0.5, 2.0)
 """How many seconds pass before each further attempt."""
 _BAD_QUERY: Final = frozenset({400, 413, 414, 422})
-"""What a service answers to a query that it cannot take."""
+"""The statuses with which a service refuses a query."""
 
 
 class SearchFailedError(ServiceError):

@@ -71,7 +71,7 @@ class EnvironmentReport:
     harness: str | None
     """The program that is the agent; None for the built-in one."""
     tools: list[str]
-    """The built-in tools and the environment's own, as the policy is told of them."""
+    """The names of the built-in tools and the environment's own, as the policy sees them."""
     instances: int
     splits: dict[str, int]
     """The number of instances in each split of the data set."""
@@ -135,7 +135,7 @@ def _spec(environment: Environment) -> dict[str, JsonValue]:
 
 
 def tool_names(environment: Environment) -> list[str]:
-    """Return the names of all tools that the policy is told of."""
+    """Return the names of all tools that the policy sees."""
     told = [str(tool["function"]["name"]) for tool in environment.tool_definitions()]
     return [*environment.spec.tools, *(name for name in told if name not in environment.spec.tools)]
 

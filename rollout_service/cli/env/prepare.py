@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Preparation:
-    """What was asked for, and what became of it."""
+    """The numbers of instances and images of a preparation, and its failures."""
 
     instances: int = 0
     images: int = 0

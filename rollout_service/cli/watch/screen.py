@@ -48,7 +48,7 @@ runs        groups under way, ready and trained on; how many versions the oldest
 
 @dataclass(slots=True)
 class Screen:
-    """What is shown."""
+    """The state of the screen."""
 
     overview: Overview
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))

@@ -46,7 +46,7 @@ class StartFailure(BaseModel):
 
 
 class Submitted(BaseModel):
-    """What was submitted."""
+    """A submitted job and its specification."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -1,4 +1,4 @@
-"""What the batch step of a job does: it starts Redis, engines and the service, watches them, and ends them in order.
+"""The batch step of a job: it starts Redis, engines and the service, watches them, and ends them in order.
 
 Guarantees: parts that die are started again, and a node that is lost leaves the others at work. SIGUSR1, which Slurm
 sends before a limit of time or a preemption, and parts that Slurm ends by itself, drain the service and put the job
