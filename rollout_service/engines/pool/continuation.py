@@ -157,7 +157,7 @@ class Continuation:
     _exposed: set[int] = field(default_factory=set)
     _extras: MergedExtras = field(init=False)
     _streamed: list[TokenChunk] = field(default_factory=list)
-    """What the present attempt has delivered."""
+    """The chunks that the present attempt has delivered."""
     _began: float = 0.0
     _cut_stops: CutStops | None = field(init=False, default=None)
     _to_complete: int = 0

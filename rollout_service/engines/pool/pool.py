@@ -128,10 +128,10 @@ class BackendPool:
         traces: bool = False,
         exports: Collection[str] | None = None,
     ) -> BackendView:
-        """Check what `backend`, of this kind, can do, give it the pool's weights, and put it into service.
+        """Check the features of `backend`, give it the pool's weights, and put it into service.
 
-        `max_in_flight` bounds the requests that it is given at once, and with `traces` it is told of their traces. A
-        backend whose id is known is checked again and brought back, whatever its state was; `backend` is then closed
+        `max_in_flight` bounds the requests that it is given at once; with `traces`, they carry a `traceparent` header.
+        A backend whose id is known is checked again and brought back, whatever its state was; `backend` is then closed
         and the known one stays. With `exports`, another service has checked it, and it may be paused.
 
         Raises:

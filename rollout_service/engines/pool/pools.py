@@ -141,9 +141,8 @@ class Pools:
     ) -> BackendView:
         """Put the engine at `url` into service in a pool.
 
-        Registering it again changes only its limit and whether it is told of traces, and ends a drain. If `kind` is
-        None, the engine is asked for it.
-        `exports` are the extras that another service found when it checked the engine.
+        Registering it again changes only `max_in_flight` and `traces`, and ends a drain. If `kind` is None, the engine
+        is asked for it. `exports` are the extras that another service found when it checked the engine.
 
         Raises:
             ValueError: The address is malformed.

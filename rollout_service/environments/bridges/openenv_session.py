@@ -45,7 +45,7 @@ class InvalidActionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the server says to a reset or a step."""
+    """The server's answer to a reset or a step."""
 
     observation: dict[str, Any]
     reward: float | None

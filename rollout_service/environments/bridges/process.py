@@ -28,7 +28,7 @@ _LOST: Final = (
     *(anyio.BrokenResourceError, anyio.ClosedResourceError),
     *(anyio.IncompleteRead, anyio.DelimiterNotFound, OSError),
 )
-"""What reading from or writing to a process that has ended may raise, or one that sends no line."""
+"""The exceptions of reading from or writing to a process that has ended, or that sends no line."""
 
 
 class LibraryProcess:

@@ -24,7 +24,7 @@ MAX_PARTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """What the other side says to an action."""
+    """The other side's reply to an action."""
 
     text: str
     reward: float = 0.0
@@ -48,7 +48,7 @@ class Partner(Protocol):
 
 @dataclass(slots=True)
 class Earned:
-    """What an episode in turns has brought so far."""
+    """The rewards and parts of an episode so far."""
 
     rewards: list[float] = field(default_factory=list)
     """One for each action."""

@@ -211,7 +211,7 @@ class SweDeclaration(EnvironmentSettings):
     name: Name = KIND
     description: str = "Software repairs in the form of SWE-bench, scored by hidden tests."
     family: SweFamily | None = None
-    """The set that the instances are from; by default, it is told from the fields of each."""
+    """The set that the instances are from; by default, it is recognized by the fields of each."""
     image: str | None = Field(None, min_length=1)
     """The image of a task, a template such as `swe-{{ instance.instance_id }}`; by default, the instance names it."""
     system: str | None = SYSTEM

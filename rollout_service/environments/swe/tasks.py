@@ -44,7 +44,7 @@ class SweFamily(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SweTask:
-    """What a rollout and its evaluation need to know."""
+    """A task, as a rollout and its evaluation need it."""
 
     instance_id: str
     family: SweFamily
@@ -312,7 +312,7 @@ def _tests_of(test_patch: str) -> frozenset[str]:
 
 
 def _runnable(test_patch: str) -> list[str]:
-    """Return the files that a test runner is told of: modules of tests, not their data or helpers."""
+    """Return the files to pass to a test runner: modules of tests, not their data or helpers."""
     changes = split_patch(test_patch.encode(errors="surrogateescape"))
     paths = {path for change in changes if not change.deletes for path in change.paths}
     return sorted(path for path in paths if _TEST_MODULE.search(PurePosixPath(path).name))

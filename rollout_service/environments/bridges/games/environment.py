@@ -45,7 +45,7 @@ class TextGame(BaseModel):
 
 
 class GameReply(BaseModel):
-    """What a game says to an action, or as it begins."""
+    """A game's reply to an action, or its first text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -1,9 +1,9 @@
-"""What the worker of games knows of Gymnasium's toy texts; `games/worker.py` says how it is called.
+"""The part of the games' worker for Gymnasium's toy texts; `games/worker.py` describes the calls.
 
 Gymnasium's actions and observations are numbers. Here each game has names for its actions, a function `act` from a text
 to an action, and a function `show` from an observation to a text.
 
-Guarantee: a text without an action changes nothing in the game; the player is told, and it is counted.
+Guarantee: a text without an action changes nothing in the game; it is counted, and the reply says so.
 """
 
 import re
@@ -21,7 +21,7 @@ STOPS = ("R", "G", "Y", "B", "the taxi")
 
 
 class ToyText(NamedTuple):
-    """A game, as a player is told of it."""
+    """A game, as it is described to a player."""
 
     goal: str
     actions: tuple[str, ...]

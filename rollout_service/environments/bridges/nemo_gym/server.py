@@ -48,7 +48,7 @@ _ENV: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a server said to the row."""
+    """A server's answer to the row at the beginning of an episode."""
 
     has_turns: bool
     """Whether it answers each turn itself and rewards it, as environments of Gymnasium do."""

@@ -1,6 +1,6 @@
-"""What the worker of games knows of TextArena; `games/worker.py` says how it is called.
+"""The part of the games' worker for TextArena; `games/worker.py` describes the calls.
 
-Guarantee: a player sees what the game and the other player said since its last move, without its own words.
+Guarantee: a player sees the texts of the game and of the other player since its last move, without its own words.
 """
 
 from collections.abc import Callable

@@ -43,7 +43,7 @@ OLD_FORM = (
 )
 MISSING = "if it is a package that the taskset needs, name it in `requirements` of environment.toml"
 MODULES = ("verifiers.v1", "verifiers.v1.utils.loaders", "verifiers.v1.trace", "mcp.server.mcpserver")
-"""What is imported before the first request is answered."""
+"""The modules that are imported before the first request is answered."""
 STOPS = {
     "finished": "agent_completed",
     "answered": "agent_completed",

@@ -229,7 +229,7 @@ _WORD = re.compile(r"\\(?:text|mathrm|textbf)\b|[\W_]+")
 
 
 class RuleVerdict(StrEnum):
-    """What a rule says about an answer."""
+    """A rule's verdict on an answer."""
 
     RIGHT = "right"
     WRONG = "wrong"
