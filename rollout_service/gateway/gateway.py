@@ -54,14 +54,14 @@ class ServedPolicies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatewayParts:
-    """What a gateway works with."""
+    """The parts of the service that a gateway uses."""
 
     settings: GatewaySettings
     policies: ServedPolicies
     make_capture: Callable[[ChatRenderer], Capture[Any]]
     metrics: GatewayMetrics
     observe: Observe
-    """Told why a connection was refused."""
+    """Called with the reason for each refused connection."""
 
 
 class Gateway:
@@ -76,7 +76,7 @@ class Gateway:
         self.bodies = BodiesInFlight(parts.settings.max_bytes_in_flight, parts.settings.max_body_bytes)
         """The bodies that are read for all sessions, live ones included."""
         self.url = ""
-        """The address that programs are told, once the gateway runs."""
+        """The address for programs, once the gateway runs."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -118,7 +118,7 @@ def _moments(rewards: Sequence[float]) -> tuple[float, float]:
 # How the rollouts of a group went, as sums: what the history of a run is made of.
 
 PHASES = ("queued", "init", "engine", "tool", "rollout", "evaluate")
-"""What the time of a rollout is divided into; `rollout` is the rest of that stage."""
+"""The phases into which a rollout's time is divided; `rollout` is the rest of that stage."""
 
 
 @dataclass(frozen=True, slots=True)

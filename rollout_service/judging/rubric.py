@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its answers become a value.
+"""The question to a judge, and the rules by which its answers become a value.
 
 Guarantees: a rubric that contradicts itself is refused when it is made. Two rubrics with the same `digest` ask the same
 and decide alike.

@@ -35,7 +35,7 @@ from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
 
 @dataclass(frozen=True, slots=True)
 class CapturePolicy:
-    """What of an agent's conversations is continued and trained on."""
+    """The rules for which of an agent's conversations are continued and trained on."""
 
     extends: frozenset[Standing] = frozenset(Standing) - {Standing.TEXT_CHANGED}
     """Which answers may be continued, by how they stand in their client's history."""

@@ -23,7 +23,7 @@ _SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands before a conversation, as hashes, since every turn has one: the system prompt and the tools."""
+    """The system prompt and the tools before a conversation. They are kept as hashes, since every turn has a head."""
 
     system: bytes
     tools: bytes

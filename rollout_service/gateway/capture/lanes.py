@@ -56,7 +56,7 @@ def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapp
 
 
 class TurnHead(Protocol):
-    """What tells whose conversation a turn is in, beside the turns before it."""
+    """The properties of a turn that, with the turns before it, show whose conversation it is in."""
 
     @property
     def head(self) -> Head:
@@ -74,7 +74,7 @@ def role_of_new(
     parent: TreeTurn | None,
     after: TreeTurn | None,
 ) -> SegmentRole:
-    """Return the role of a turn that is not recorded yet, by what the recorded ones tell so far."""
+    """Return the role of a turn that is not recorded yet, judged by the recorded ones."""
     if (said := said_role(new.call)) is not None:
         return said
     before = parent or after

@@ -64,9 +64,9 @@ class Splitter:
         self.malformed = 0
         """How many calls were malformed."""
         self.disagreed = False
-        """Whether what was sent is not what the parser found."""
+        """Whether the answer that was sent differs from the parser's result."""
         self.parsed: ParsedTurn | None = None
-        """What the parser found, once every id was fed."""
+        """The parser's result, once every id was fed."""
         self._renderer = renderer
         self._prompt = prompt_ids
         self._tools = tools

@@ -202,7 +202,7 @@ def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
 # What the dialects do alike with the parts of messages and with tools.
 
 BETWEEN_PARTS = "\n\n"
-"""What joins the texts of one message that a client sent in several parts, other than an assistant's."""
+"""The separator of the texts of one message that a client sent in several parts, other than an assistant's."""
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 

@@ -1,4 +1,4 @@
-"""What OpenAI's two APIs have in common: the form of a choice of tools, errors, and lists of models."""
+"""The common parts of OpenAI's two APIs: tool choices, errors, and lists of models."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class LiveAnswer:
         self.planned: PlannedAnswer | None = None
         """Its prompt, once that is known."""
         self.observer: TurnObserver | None = None
-        """What keeps its turn, if the session's capture alone does not."""
+        """The observer that keeps its turn, if the session's capture alone does not."""
         self.error: Exception | None = None
         """Why there is no answer, or no more of it."""
         self.ended = False

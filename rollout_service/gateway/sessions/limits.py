@@ -1,9 +1,9 @@
-"""The limits of a rollout, and how a program is told that it has reached one.
+"""The limits of a rollout, and the answer to a program that has reached one.
 
 Guarantee: the calls of a rollout never sample more tokens together than it may, however many are open at once, and none
 is cut short for tokens that another then does not use.
 
-A program is told by a last answer like any other, with only a text: every client takes a text without tool calls for
+The program gets a last answer like any other, with only a text: every client takes a text without tool calls for
 the end of the task, and an error would make many repeat the request.
 """
 

@@ -81,11 +81,11 @@ class SessionPlace:
     retry_seconds: float
     """How long an answer is kept for a client that went away."""
     observer: CallObserver[Any] | None = None
-    """What sees the calls, and keeps their turns."""
+    """The observer that sees the calls and keeps their turns."""
     is_private: bool = False
     """Whether a user talks here, of whom nothing may be in the log."""
     hidden: Collection[str] = ()
-    """Texts that are masked in all that the policy is told; some may be added later."""
+    """Texts that are masked in the policy's prompts; some may be added later."""
     charge: Callable[[int], None] = lambda _: None
     """Counts answers that a request asks for beside its first one, against what its user may ask for."""
 
@@ -122,7 +122,7 @@ class GatewaySession:
         self._tokens = TokenBudget(limits.max_tokens)
         self._engine_seconds = 0.0
         self._activity = current_activity()
-        """What the rollout does and waits for; None for a live session, of which no attempt waits."""
+        """The steps of the rollout's attempt; None for a live session, which has none."""
         self._lanes: set[int] = set()
         """The lanes of the calls under way, since calls may be made at once."""
 
