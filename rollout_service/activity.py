@@ -1,4 +1,4 @@
-"""What rollouts under way do and wait for: noted at each boundary, for timelines, traces and the search for hangs."""
+"""The steps of rollouts under way, noted at each boundary for timelines, traces and the search for hangs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOTES: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
 
 
 class StepObserver:
-    """Is told of attempts and their steps, on the event loop; must be quick and must not raise.
+    """An observer of attempts and their steps, called on the event loop. It must be quick and must not raise.
 
     Every method does nothing by default.
     """
@@ -99,9 +99,9 @@ class OpenStep:
         self.traceparent: str | None = None
         """The step as a span, for those who are asked to continue its trace; None if there is no trace."""
         self.request: object = None
-        """What is asked for, as an object, until the step has ended; observers may read it."""
+        """The request, as an object, until the step has ended; observers may read it."""
         self.answer: object = None
-        """What the answer was, likewise."""
+        """The answer, likewise."""
 
     def move(self, **detail: Any) -> None:
         """Note that something moved, and what is known now."""
@@ -114,7 +114,7 @@ class OpenStep:
 
 
 class Activity:
-    """What one attempt does."""
+    """The steps of one attempt."""
 
     def __init__(
         self,

@@ -188,7 +188,7 @@ class SubagentSlot(Protocol):
 
 
 class SubagentHost(Protocol):
-    """What the sub-agents of one episode run on: the engines of frozen pools, slots, and sandboxes of their own."""
+    """The host of one episode's sub-agents: the engines of frozen pools, slots, and sandboxes of their own."""
 
     def model(self, pool: str) -> str:
         """Return the model that a pool serves.
@@ -234,7 +234,7 @@ class WorkClock:
 
     @property
     def seconds(self) -> float:
-        """What the clock shows."""
+        """The time that the clock shows, in seconds."""
         if self._stopped_at is not None:
             return self._stopped_at
         if self._zero is None:
@@ -333,7 +333,7 @@ class Episode:
     """Keeps the artifacts as they are now, to be scored on their own after the agent has ended. It ends the agent's
     processes. None unless the environment is scored in a fresh sandbox."""
     subagents: SubagentHost | None = None
-    """What sub-agents run on; None unless the environment has them (`EnvironmentSpec.parallel`), and in a trial."""
+    """The host of sub-agents; None unless the environment has them (`EnvironmentSpec.parallel`), and in a trial."""
     nodes: list[AgentNode] = field(default_factory=list)
     """The sub-agents so far, in the order in which they began."""
     work: Work | None = None
@@ -341,7 +341,7 @@ class Episode:
     session: SessionInfo | None = None
     """The live session that the episode is a part of; None for a task."""
     turn_marks: list[TurnMark] = field(default_factory=list)
-    """What became of each turn of that part."""
+    """The marks of that part's turns."""
     clock: WorkClock = field(default_factory=WorkClock)
     """Measures the agent's work; an agent's own time limits belong on it, so that a replay does not count."""
 

@@ -1,4 +1,4 @@
-"""What the parts of live sessions share: the records of the store, and the store itself.
+"""The contract between the parts of live sessions: the records of the store, and the store itself.
 
 A turn passes through four steps, none of which waits for the next: it is *recorded* when it is served, its *next state*
 is set when the client's next request arrives, it is *judged*, and a *part* of the session hands it to a run. Guarantees
@@ -132,7 +132,7 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFate:
-    """What is known of a turn that is in no part, without anything that it says."""
+    """The state of a turn that is in no part, without its content."""
 
     turn: int
     kind: TurnKind
@@ -164,7 +164,7 @@ class PartRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deleted:
-    """What a deletion removed."""
+    """The data that a deletion removed."""
 
     sessions: tuple[str, ...]
     turns: int

@@ -54,7 +54,7 @@ INLINE_IDS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class RecordingParts:
-    """What the recorders of all sessions share."""
+    """The parts of the service that the recorders of all sessions share."""
 
     store: LiveStore
     detectors: Detectors
@@ -63,9 +63,9 @@ class RecordingParts:
     tasks: TaskGroup
     """Runs the writes that no client waits for."""
     followed: Callable[[], None] = lambda: None
-    """Is told that a turn has got its next state."""
+    """Called when a turn has got its next state."""
     rated: Callable[[str, int], None] = lambda *_: None
-    """Is told the session and the turn that a user has rated."""
+    """Called with the session and the turn that a user has rated."""
     clock: Callable[[], float] = time.time
 
     def later(self, write: Callable[[], Awaitable[object]]) -> None:

@@ -37,7 +37,7 @@ _LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    """What a turn's answer was sampled on."""
+    """The prompt of a turn's answer, and the answer."""
 
     messages: list[Message]
     """The conversation, each answer of the policy as it was sampled."""

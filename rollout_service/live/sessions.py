@@ -64,7 +64,7 @@ class Deletion(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LiveSessionParts:
-    """What live sessions work with."""
+    """The parts of the service that live sessions use."""
 
     settings: LiveSettings
     store: LiveStore

@@ -45,7 +45,7 @@ class Settlement:
         claims: ClaimRules,
         on_finished: Callable[[Rollout], None],
     ) -> None:
-        """`on_finished` is told of each result that was written."""
+        """`on_finished` is called with each rollout whose result was written."""
         self._context = context
         self._settings = settings
         self._claims = claims

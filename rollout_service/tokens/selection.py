@@ -22,7 +22,7 @@ _NOT_SAMPLED: dict[str, Any] = {
     "top_ids": [],
     "top_logprobs": [],
 }
-"""What each list has at a token that is not trained on."""
+"""The value of each list at a token that is not trained on."""
 
 
 def train_on(trajectory: Trajectory, turns: Collection[int]) -> Trajectory:

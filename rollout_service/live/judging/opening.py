@@ -117,14 +117,14 @@ _HINT = re.compile(r"\[HINT_START\]((?:(?!\[HINT_(?:START|END)\]).)*)\[HINT_END\
 
 @dataclass(frozen=True, slots=True)
 class RecordedPrompt:
-    """What a turn was sampled on, and by which pool."""
+    """The prompt of a turn, and the pool that sampled it."""
 
     pool: str
     prompt: TurnPrompt
 
 
 PromptOf = Callable[[TurnRecord], Awaitable[RecordedPrompt]]
-"""Returns what a turn was sampled on; a ServiceError says why that is not known."""
+"""Returns the prompt of a turn; raises a ServiceError if it is not known."""
 
 
 class JudgedHints:

@@ -1,4 +1,4 @@
-"""What the judge of served turns is asked: rubrics over an answer and what followed it.
+"""The prompts of the judge of served turns: rubrics over an answer and its next state.
 
 Guarantees: both texts are quoted between markers that they cannot contain, and are cut in the middle. The judge votes
 in boxes, and only the last box of its own answer counts. An operator's prompt that is not valid is refused at the

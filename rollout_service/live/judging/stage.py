@@ -40,7 +40,7 @@ TurnKey = tuple[str, int]
 
 
 class JudgeObserver(Protocol):
-    """Is told of marks."""
+    """An observer of marks."""
 
     def judged(self, turn: TurnRecord, mark: TurnMarkRecord) -> None:
         """Note a mark that was set."""

@@ -60,7 +60,7 @@ class PartDelivery:
     ) -> None:
         """Deliver parts to the runs of a store; `node` names this node if others share that store.
 
-        `handed_over` is told for how many seconds each part has waited for its run.
+        `handed_over` is called for each part with the seconds that it has waited for its run.
         """
         self._store = store
         self._node = node
@@ -73,7 +73,7 @@ class PartDelivery:
         """The runs of which every stored offset is known to be that of a task."""
         self._warned: dict[str, str] = {}
         self._short: dict[str, object] = {}
-        """What each run had when its parts did not suffice, so that nothing is read again until there is more."""
+        """The state of each run when its parts did not suffice, so that nothing is read again until there is more."""
 
     def warnings(self) -> list[str]:
         """Return a sentence for each run whose parts wait long for others."""

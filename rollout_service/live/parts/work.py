@@ -1,4 +1,4 @@
-"""What turns served sessions into batches, at work: parts are closed and handed to runs until it is cancelled.
+"""The background work that turns served sessions into batches: it closes parts and hands them to runs.
 
 Guarantee: a store that fails for a while delays this work, and ends nothing.
 """
@@ -140,7 +140,7 @@ class PartCloser:
 
 @dataclass(frozen=True, slots=True)
 class TurnDecision:
-    """What becomes of some turns of a session."""
+    """The decision on some turns of a session: which are usable, and why the others are not."""
 
     usable: tuple[int, ...] = ()
     dropped: Mapping[int, MaskReason] = field(default_factory=dict)

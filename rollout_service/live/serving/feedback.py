@@ -1,4 +1,4 @@
-"""What users say of answers. Guarantee: it wins over the judge, once; the same again changes nothing."""
+"""The feedback of users on answers. Guarantee: it overrides the judge, once; the same again changes nothing."""
 
 from __future__ import annotations
 

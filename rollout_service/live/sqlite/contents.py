@@ -1,4 +1,4 @@
-"""What users and the model say, apart from everything else: see `schema` for why.
+"""The texts of users and the model, kept apart from everything else: see `schema` for why.
 
 Each function runs inside one transaction, in the database's thread.
 """

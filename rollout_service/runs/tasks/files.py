@@ -3,8 +3,8 @@
 Guarantees:
 - Every row was accepted by the environment when the run was created, and one that was not is named. A file that has
   changed since is refused.
-- With `folders`, only a file in one of them is read, wherever links lead, and nothing is told of other files. What was
-  checked is what is read, also later: the file is held open, so another in its place changes nothing.
+- With `folders`, only a file in one of them is read, wherever links lead, and errors say nothing of other files. The
+  file that was checked is the one that is read, also later: it is held open, so another in its place changes nothing.
 """
 
 from __future__ import annotations

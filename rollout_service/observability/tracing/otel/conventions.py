@@ -58,7 +58,7 @@ SEGMENT: Final = "rollout.segment"
 BACKEND: Final = "rollout.backend"
 SANDBOX: Final = "rollout.sandbox"
 LINK: Final = "rollout.link"
-"""What a link leads to: `order`, the span that created the run, or `previous_attempt`."""
+"""The target of a link: `order`, the span that created the run, or `previous_attempt`."""
 
 NOTED: Final = {
     "turn": TURN,

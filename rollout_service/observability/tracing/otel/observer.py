@@ -33,7 +33,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class TraceObserver(StepObserver):
-    """Is told of attempts, and makes their spans."""
+    """The observer of attempts that makes their spans."""
 
     def __init__(
         self, tracer: Tracer, ids: RolloutIds, backends: Callable[[], Iterable[BackendView]] = tuple

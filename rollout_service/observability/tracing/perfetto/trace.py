@@ -48,7 +48,7 @@ _ENGINE_ARGS = {
     "error": "error",
 }
 _LEFT_OUT = frozenset({"call", "sandbox", "turn", "segment"})
-"""What other slices of the trace tell."""
+"""The keys of details that other slices of the trace show."""
 _NAMES = {
     StepKind.PLACE: "wait: place",
     StepKind.WORKER: "wait: worker",
