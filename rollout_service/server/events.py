@@ -80,7 +80,7 @@ class Announcer:
 # Which events a reader wants: of some kinds, about some subjects.
 
 PREFIXES = frozenset(f"{kind.partition('.')[0]}." for kind in EventKind)
-"""What may stand for all kinds that begin with it."""
+"""The prefixes that may stand for all kinds that begin with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class EventTail:
 
 PERIOD_SECONDS = 1.0
 CALM_SECONDS = 5.0
-"""How long nothing must hold sandboxes back before the hold is told to have ended."""
+"""How long nothing must hold sandboxes back before the hold is reported as ended."""
 
 
 class StateWatcher:

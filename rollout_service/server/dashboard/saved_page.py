@@ -19,14 +19,14 @@ from rollout_service.server.dashboard.routes import INDEX, static_files
 
 ENTRY = "saved/main.js"
 INSTEAD = {"lib/api.js": "saved/api.js"}
-"""What answers from the file stands in for what asks the service."""
+"""The modules that ask the service, and those that answer from the file in their place."""
 _STYLES = re.compile(r'<link rel="stylesheet" href="dashboard/([^"]+)">')
 _NO_SCRIPT = "This page needs JavaScript. Its data is in this file, as JSON."
 
 
 @dataclass(frozen=True)
 class _Viewer:
-    """What is the same in all files."""
+    """The script and the style, which are the same in all files."""
 
     script: str
     style: str

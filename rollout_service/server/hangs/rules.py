@@ -68,7 +68,7 @@ _SEEN_TO_WORK = frozenset({StepKind.ENGINE, StepKind.TOOL, StepKind.SESSION})
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What is seen of what a step waits for."""
+    """The signs of life of the thing that a step waits for."""
 
     responds: bool | None = None
     """Whether it answers; None if it cannot be asked."""

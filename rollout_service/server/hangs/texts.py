@@ -1,4 +1,4 @@
-"""What a finding says: what is stuck and why, and what a person can do."""
+"""The texts of a finding: its subject, its cause, and how a person can help."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class Judged:
     usual: UsualTimes | None = None
     holder: Holder | None = None
     note: str = ""
-    """What else was seen, as a clause."""
+    """A further observation, as a clause."""
 
     @property
     def kind(self) -> StepKind:
-        """What it waits for."""
+        """The kind of the step."""
         return self.wait.step.kind
 
     @property
     def subject(self) -> str:
-        """What it is about."""
+        """The thing that it waits for: a sandbox, an engine, a pool, a tool, or the store, for example."""
         if self.holder is not None:
             return self.holder.subject
         step, sandbox = self.wait.step, self.wait.sandbox

@@ -42,7 +42,7 @@ from rollout_service.store.file_backends import FileBackends
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What answers for a policy."""
+    """The parts of the service that serve policies and judges."""
 
     serving: PolicyServing
     gateway: Gateway

@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Foundation:
-    """What every other part of the service stands on."""
+    """The foundation of every other part of the service."""
 
     settings: Settings
     """As this node follows them."""

@@ -83,7 +83,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
 async def _make_overview(
     context: AttemptContext, engines: EngineContext, member: ClusterMember, hangs: HangWatch
 ) -> OverviewBuilder:
-    """Make the overview, which is told of everything that ends from now on."""
+    """Make the overview, and subscribe it to everything that ends from now on."""
     live = engines.live
     overview = OverviewBuilder(
         store=context.store,
@@ -160,7 +160,7 @@ def _service(
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """What attempts work with, and the record of what they did."""
+    """The context of attempts, and the archive of their steps."""
 
     context: AttemptContext
     steps: StepArchive

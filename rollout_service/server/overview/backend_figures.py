@@ -1,4 +1,4 @@
-"""What each engine did within the last minute.
+"""The figures of each engine over the last minute.
 
 Guarantee: a request costs microseconds, and the memory is bounded, however many requests end in a second: sums are kept
 for each second, with the times of the first requests of it.

@@ -1,4 +1,4 @@
-"""What limits the throughput now, in a sentence, with the setting that would change it: pure decisions.
+"""The present limit of the throughput, in a sentence, with the setting that would change it: pure decisions.
 
 Guarantee: it is said only of a service that works. A low number of busy workers means opposite things in a healthy
 service and in a starved one, so a service that is stuck or takes no work is not given advice on its settings.

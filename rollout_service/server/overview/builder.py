@@ -80,7 +80,7 @@ class NoFindings:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What the store said last."""
+    """The latest figures of the store."""
 
     counts: dict[RolloutState, int] = field(default_factory=dict)
     last_event: int = 0

@@ -20,7 +20,7 @@ from sandboxes.scheduling.admission import AdmissionController
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What holds a wait back."""
+    """The cause that holds a wait back."""
 
     subject: str
     why: str
