@@ -8,7 +8,7 @@ from api_schemas.base import StrEnum, Timestamp, WireModel
 
 
 class EventKind(StrEnum):
-    """Every kind of event. What stands before the dot says what the event's subject is the id of, except for hangs."""
+    """Every kind of event. The part before the dot is the type of the event's subject, except for hangs."""
 
     ROLLOUT_STATE = "rollout.state"
     """A rollout came to a state. Data: `state`, `attempt`, and, if it has them, `reward`, `stop_reason` and `code`."""
@@ -80,5 +80,5 @@ class Event(WireModel):
     kind: str
     """The kind of event, one of `EventKind`; later releases may add others."""
     subject: str
-    """The id of what it concerns, such as a rollout or a backend."""
+    """The id of its subject, such as a rollout or a backend."""
     data: dict[str, JsonValue] = {}

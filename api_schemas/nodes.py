@@ -55,7 +55,7 @@ class NodeState(StrEnum):
     DRAINING = "draining"
     """It claims no more; those under way continue."""
     DEAD = "dead"
-    """It has been silent for 10 seconds; what it held was queued again."""
+    """It has been silent for 10 seconds; its rollouts were queued again."""
 
 
 class NodeView(WireModel):

@@ -1,4 +1,4 @@
-"""Trajectories: token-exact records of what a policy saw and sampled, ready to train on.
+"""Trajectories: token-exact records of a policy's prompts and completions, ready to train on.
 
 A trajectory is a list of segments. In a segment, every prompt extends the previous prompt and its output token by
 token, so a segment is one training sample: five lists of equal length. Token ids, log-probabilities and versions

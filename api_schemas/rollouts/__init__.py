@@ -63,7 +63,7 @@ class TokenExtras(WireModel):
     nodes: Annotated[NodeDetail, Field(exclude_if=lambda detail: detail is NodeDetail.NONE)] = NodeDetail.NONE
     """How much of the agent's sub-agents to return with the rollout, as its `nodes` and `work`."""
     turn_marks: Annotated[Flag, Field(exclude_if=lambda marks: not marks)] = False
-    """Whether to return what became of each turn with a part of a live session, as its `session` and `turn_marks`."""
+    """Whether to return a live session's part with its `session` and the `turn_marks` of its turns."""
 
 
 class RolloutState(StrEnum):
@@ -91,7 +91,7 @@ class AgentProgram(WireModel):
     """Null if it was ended at the limit of its time."""
     seconds: Real
     output: str
-    """The end of what it printed."""
+    """The end of its output."""
 
 
 class RolloutRequest(WireModel):

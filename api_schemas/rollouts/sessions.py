@@ -111,7 +111,7 @@ class Hint(WireModel):
     text: str
     prompt_ids: list[Integer]
     """The turn's prompt with the hint at the end of its last user message, by the policy's own chat format. Followed by
-    the turn's sampled ids, it is what a teacher reads."""
+    the turn's sampled ids, it is the input of a teacher."""
     candidates: Integer
     """The number of hints that the judge proposed."""
     selected_by: Literal["longest", "overlap"]

@@ -134,7 +134,7 @@ class AgentNode(WireModel):
 
 
 class Assigns(WireModel):
-    """The calls of `assign_task` by what became of them, over the whole tree."""
+    """The calls of `assign_task` by their outcome, over the whole tree."""
 
     attempted: Integer = 0
     """All of them, malformed ones excepted."""

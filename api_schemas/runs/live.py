@@ -32,6 +32,6 @@ class LiveDelivery(WireModel):
     max_session_share: Share = 0.25
     """The same for one session."""
     next_state: Flag = False
-    """Whether to deliver the text of what followed each turn."""
+    """Whether to deliver the text of each turn's next state."""
     teacher: Flag = False
     """Whether to deliver the log-probabilities of a teacher that knows the hint."""

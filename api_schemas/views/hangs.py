@@ -34,7 +34,7 @@ class UsualTimes(WireModel):
 
 
 class StackFrame(WireModel):
-    """One frame of what a task is waiting in. It has no values of variables, which could be secrets."""
+    """One frame of the stack of a waiting task. It has no values of variables, which could be secrets."""
 
     file: str
     line: int
