@@ -43,7 +43,7 @@ class SandboxSpec:
 
     cpus: float | None = None
     disk_bytes: int | None = None
-    """Total size of what the sandbox may write outside memory file systems."""
+    """The total size of the sandbox's writes outside memory file systems."""
 
     lifetime_seconds: float | None = None
     """How long it may live, whatever it does. After that it is closed, and every call raises LimitExceededError."""

@@ -1,4 +1,4 @@
-"""Where this user's images, and what is made of them, are kept by default."""
+"""The default folders of this user's images, and of the files made from them."""
 
 import os
 from pathlib import Path

@@ -258,7 +258,7 @@ class DockerfileSource:
 
 
 def _state(path: Path) -> str:
-    """Return what tells whether a base has changed."""
+    """Return a text that changes when a base does."""
     try:
         found = path.resolve().stat()
     except OSError as error:

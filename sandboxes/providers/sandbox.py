@@ -85,7 +85,7 @@ class HostResources(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSandbox:
-    """A running control shell, and what its sessions need to know about its environment."""
+    """A running control shell, and the facts about its environment that sessions need."""
 
     id: str
     provider: str

@@ -46,7 +46,7 @@ def main() -> None:
 def watch_children() -> int:
     """Return a descriptor that is readable once a child has ended.
 
-    The terminal alone does not tell: what the command left in the background may still have it open.
+    The terminal alone does not tell: background processes of the command may still have it open.
     """
     ended, told = os.pipe()
     os.set_blocking(told, False)

@@ -129,7 +129,7 @@ class PlanExecutor:
         self._builder.do(state, one, make_key(state.key, "RUN", *parts), job)
 
     def _command(self, state: StageState, one: Instruction) -> tuple[list[str], dict[str, str]]:
-        """Return what a RUN starts, and the programs that its here-document is, if it is one."""
+        """Return the command of a RUN, and the programs that its here-document is, if it is one."""
         if one.array is not None:
             return list(one.array), {}
         if not one.heredocs:
@@ -143,7 +143,7 @@ class PlanExecutor:
         return [*state.shell, heredoc.text], {}
 
     def _mounts(self, state: StageState, one: Instruction) -> tuple[list[StepMount], list[object]]:
-        """Return the mounts of a RUN, and what a layer's key says of them."""
+        """Return the mounts of a RUN, and their part of the layer's key."""
         mounts: list[StepMount] = []
         seen: list[object] = []
         for name, value in one.flags:

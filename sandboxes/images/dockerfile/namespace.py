@@ -130,7 +130,7 @@ class BuildNamespace:
         return self.ids["kind"] != "single"
 
     def cancel(self) -> None:
-        """End what is running; every later step fails."""
+        """End the step that is running; every later step fails."""
         with self._lock:
             self._cancelled = True
             for process in self._running:
@@ -148,7 +148,7 @@ class BuildNamespace:
         return path
 
     def remove(self, path: Path) -> None:
-        """Remove a folder, whoever its files belong to, also after `cancel`; what cannot be removed stays."""
+        """Remove a folder, whoever its files belong to, also after `cancel`; files that cannot be removed stay."""
         if self.ids["kind"] == "subordinate" and path.is_dir():
             inside = [entry for entry in path.iterdir() if entry.is_dir() and not entry.is_symlink()]
             if inside:
@@ -251,7 +251,7 @@ _PLAIN = ("action", "user", "cwd", "dest", "owner", "mode", "many", "network", "
 
 
 class _Feeder:
-    """Sends a step what it reads: an archive that a function writes, in a thread, or another step's output."""
+    """Sends a step its standard input: an archive that a function writes, in a thread, or another step's output."""
 
     def __init__(self, namespace: BuildNamespace, data: Sender | StepJob | None) -> None:
         self._other: tuple[subprocess.Popen[bytes], int] | None = None

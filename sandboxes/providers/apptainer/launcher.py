@@ -100,7 +100,7 @@ class Launcher:
         binds: Sequence[str],
         user: int | None = None,
     ) -> dict[str, str]:
-        """Return the variables that tell `launch.py` what to do.
+        """Return the variables that instruct `launch.py`.
 
         Args:
             space: the folder for the sandbox's files.

@@ -42,7 +42,7 @@ class Layers:
         mount(f"/proc/self/fd/{self._descriptors[path]}", target, None, MS_BIND | MS_REC)
 
     def stack(self, layers: "list[str]", target: str, options: str = "") -> None:
-        """Mount an overlay of layers, the topmost first; options name what takes the changes."""
+        """Mount an overlay of layers, the topmost first; options name the folders for the changes."""
         names = []
         for path in layers:
             if path not in self._numbers:
