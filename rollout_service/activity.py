@@ -104,12 +104,12 @@ class OpenStep:
         """The answer, likewise."""
 
     def move(self, **detail: Any) -> None:
-        """Note that something moved, and what is known now."""
+        """Note progress, with new details."""
         self.moved = time.perf_counter()
         self.detail.update(detail)
 
     def note(self, **detail: Any) -> None:
-        """Note what is known now; this is no progress."""
+        """Note new details; this is no progress."""
         self.detail.update(detail)
 
 
@@ -213,7 +213,7 @@ class Activity:
 
 
 class waits_for:  # noqa: N801 - a context manager that reads like a statement
-    """Note within the block what the current attempt does or waits for; yields the step, for noting progress."""
+    """Note a step of the current attempt within the block; yields the step, for noting progress."""
 
     __slots__ = ("_activity", "_step")
 
@@ -337,7 +337,7 @@ class ActivityBoard:
                 observer.finished(activity)
 
     def find(self, rollout_id: str) -> Activity | None:
-        """Return what a rollout under way at this node does."""
+        """Return the activity of a rollout under way at this node."""
         return self._active.get(rollout_id)
 
     def all(self) -> list[Activity]:

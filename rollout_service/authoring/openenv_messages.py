@@ -95,7 +95,7 @@ def failure(code: str, message: str, **more: Any) -> dict[str, Any]:
 
 
 def invalid(errors: ValidationError | Sequence[FieldError]) -> dict[str, Any]:
-    """Return what is wrong with a message of the client."""
+    """Return the error message for an invalid message of the client."""
     if isinstance(errors, ValidationError):
         found = [
             {"type": one["type"], "loc": list(one["loc"]), "msg": one["msg"]}

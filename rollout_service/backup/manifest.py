@@ -1,4 +1,4 @@
-"""The list of what is in a backup, with the hash of each file.
+"""The list of a backup's contents, with the hash of each file.
 
 Guarantees: a folder has a manifest only once everything else in it is complete and on the disk; nothing is restored
 from one whose files are not exactly those that were written.

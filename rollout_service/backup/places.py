@@ -1,4 +1,4 @@
-"""Where the state of services is: their state folders, and what they share."""
+"""Where the state of services is: their state folders, and the stores that they share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONLY = "state"
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places of what a backup has, or is to be restored to."""
+    """The places that a backup is made of, or restored to."""
 
     states: Mapping[str, Path]
     """State folders, by the names that they have in a backup."""

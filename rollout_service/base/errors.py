@@ -108,7 +108,7 @@ class NotFoundError(RequestError):
 
 
 class ConflictError(RequestError):
-    """The request contradicts what already exists."""
+    """The request contradicts something that already exists."""
 
     code = "conflict"
     status = 409
@@ -340,7 +340,7 @@ def format_failure(info: ErrorInfo) -> str:
 
 
 def without_message(error: BaseException) -> dict[str, str]:
-    """Return what a log says of an error whose message may quote a user; a defect has its stack."""
+    """Return the log fields of an error whose message may quote a user; a defect has its stack."""
     told = {"code": describe(error).code, "error": type(error).__name__}
     if told["code"] == DefectError.code:
         told["stack"] = "".join(traceback.format_tb(error.__traceback__))

@@ -25,7 +25,7 @@ class LastResort:
     """A thread that sleeps until it gets a deadline for the end of the process."""
 
     def __init__(self, still_open: Callable[[], list[str]]) -> None:
-        """`still_open` names what keeps the process from ending; the thread calls it."""
+        """`still_open` names the parts that keep the process from ending; the thread calls it."""
         self._still_open = still_open
         # Putting into a SimpleQueue is safe even in a signal handler.
         self._orders: SimpleQueue[tuple[float, int]] = SimpleQueue()

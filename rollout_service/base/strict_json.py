@@ -1,4 +1,4 @@
-"""A JSON parser that accepts only what can be stored and sent on unchanged.
+"""A JSON parser that accepts only documents that can be stored and sent on unchanged.
 
 Guarantees: no lone surrogates, which UTF-8 cannot encode; no NaN or Infinity, and no number that is too large to be
 told from it; bounded nesting, well below the limit of

@@ -26,7 +26,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.05
 SAY_SECONDS = 2.0
-"""The time between the lines that say what the start waits for."""
+"""The time between the lines that give the reason for the wait, in seconds."""
 SHOWN_LOG_LINES = 15
 NOT_LISTENING = "it does not listen yet"
 
@@ -120,7 +120,7 @@ async def _ready_address(
 
 
 async def _look(address: Path) -> tuple[str | None, str]:
-    """Return the server's URL if it can take work, else what that waits for."""
+    """Return the server's URL if it can take work, and else the reason why it cannot."""
     if (url := _read(address)) is None:
         return None, NOT_LISTENING
     try:

@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 RUNS_ROLE = "runs"
 """Manages all runs."""
 RETENTION_ROLE = "retention"
-"""Deletes what has expired."""
+"""Deletes expired records."""
 
 Work = Callable[[RoleLease], Coroutine[Any, Any, None]]
 """Runs until it is cancelled; must end promptly then."""

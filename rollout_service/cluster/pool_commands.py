@@ -218,7 +218,7 @@ class SharedCommands(PoolCommands):
         self._take_over(self._records[record.pool])
 
     async def _state_after(self, name: str) -> PoolState:
-        """Return the state for the other services; what was not told leaves service until it has been."""
+        """Return the state for the other services; a backend that did not get a command leaves service until it has."""
         state = self._pools[name].state()
         return state.model_copy(update={"out": [*state.out, *await self._missing(name)]})
 

@@ -111,7 +111,7 @@ class HarnessPreset(HarnessProgram):
 
 
 class HarnessSettings(HarnessProgram):
-    """`[harness]` of an `environment.toml`: which program is the agent, and what differs from its preset."""
+    """`[harness]` of an `environment.toml`: which program is the agent, and the changes to its preset."""
 
     name: Name
     """A preset (`rollout-service harness list`), or `command` for any program."""

@@ -166,7 +166,7 @@ def _lean(value: Any, *, named: bool = False) -> Any:
 
 
 def explain(error: ValidationError) -> str:
-    """Return what is wrong with a call's arguments, for the policy."""
+    """Return the errors in a call's arguments, for the policy."""
     parts = []
     for item in error.errors(include_url=False, include_input=False):
         name = ".".join(str(part) for part in item["loc"])

@@ -94,7 +94,7 @@ def search_tool(settings: SearchSettings) -> FunctionTool[_Search]:
 
 
 async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
-    """Return what the service answers, as parsed JSON.
+    """Return the service's answer, as parsed JSON.
 
     Raises:
         ToolInputError: The service cannot take the query.
@@ -116,7 +116,7 @@ async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
 
 
 async def _get_patiently(settings: SearchSettings, query: str, headers: dict[str, str]) -> bytes:
-    """Return the body of an answer; what may pass a moment later is tried again."""
+    """Return the body of an answer; temporary failures are tried again."""
     for seconds in PAUSES:
         try:
             return await _get(settings, query, headers)

@@ -1,4 +1,4 @@
-"""`rollout-service doctor --live`: what is wrong with a service that runs, and why.
+"""`rollout-service doctor --live`: the problems of a service that runs, and their causes.
 
 Guarantee: it answers even if the service's event loop is blocked: the service's watchdog has then written its last
 report to the state folder, which is read if the service does not answer within `ANSWER_SECONDS`.

@@ -54,7 +54,7 @@ class AskedSecret:
 
     @classmethod
     def of(cls, secret: Secret, problem: SecretMissingError | None) -> AskedSecret:
-        """Return what the report says of a secret."""
+        """Return the report's entry for a secret."""
         return cls(secret.table, secret.key, str(secret.source), problem is None)
 
     def __str__(self) -> str:
@@ -268,7 +268,7 @@ def with_solutions(
 
 
 def instance_name(instance: dict[str, JsonValue]) -> str:
-    """Return what tells an instance from others to a person: its id, or all of it."""
+    """Return a name by which a person knows an instance: its id, or all of it."""
     name = instance.get("instance_id")
     return name if isinstance(name, str) else json.dumps(instance)
 

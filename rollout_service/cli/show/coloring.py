@@ -68,7 +68,7 @@ def mark(coloring: Coloring, token: Token, segment: SegmentOutline) -> Mark:
 
 
 def legend(coloring: Coloring) -> list[tuple[str, str]]:
-    """Return what each style says, as pairs of a text and its style."""
+    """Return the meaning of each style, as pairs of a text and its style."""
     if coloring is Coloring.SEGMENT:
         return [("read in an earlier segment", CONTEXT.style), ("one color for each segment", PALETTE[0])]
     context = ("context", CONTEXT.style)
@@ -86,7 +86,7 @@ def legend(coloring: Coloring) -> list[tuple[str, str]]:
 
 
 def plain_legend(coloring: Coloring) -> str:
-    """Return what brackets say without colors."""
+    """Return the meaning of brackets without colors."""
     return {
         Coloring.MASK: "⟦sampled⟧, the rest is context",
         Coloring.LOGPROB: "⟦sampled with less than 50 %, and its log-probability⟧",

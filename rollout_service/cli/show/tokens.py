@@ -53,7 +53,7 @@ async def render(
 
 
 def head(outline: TrajectoryOutline, coloring: Coloring, *, plain: bool) -> list[Segment]:
-    """Return the legend, and what cannot be shown."""
+    """Return the legend, and notes on anything that cannot be shown."""
     parts = [Segment(f"{coloring}: ")]
     if plain:
         parts.append(Segment(plain_legend(coloring)))

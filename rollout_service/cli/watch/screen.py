@@ -1,6 +1,6 @@
 """The full-screen view of `watch`: the service at a glance, once a second, and what just happened.
 
-Guarantees: what is wrong comes first, and what does not fit is cut at the end; the terminal is restored however the
+Guarantees: problems come first, and the end is cut if it does not fit; the terminal is restored however the
 view is left; a server that is away for a while is said to be, and the last that is known stays.
 """
 

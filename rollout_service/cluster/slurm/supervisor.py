@@ -292,7 +292,7 @@ async def run_job(folder: JobFolder) -> int:
 
 
 def _forget_dead(folder: JobFolder, kind: str) -> None:
-    """Remove what an earlier run of the same job has left listed."""
+    """Remove the entries that an earlier run of the same job has left listed."""
     for part in folder.published(kind):
         if part.job == os.environ.get("SLURM_JOB_ID"):
             folder.withdraw(kind, part.name)
