@@ -230,7 +230,7 @@ class WorkClock:
         """When the clock would have shown zero, on the event loop's clock; None before its first use."""
         self._stopped_at: float | None = None
         self._limits: dict[anyio.CancelScope, float] = {}
-        """The open limits, and what the clock shows when they are reached."""
+        """The open limits, and the time on the clock at which they are reached."""
 
     @property
     def seconds(self) -> float:
@@ -312,9 +312,9 @@ class Episode:
     notes: list[str] = field(default_factory=list)
     """Notes for people on the result, such as files of the agent that were left out."""
     ended: list[str] = field(default_factory=list)
-    """The command lines of what the agent left running, and was ended before the grading."""
+    """The command lines of the processes that the agent left running, which were ended before the grading."""
     grader_output: str = ""
-    """The end of what the grader printed. Its author may see it; it never becomes part of a result, since it may quote
+    """The end of the grader's output. Its author may see it; it never becomes part of a result, since it may quote
     hidden tests."""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     """The secrets of the stage under way (`EnvironmentSpec.init_secrets`, `evaluate_secrets`), by variable."""
@@ -346,7 +346,7 @@ class Episode:
     """Measures the agent's work; an agent's own time limits belong on it, so that a replay does not count."""
 
     def note_ended(self, reward: float) -> None:
-        """Note what was ended before the grading if the agent may have missed a reward of 1 without it."""
+        """Note the processes ended before the grading, if the agent may have missed a reward of 1 because of it."""
         if self.ended and reward < 1:
             ended = ", ".join(dict.fromkeys(self.ended))
             self.notes.append(
@@ -376,7 +376,7 @@ class Episode:
         return self.judge
 
     def require_sampler(self) -> TextSampler:
-        """Return what samples from other pools.
+        """Return the sampler of other pools.
 
         Raises:
             EnvironmentFailedError: There is none.
@@ -390,7 +390,7 @@ class Episode:
         return self.sampler
 
     def require_subagents(self) -> SubagentHost:
-        """Return what sub-agents run on.
+        """Return the host of sub-agents.
 
         Raises:
             EnvironmentFailedError: There is nothing.

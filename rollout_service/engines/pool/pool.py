@@ -207,7 +207,7 @@ class BackendPool:
 
         `affinity` names the rollout, which keeps its turns on the backend that holds their KV; call `release` when the
         rollout has ended. With `on_tokens`, chunks are delivered as they arrive, each token once: when a backend is
-        lost, another goes on after what was delivered. Cancelling this call aborts the request in its engine.
+        lost, another goes on after the last delivered token. Cancelling this call aborts the request in its engine.
 
         Raises:
             NoBackendError: No backend is registered, or none came back into service in time.
@@ -272,7 +272,7 @@ class BackendPool:
         await self._controller.drained(seconds)
 
     def state(self) -> PoolState:
-        """Return what other services need to know of the pool."""
+        """Return the state of the pool that other services need."""
         return self._controller.state()
 
     def take_over(self, state: PoolState) -> None:

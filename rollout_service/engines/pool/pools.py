@@ -66,7 +66,7 @@ class Pools:
         self._tasks: TaskGroup | None = None
 
     def observe(self, observer: Observer) -> None:
-        """Notify an observer of what pools do that are made from now on."""
+        """Set the observer of the pools that are made from now on."""
         self._observer = observer
 
     async def __aenter__(self) -> Self:
@@ -117,7 +117,7 @@ class Pools:
         return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed.next
 
     def note_change(self) -> None:
-        """Wake everyone who waits for a change of what is in service."""
+        """Wake everyone who waits for a change of the backends in service."""
         self._changed.notify()
 
     def views(self) -> list[BackendView]:

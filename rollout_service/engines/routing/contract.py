@@ -88,7 +88,7 @@ class RequestEnd(StrEnum):
 
 
 class Observer(Protocol):
-    """Notified of what a pool does; must not block. Every method does nothing by default."""
+    """An observer of a pool's decisions and requests; must not block. Every method does nothing by default."""
 
     def decided(self, pool: str, decision: Decision) -> None:
         """Note that a backend was chosen."""
@@ -115,7 +115,7 @@ class Router(Protocol):
         """Choose one of `candidates`, which are never empty; `affinity` names the rollout of the request."""
 
     def settle(self) -> None:
-        """Do what `choose` left for later, if anything."""
+        """Do the work that `choose` left for later, if any."""
 
     def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
         """Note that the request has ended; `answer` is None after an error or a cancellation."""

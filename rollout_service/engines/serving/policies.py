@@ -91,7 +91,7 @@ class PolicyServing:
                 seen -= 1
 
     async def _follow_listed(self, tasks: TaskGroup) -> None:
-        """Serve what the store lists, and nothing that it listed before."""
+        """Serve the backends that the store lists, and drop those that it no longer lists."""
         scope = loopback_scope()
         listed = {
             each.backend_id: each

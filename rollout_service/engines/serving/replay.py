@@ -86,7 +86,7 @@ class RecordedPolicy:
         return PolicyTurn(message, truncated, malformed, truncated and last and self._cut_short)
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Accept any tools; what the policy made of them is recorded."""
+        """Accept any tools; the recording has the prompt that the policy made of them."""
 
     def replace(
         self,
