@@ -116,7 +116,7 @@ async def library_process(command: Sequence[str | Path], name: str) -> AsyncIter
 async def library_in_sandbox(
     sandbox: Sandbox, command: Sequence[str], name: str, *, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[LibraryProcess]:
-    """Run a library's process in a sandbox within the block: the place for a library that reads what an agent wrote.
+    """Run a library's process in a sandbox within the block: the place for a library that reads an agent's texts.
 
     Raises:
         SandboxError: The process did not start.

@@ -121,7 +121,7 @@ def written_sum(answer: str | None) -> int | None:
 
 
 def add_numbers(texts: list[str]) -> int | None:
-    """Return the sum of what cells hold; None if something is no number."""
+    """Return the sum of the cells' contents; None if one is not a number."""
     values = [written_sum(text) for text in texts if "+" not in text]
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(texts) else None

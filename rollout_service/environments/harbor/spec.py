@@ -31,7 +31,7 @@ MAX_PROCESSES = 1024
 
 
 def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> EnvironmentSpec:
-    """Return the description of a task's environment; `name` is what tasks call it.
+    """Return the description of a task's environment; `name` is its name in tasks.
 
     Raises:
         ConfigurationError: A value cannot be had here; the message has its path.

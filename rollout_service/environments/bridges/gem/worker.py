@@ -63,6 +63,6 @@ def begin(request: dict[str, Any]) -> tuple[Callable[[str], Reply], str]:
 
 
 def joined(text: str, info: dict[str, Any]) -> str:
-    """Return a text with what belongs after it."""
+    """Return a text with its suffix."""
     suffix = str(info.get("suffix", ""))
     return f"{text.rstrip()}\n{suffix}" if suffix else text

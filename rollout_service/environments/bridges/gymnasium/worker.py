@@ -41,7 +41,7 @@ def act(text: str, actions: tuple[str, ...]) -> int | None:
 
 
 def _board(env: Any) -> str:
-    """Return the board without its colors: what they mark is said in words."""
+    """Return the board without its colors; the text names the marked place instead."""
     return COLOR.sub("", env.render()).strip("\n")
 
 
@@ -129,7 +129,7 @@ class _ToyGame:
         self._env, self._toy, self._invalid = env, toy, 0
 
     def ask(self) -> str:
-        """Return what the player may say."""
+        """Return the sentence with the player's possible actions."""
         return f"Your actions are {', '.join(f'[{name}]' for name in self._toy.actions)}."
 
     def step(self, text: str) -> Reply:

@@ -302,7 +302,7 @@ class ToolServers:
         return {"tools": sorted(self._calls)}
 
     async def call(self, request: Request) -> Reply:
-        """Call a tool, and return what the policy sees of it."""
+        """Call a tool, and return its result for the policy."""
         call = self._calls[request["name"]](request["arguments"])
         try:
             return {"text": await asyncio.wait_for(call, request["seconds"])}
