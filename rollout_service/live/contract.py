@@ -2,8 +2,8 @@
 
 A turn passes through four steps, none of which waits for the next: it is *recorded* when it is served, its *next state*
 is set when the client's next request arrives, it is *judged*, and a *part* of the session hands it to a run. Guarantees
-of every store: what a method returned from is on the disk, or in the operating system's hands; a turn is in at most one
-part, and a part in at most one rollout; deleting leaves no byte of a session in the store's files.
+of every store: a write whose method has returned is on the disk, or in the operating system's hands; a turn is in at
+most one part, and a part in at most one rollout; deleting leaves no byte of a session in the store's files.
 """
 
 from __future__ import annotations
@@ -223,15 +223,15 @@ class LiveStore(Protocol):
         ...
 
     async def opt_out(self, conversation: str, added: OptOuts, at: float) -> None:
-        """Remember what of a conversation was not to be stored. Of too much, some is kept, and noted as incomplete."""
+        """Remember further opt-outs of a conversation. Of too much, some is kept, and noted as incomplete."""
         ...
 
     async def opt_outs(self, conversation: str) -> OptOuts:
-        """Return what of a conversation was not to be stored, also once its sessions are gone."""
+        """Return the opt-outs of a conversation, also once its sessions are gone."""
         ...
 
     async def forget_opt_outs(self, before: float) -> None:
-        """Forget what was not to be stored of conversations that had no such turn since a time."""
+        """Forget the opt-outs of conversations that had none since a time."""
         ...
 
     async def use(self, session_id: str, at: float) -> None:
@@ -261,7 +261,7 @@ class LiveStore(Protocol):
         ...
 
     async def follow(self, session_id: str, turn: int, state: NextStateRecord) -> bool:
-        """Set what followed a turn; return False if something did before, which stays."""
+        """Set a turn's next state; return False if it has one, which stays."""
         ...
 
     async def mark(self, session_id: str, turn: int, mark: TurnMarkRecord) -> bool:

@@ -96,7 +96,7 @@ class SessionRecorder:
     calls: int = 0
 
     async def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
-        """Note what a request says of the answer before it, and return what keeps its turn.
+        """Note a call whose prompt was made, and return the recorder of its turn.
 
         Raises:
             StoreError: It is not to be stored, and that cannot be noted: then it is not answered either.
@@ -117,7 +117,7 @@ class SessionRecorder:
         return turn
 
     async def refused(self, call: ModelCall) -> None:
-        """Note what is not to be stored of a request that is not answered.
+        """Note the opt-outs of a request that is not answered.
 
         Raises:
             StoreError: It cannot be noted.
@@ -141,7 +141,7 @@ class SessionRecorder:
         return TurnKind.MAIN if is_main else TurnKind.SIDE
 
     async def opt_out(self, added: OptOuts) -> None:
-        """Remember what was not to be stored.
+        """Remember further opt-outs.
 
         Raises:
             StoreError: The store failed.
@@ -303,7 +303,7 @@ _READ_CHARS: Final = 1_000_000
 def next_state(
     messages: Sequence[ClientMessage], arrived_at: float, calls: Mapping[str, str] | None = None
 ) -> NextStateRecord | None:
-    """Return what the messages since an answer say of it, or None if no user and no tool says anything.
+    """Return the next state that the messages since an answer are, or None if no user and no tool says anything.
 
     `calls` are the names of the answer's tool calls by the ids that the client knows, for results that come without the
     tool's name.

@@ -1,7 +1,7 @@
 """The live sessions of one node, for their owners: opened, looked at, judged, ended and deleted.
 
-Guarantees: a session survives a restart. One that is idle or too old is closed, and what need not be kept any longer is
-removed. `serving.served` has the sessions as agents call them.
+Guarantees: a session survives a restart. One that is idle or too old is closed, and expired records are removed.
+`serving.served` has the sessions as agents call them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Deletion(Protocol):
     """Deletes sessions with everything that was made of them."""
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
-        """Remove a session, or all of a user by its hash, and return what had left the service before."""
+        """Remove a session, or all of a user by its hash, and return the parts that had left the service before."""
         ...
 
 
@@ -211,7 +211,7 @@ class LiveSessions:
     async def delete(
         self, *, session_id: str | None = None, user: str | None = None, tenant: str | None = None
     ) -> DeletedSessions:
-        """Delete a session, or all of a user, and return what had left the service before.
+        """Delete a session, or all of a user, and return the parts that had left the service before.
 
         `user` is the name with which sessions were opened, or the hash that they show.
 
@@ -228,7 +228,7 @@ class LiveSessions:
         return await self._parts.deletion.delete(user=hashed)
 
     async def _hash_of(self, user: str, tenant: str | None) -> str:
-        """Return the hash of the user that has had sessions under a name; what is none is taken for a hash."""
+        """Return the hash of the user that has had sessions under a name; any other text is taken for a hash."""
         configured = (DEFAULT_TENANT, *(key.tenant for key in self._settings.keys))
         tenants = [tenant] if tenant is not None else {*configured, *await self._store.tenants()}
         hashes = {each: self._parts.users.hash(user, each) for each in sorted(tenants)}
@@ -275,7 +275,7 @@ class LiveSessions:
                 await self._close(session_id, because)
 
     async def prune(self) -> None:
-        """Remove what need not be kept any longer; runs until it is cancelled."""
+        """Remove expired records; runs until it is cancelled."""
         pause = min(max(self._settings.retention_seconds / 4, _SHORTEST_LOOK), PRUNE_SECONDS)
         while True:
             with _trying_again():

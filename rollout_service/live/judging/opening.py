@@ -80,7 +80,7 @@ def make_teacher(settings: LiveJudgeSettings, serving: PolicyServing) -> Teacher
 
 
 def recorded_prompts(store: LiveStore, serving: PolicyServing) -> PromptOf:
-    """Return what finds a turn's prompt in the store."""
+    """Return a function that finds a turn's prompt in the store."""
 
     async def find(turn: TurnRecord) -> RecordedPrompt:
         session = await store.session(turn.session_id)

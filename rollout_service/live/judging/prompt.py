@@ -22,7 +22,7 @@ from rollout_service.settings.live import LiveJudgeSettings
 VALUES: Final = {"1": 1.0, "0": 0.0, "-1": -1.0}
 """The values of a turn, by the judge's vote."""
 USABLE, USELESS = "1", "-1"
-"""The votes on whether what followed holds a hint."""
+"""The votes on whether the next state holds a hint."""
 
 
 def value_rubric(settings: LiveJudgeSettings) -> Rubric:

@@ -43,7 +43,7 @@ class PoolEngines(Protocol):
 
 
 class ServedModels(Protocol):
-    """Knows what pools serve; `PolicyServing` does."""
+    """Knows the models of pools; `PolicyServing` does."""
 
     def connect(self, pool: str) -> tuple[ServedModel, PoolEngines]:
         """Return the model that a pool serves, and its engines."""

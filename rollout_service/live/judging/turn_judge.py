@@ -31,7 +31,7 @@ class FoundHint:
 
 
 class HintFinder(Protocol):
-    """Looks for a hint in what followed a turn."""
+    """Looks for a hint in a turn's next state."""
 
     async def find(self, turn: TurnRecord) -> FoundHint:
         """Return the hint that is selected; failures are reasons, and never raised."""
@@ -132,7 +132,7 @@ class VoteTally:
 
 
 def tally(votes: Sequence[Vote]) -> VoteTally:
-    """Return what the votes come to; one with another label than -1, 0 or 1 has failed."""
+    """Return the result of the votes; one with another label than -1, 0 or 1 has failed."""
     counts = Counter(VALUES[vote.label] for vote in votes if vote.label in VALUES)
     counted = Votes(
         minus=counts[-1.0], zero=counts[0.0], plus=counts[1.0], failed=len(votes) - counts.total()

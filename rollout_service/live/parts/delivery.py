@@ -80,7 +80,7 @@ class PartDelivery:
         return list(self._warned.values())
 
     async def step(self) -> int:
-        """Append what can be appended; return how many tasks were.
+        """Append all parts that can be appended; return how many tasks were.
 
         Raises:
             StoreError: A store failed; the next step goes on from there.
@@ -197,7 +197,7 @@ class PartDelivery:
 
 
 def _whole_groups(members: Sequence[tuple[PartRecord, SessionRecord]], size: int) -> Iterator[PartGroup]:
-    """Yield groups of this size; what is left over waits for other sessions of the task."""
+    """Yield groups of this size; parts that are left over wait for other sessions of the task."""
     for first in range(0, len(members) - size + 1, size):
         parts, sessions = zip(*members[first : first + size], strict=True)
         yield PartGroup(parts, sessions)
@@ -218,7 +218,7 @@ def _parts_of(task: Task) -> list[list[JsonValue]]:
 # Which run takes a session: the oldest running one that trains on its pool and takes its tenant.
 
 TrainedPool = Callable[[str], str]
-"""Returns the pool whose runs train on what a pool serves: its own, or the one that it is a candidate for."""
+"""Returns the pool whose runs train on a pool's turns: its own, or the one that it is a candidate for."""
 
 
 async def live_runs(runs: RunStore) -> list[RunRecord]:

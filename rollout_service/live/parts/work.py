@@ -85,7 +85,7 @@ class PartCloser:
         """Look at the sessions that wait longest; return how many parts were made.
 
         Raises:
-            StoreError: A store failed; what was decided before stays.
+            StoreError: A store failed; earlier decisions stay.
         """
         sessions = await self._store.undecided(SESSIONS_AT_ONCE)
         if not sessions:
@@ -163,7 +163,7 @@ def decide(
     *,
     whole: bool = False,
 ) -> TurnDecision | None:
-    """Return what becomes of a session's undecided turns; None if nothing is to be decided now.
+    """Return the decision on a session's undecided turns; None if nothing is to be decided now.
 
     `order` is that of the run which takes the session, None if none does. With `whole`, nothing is decided before the
     session has ended.
@@ -186,7 +186,8 @@ def decide(
 
 
 def _without_run(session: SessionRecord, turns: Sequence[TurnFate], moment: Moment) -> TurnDecision | None:
-    """Decide the turns of a session that no run takes: what can never be trained on, and what was kept too long."""
+    """Decide the turns of a session that no run takes: turns that can never be trained on, and those that were kept too
+    long."""
     old = {
         turn.turn: _reason(session, turn) or MaskReason.NO_RUN
         for turn in turns
@@ -277,7 +278,7 @@ class SessionTraining:
         node: str,
         metrics: LiveMetrics,
     ) -> Self:
-        """Make them; `trained_pool` returns the pool whose runs train on what a pool serves."""
+        """Make them; `trained_pool` returns the pool whose runs train on a pool's turns."""
         shared_by = node if store.cluster.is_shared else None
         judge = InService(serving, judge_pool)
 

@@ -197,7 +197,7 @@ class Wishes:
 
 
 def read_wishes(headers: Mapping[str, str], body: bytes) -> tuple[Wishes, bytes]:
-    """Return what a request says, and its body without the fields for it. Headers go before fields.
+    """Return the wishes of a request, and its body without their fields. Headers go before fields.
 
     Raises:
         TurnTypeError: A value is not known.

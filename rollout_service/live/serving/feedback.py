@@ -10,7 +10,7 @@ from rollout_service.live.recorder import RecordingParts
 
 
 async def take_feedback(parts: RecordingParts, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
-    """Set a turn's value to what its user says.
+    """Set a turn's value to its user's.
 
     Raises:
         NotFoundError: There is no such turn.

@@ -238,7 +238,7 @@ ON CONFLICT (conversation) DO UPDATE SET
 
 
 def opt_outs(db: sqlite3.Connection, conversation: str) -> OptOuts:
-    """Return what of a conversation was not to be stored."""
+    """Return the opt-outs of a conversation."""
     row = db.execute(_READ, (conversation,)).fetchone()
     if row is None:
         return OptOuts()
@@ -248,7 +248,7 @@ def opt_outs(db: sqlite3.Connection, conversation: str) -> OptOuts:
 
 
 def opt_out(db: sqlite3.Connection, conversation: str, added: OptOuts, at: float) -> None:
-    """Remember what of a conversation was not to be stored."""
+    """Remember further opt-outs of a conversation."""
     known = opt_outs(db, conversation)
     digests = sorted(known.digests | added.digests)
     values = {
