@@ -30,7 +30,7 @@ MAX_SCHEMA_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BoundedFields:
-    """Where an API has what is bounded, for errors; empty where it has no such field."""
+    """The path of the bounded field in an API, for errors; empty where it has no such field."""
 
     messages: str
     tools: str

@@ -1,4 +1,4 @@
-"""A client's call and its answer in one form for every dialect: what `dialects`, `capture` and `app` share.
+"""A client's call and its answer in one form for every dialect: the types that `dialects`, `capture` and `app` share.
 
 A dialect reads a request into a `ModelCall` and writes `AnswerEvent`s as its own body or stream. Capture finds the
 recorded turn that a call continues, and turns sampled ids into events. Neither knows the other.
@@ -32,7 +32,7 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClientToolCall:
-    """A tool call in a client's history: what became of one that we sent."""
+    """A tool call in a client's history: the client's version of one that we sent."""
 
     id: str | None
     """The id that we gave it; None from clients that leave ids out."""
@@ -212,7 +212,7 @@ AnswerEvent = AnswerBegin | ReasoningDelta | TextDelta | CallBegin | CallArgumen
 
 
 class PlannedAnswer(Protocol):
-    """An answer that is about to be sampled: the prompt, and the events of what is sampled on it."""
+    """An answer that is about to be sampled: the prompt, and the events of its completion."""
 
     @property
     def turn_key(self) -> str:
@@ -230,7 +230,8 @@ class PlannedAnswer(Protocol):
         """Return the events that these newly sampled ids complete; half a character or a possible stop waits."""
 
     def finish(self, generation: Generation) -> list[AnswerEvent]:
-        """Return what was held back; `AnswerEnd` is the last. Ids that were not fed before are part of it."""
+        """Return the events that were held back; `AnswerEnd` is the last. Ids that were not fed before are part of
+        it."""
 
 
 P = TypeVar("P", bound=PlannedAnswer)
@@ -284,7 +285,7 @@ class CallObserver(Protocol[Seen]):
     """Sees the calls of one session, such as to keep their turns beyond this process."""
 
     async def planned(self, call: ModelCall, planned: Seen) -> TurnObserver:
-        """Note a call whose prompt was made, and return what keeps its turn. Must be quick.
+        """Note a call whose prompt was made, and return the observer that keeps its turn. Must be quick.
 
         Raises:
             ServiceError: It cannot be noted; the call fails.

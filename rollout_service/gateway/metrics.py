@@ -122,7 +122,7 @@ class GatewayMetrics:
         self._prompt_seconds.labels(call.dialect).observe(seconds)
 
     def count_report(self, report: CaptureReport) -> None:
-        """Count what the conversations of a rollout that has ended show."""
+        """Add the counts of an ended rollout's capture."""
         for standing, count in report.standings.items():
             self._standings.labels(standing).inc(count)
         for reason, count in report.forks.items():

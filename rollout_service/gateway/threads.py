@@ -1,4 +1,4 @@
-"""Threads for what takes long, so that neither the event loop nor other work of the service waits for it."""
+"""Threads for work that takes long, so that neither the event loop nor other work of the service waits for it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 def soft_overlong_penalty(
     sampled_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
 ) -> float:
-    """Return what to add to a reward for its length, from 0 down to `-penalty`.
+    """Return the addition to a reward for its length, from 0 down to `-penalty`.
 
     This is `penalty` times DAPO's equation 13 with L_max = `max_tokens` and L_cache = `buffer_tokens`: 0 up to
     L_max - L_cache, then a straight line to -1 at L_max, and -1 beyond.

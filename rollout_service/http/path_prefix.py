@@ -1,6 +1,6 @@
 """A path prefix that a proxy leaves on requests, such as `/node/HOST/8080` of Open OnDemand.
 
-Guarantees: it is taken off before anything else looks at the path, so keys, roles and routes see what they would see
+Guarantees: it is taken off before anything else looks at the path, so keys, roles and routes see the same path as
 without a proxy. A path without the prefix is served as it is, for callers that reach the server directly and for
 proxies that take the prefix off. A prefix that is spelled differently, with escapes or twice, is not one.
 """

@@ -42,7 +42,7 @@ class Head:
 
 
 def digest(before: bytes, *texts: str | None) -> bytes:
-    """Return a hash of a state and of what is added to it."""
+    """Return a hash of a state and of an addition to it."""
     parts = [before]
     for text in texts:
         if text is None:

@@ -48,7 +48,7 @@ class _Region(Enum):
 
 
 class Splitter:
-    """The events of one answer; `sent` is what they say, joined."""
+    """The events of one answer; `sent` is their texts, joined."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Splitter:
         return self.sent.take()
 
     def finish(self) -> list[AnswerEvent]:
-        """Return what has waited; every id was fed."""
+        """Return the events that have waited; every id was fed."""
         parsed = self.parsed = self._renderer.parse(self._ids, self._prompt, self._tools, self._call_prefix)
         self.malformed = sum([call.error is not None for call in parsed.tool_calls])
         if self.stopped_by is None:
@@ -241,7 +241,7 @@ class Splitter:
             self._send_call(call)
 
     def _send_call(self, call: ToolCall) -> None:
-        """Send a call that is complete, or what was not sent of it; a malformed one is text, and waits."""
+        """Send a call that is complete, or the rest of it; a malformed one is text, and waits."""
         self._read += 1
         if self._in_call:
             self.sent.end_call(call.error or self._difference(call))
@@ -256,7 +256,7 @@ class Splitter:
         self.sent.begin_call(f"{self._call_prefix}_{len(self.sent.calls)}", name, number)
 
     def _difference(self, call: ToolCall) -> str | None:
-        """Return an error if a call is not what was sent of it, such as one that says its name twice."""
+        """Return an error if a call differs from the part that was sent, such as one that says its name twice."""
         sent = self.sent.calls[-1]
         same = sent.name == call.name and json.loads(sent.arguments) == call.arguments
         return None if same else _CHANGED
@@ -276,7 +276,7 @@ class Splitter:
         self._send_text("\n".join(filter(None, [parsed.content.strip(), *self._broken])))
 
     def _send_text(self, whole: str) -> None:
-        """Send what is missing of the text, up to a stop string."""
+        """Send the rest of the text, up to a stop string."""
         stops = [(at, stop) for stop in self._stops[1].stops if (at := whole.find(stop)) >= 0]
         if stops:
             at, self._stops[1].found = min(stops)
@@ -284,7 +284,7 @@ class Splitter:
         self._rest(self.sent.text, whole, self.sent.add_text)
 
     def _held_text(self, raw: str) -> str:
-        """Return the text of an answer that cannot be parsed: what was sent, and what was not if it is known."""
+        """Return the text of an answer that cannot be parsed: the part that was sent, and the rest if it is known."""
         if not (self.sent.reasoning or self.sent.text or self.sent.calls):
             return raw
         return "\n".join(filter(None, [self.sent.text, *self._broken]))
@@ -325,7 +325,7 @@ class StreamFormat:
 
 
 def stream_format(renderer: ChatRenderer) -> StreamFormat | None:
-    """Return what is known of a chat format, or None if its answers are read only when they are complete."""
+    """Return the stream format of a chat format, or None if its answers are read only when they are complete."""
     if renderer.name not in _JSON | _XML | _TAGGED:
         return None
     found = [renderer.encode(text) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")]

@@ -57,7 +57,7 @@ class AnswerStream(ABC):
 
     @abstractmethod
     def keep_alive(self) -> bytes:
-        """Return what makes the clients of this API wait longer. Without effect on the answer."""
+        """Return the bytes that make the clients of this API wait longer. Without effect on the answer."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> bytes:
@@ -79,7 +79,7 @@ class DialectCodec(ABC):
 
         Raises:
             MalformedBodyError: The body is not JSON.
-            InvalidFieldError: A field is wrong, refused, or holds what the policy cannot read.
+            InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
         """
 
     @abstractmethod

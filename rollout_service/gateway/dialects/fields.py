@@ -172,7 +172,7 @@ def read_body(body: bytes) -> Fields:
 
 
 def kind(value: JsonValue) -> str:
-    """Return what JSON calls a value's type."""
+    """Return the name of a value's type in JSON."""
     kinds: dict[type, str] = {str: "a string", bool: "a boolean", list: "a list", dict: "an object"}
     return "null" if value is None else kinds.get(type(value), "a number")
 

@@ -39,7 +39,7 @@ def check_tool_choice(fields: Fields) -> None:
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return what stands under `error`."""
+    """Return the value of `error`."""
     status, message = describe_failure(error)
     param = error.fields[0].path if isinstance(error, InvalidFieldError) else None
     code = _CODES.get(HTTPStatus(status), "invalid_value")

@@ -31,7 +31,7 @@ class Treatment(StrEnum):
     HONORED = "honored"
     """The answer is as the client asked."""
     RECORDED = "recorded"
-    """Sampling is the run's; what was asked is counted, and some of it obeyed by a service that is set to."""
+    """Sampling is the run's; the client's value is counted, and some are obeyed by a service that is set to."""
     IGNORED = "ignored"
     """It has no effect, and is counted."""
     REFUSED = "refused"

@@ -61,7 +61,7 @@ class TokenBudget:
         return tokens
 
     def settle(self, reserved: int, sampled: int) -> None:
-        """Return what a call has reserved and not sampled."""
+        """Return the tokens that a call has reserved and not sampled."""
         self._reserved -= reserved
         self._left += reserved - sampled
         self._settled.notify()
@@ -84,5 +84,5 @@ def closing_answer(call: ModelCall, reason: StopReason) -> LiveAnswer:
 
 
 def closing_events(reason: StopReason) -> Sequence[AnswerEvent]:
-    """Return what tells of a limit, behind the beginning of an answer."""
+    """Return the events of a limit's text, after the beginning of an answer."""
     return [TextDelta(_TEXTS[reason]), AnswerEnd(FinishReason.STOP, _NOTHING)]

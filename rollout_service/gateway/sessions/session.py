@@ -2,7 +2,7 @@
 
 Guarantees: a turn is recorded before its last event can leave. A request that repeats one whose answer did not arrive
 is given that answer, and nothing is sampled for it again. A call is never refused because engines are busy, paused or
-lost; what leaves a call without an answer also fails the rollout. Long prompts are made in a thread.
+lost; an error that leaves a call without an answer also fails the rollout. Long prompts are made in a thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ServeAlone = Callable[["GatewaySession", socket], AbstractAsyncContextManager[No
 
 @dataclass(frozen=True, slots=True)
 class SessionPlace:
-    """Where a session's program finds it, and what surrounds it in the service."""
+    """The address of a session for its program, and the parts of the service that it uses."""
 
     url: str
     model: ListedModel
@@ -87,7 +87,7 @@ class SessionPlace:
     hidden: Collection[str] = ()
     """Texts that are masked in the policy's prompts; some may be added later."""
     charge: Callable[[int], None] = lambda _: None
-    """Counts answers that a request asks for beside its first one, against what its user may ask for."""
+    """Counts answers that a request asks for beside its first one, against its user's limit."""
 
 
 class GatewaySession:
