@@ -51,9 +51,10 @@ def new_folder(
     yes: Annotated[bool, typer.Option("--yes", help="Do it; otherwise only say what is lost.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Use the folder of the settings in place of the one before, which is lost, and show what was in it. It may be
-    empty, or hold the files that could be saved. Rollouts whose trajectories are lost keep their rewards; reading the
-    trajectories fails with `record_lost`. Services that run go on by themselves.
+    """Use the folder of the settings in place of the one before, which is lost, and show what was in it.
+
+    It may be empty, or hold the files that could be saved. Rollouts whose trajectories are lost keep their rewards;
+    reading the trajectories fails with `record_lost`. Services that run go on by themselves.
     """
 
     async def main() -> int:
