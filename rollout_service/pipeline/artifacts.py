@@ -65,7 +65,7 @@ class Artifacts:
     notes: list[str] = field(default_factory=list)
     """Notes for people on artifacts that were left out."""
     ended: list[str] = field(default_factory=list)
-    """The command lines of what ran when the agent's processes were ended."""
+    """The command lines of the agent's processes that were ended."""
     _reserved: int = 0
     _used: int = 0
 

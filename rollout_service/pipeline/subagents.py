@@ -2,7 +2,7 @@
 
 Guarantees: sub-agents take no place of the pipeline's stages, so an agent that waits for them holds up none of them; a
 sandbox of their own is admitted as a grader's is, from a reserved place, since an agent that has one may wait for it;
-`close` frees what the pool keeps for the episode.
+`close` frees the pool's resources for the episode.
 """
 
 from __future__ import annotations

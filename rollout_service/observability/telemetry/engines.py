@@ -1,7 +1,7 @@
 """Metrics of engines, as the pools see them.
 
-Guarantees: each registered backend has its series from the start, with 0 for what has not happened, so a rate misses no
-first event; they go with the backend. A pool keeps its histograms for as long as the service runs.
+Guarantees: each registered backend has its series from the start, with 0 for events that have not happened, so a rate
+misses no first event; they go with the backend. A pool keeps its histograms for as long as the service runs.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def _open_regular(path: Path, folders: Sequence[Path] | None) -> BufferedReader:
     """Open a regular file for reading; with `folders`, only one below them.
 
     The path alone is checked first, so that nobody learns which other files there are. The file is then found, which
-    does nothing to a FIFO or a device, and what was found is checked, and opened.
+    does nothing to a FIFO or a device, and is checked, and opened.
 
     Raises:
         InvalidFieldError: It is below none of the folders.

@@ -1,4 +1,4 @@
-"""Makes a trace of every rollout from what its attempts note.
+"""Makes a trace of every rollout from the steps of its attempts.
 
 Guarantees: a rollout is one trace, over all its attempts; it continues the caller's trace if one came with the request,
 and that trace's decision whether to record it. The rollouts of a run, of which there may be a million, have traces of
