@@ -53,7 +53,7 @@ class Announcer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Write events within the block, and what waits at its end, for `CLOSE_SECONDS` at most."""
+        """Write events within the block, and those that wait at its end, for `CLOSE_SECONDS` at most."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._write)
             try:
@@ -202,7 +202,7 @@ CALM_SECONDS = 5.0
 
 
 class StateWatcher:
-    """Compares what is with what was."""
+    """Compares the present state with the one before."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class RendererSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Viewed:
-    """A trajectory, and what else is needed to show it."""
+    """A trajectory, and the other data needed to show it."""
 
     trajectory: Trajectory
     pool: str

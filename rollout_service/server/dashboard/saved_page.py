@@ -164,7 +164,7 @@ class _Bundle:
 
 
 class _Module:
-    """A module as a constant of the script: an object with what it exports."""
+    """A module as a constant of the script: an object with its exports."""
 
     def __init__(self, path: str, source: str, others: Mapping[str, _Module]) -> None:
         self._path = path
@@ -181,7 +181,7 @@ class _Module:
         self.text = f"const {self.name} = (() => {{\n{text}\nreturn {{{names}}};\n}})();"
 
     def _take(self, found: re.Match[str]) -> str:
-        """Return what stands for an import."""
+        """Return the replacement of an import."""
         other = self._others[found[3]]
         pairs = _pairs(found[2] or "") + ([("default", found[1])] if found[1] else [])
         for outside, _ in pairs:
@@ -190,7 +190,7 @@ class _Module:
         return f"const {{{', '.join(f'{outside}: {inside}' for outside, inside in pairs)}}} = {other.name};"
 
     def _give(self, found: re.Match[str]) -> str:
-        """Return what stands for an export."""
+        """Return the replacement of an export."""
         if found.re is _EXPORT_DEFAULT:
             self.exports["default"] = _DEFAULT
             return f"const {_DEFAULT} = "

@@ -61,7 +61,7 @@ class BackendFigures(StepObserver):
             now.times.append(step.ended - step.started)
 
     def of(self, backend_id: str) -> EngineFigures:
-        """Return what a backend did within the last minute."""
+        """Return a backend's figures over the last minute."""
         now = self._clock()
         seconds = [one for one in self._seconds.get(backend_id, ()) if one.number > now - WINDOW_SECONDS - 1]
         if not seconds:

@@ -51,7 +51,7 @@ class StageLoad:
 
 
 class StageLoads:
-    """The averages of the stages over the last overviews; they smooth out what changes from second to second."""
+    """The averages of the stages over the last overviews; they smooth out changes from second to second."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, Sequence[StageOverview]]] = deque()
@@ -66,7 +66,7 @@ class StageLoads:
 
 
 def bottleneck(overview: Overview, loads: dict[Stage, StageLoad]) -> Bottleneck | None:
-    """Return what limits the throughput; None if nothing is to do, or something else has to be seen to first."""
+    """Return the limit of the throughput; None if nothing is to do, or something else has to be seen to first."""
     init, rollout, evaluate = (loads[stage] for stage in Stage)
     if any(one.verdict is HangVerdict.STUCK and one.kind != RUN for one in overview.findings):
         return None

@@ -63,10 +63,10 @@ class ReadinessSource(Protocol):
 
 
 class Findings(Protocol):
-    """Knows what is stuck."""
+    """Knows the steps that are stuck."""
 
     def findings(self) -> Sequence[HangFinding]:
-        """Return what is stuck, slow or held back now, the worst first."""
+        """Return the steps that are stuck, slow or held back now, the worst first."""
         ...
 
 
