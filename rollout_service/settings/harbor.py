@@ -21,7 +21,7 @@ class HarborSettings(Section):
     """Where a shared verifier runs: in a fresh sandbox with the working folder and `artifacts`, which an agent cannot
     forge, or in the agent's own, as Harbor has it."""
     agent_processes: Literal["keep", "end"] = "keep"
-    """Whether what the agent left running, such as a server, goes on while a shared verifier runs in its own sandbox,
-    as Harbor has it, or is ended. What goes on can forge the reward."""
+    """Whether processes that the agent left running, such as a server, go on while a shared verifier runs in its own
+    sandbox, as Harbor has it, or are ended. A process that goes on can forge the reward."""
     artifacts: Names = ["/app", "/data", "/home", "/srv"]
     """Paths that a shared verifier in a fresh sandbox gets besides the working folder and the task's own artifacts."""

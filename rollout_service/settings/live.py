@@ -95,5 +95,6 @@ class LiveSettings(Section):
     """The detectors that search a turn before it is stored: names of built-in ones, or of plug-ins. A turn with a match
     is not trained on, and its text is not stored."""
     share_prefixes: bool = False
-    """Whether tenants may share cached prefixes on an engine, which can tell one of them what another has sent."""
+    """Whether tenants may share cached prefixes on an engine, which can reveal to one of them the prompts of
+    another."""
     judge: LiveJudgeSettings = LiveJudgeSettings()

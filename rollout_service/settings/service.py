@@ -1,4 +1,4 @@
-"""All settings of the service, and what follows from several of them.
+"""All settings of the service, and the values that follow from several of them.
 
 Guarantee: a service that listens beyond loopback without a key does not start.
 """
@@ -150,7 +150,7 @@ class Settings(BaseSettings):
 
     @property
     def sandbox_ceiling(self) -> int:
-        """The most sandboxes alive at once: the setting, or what the stages and the warm pool can hold."""
+        """The most sandboxes alive at once: the setting, or the capacity of the stages and the warm pool."""
         stages, warm = self.pipeline, self.sandboxes.warm
         bound = stages.init_workers + stages.rollout_queue + stages.rollout_workers
         bound += stages.evaluate_workers + stages.evaluate_queue

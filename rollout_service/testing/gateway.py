@@ -124,7 +124,7 @@ class CharacterAnswer:
         return [TextDelta("".join(map(chr, ids)))] if ids else []
 
     def finish(self, generation: Generation) -> list[AnswerEvent]:
-        """Return what was not fed yet, and the end.
+        """Return the events of the ids that were not fed yet, and the end.
 
         Raises:
             ValueError: The generation was aborted.
