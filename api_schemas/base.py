@@ -168,3 +168,19 @@ def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str | None]]:
                     yield statement.target.id, inspect.cleandoc(text)
                 case _:
                     yield statement.target.id, None
+
+
+# The trace that a request is part of, in the format of W3C Trace Context, so that other tools can follow it.
+
+
+class TraceContext(WireModel):
+    """The caller's span. Under the same id, a request with another one is still the same request."""
+
+    traceparent: Annotated[
+        str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
+    ]
+    """The version, the trace's id, the span's id and the flags, as in the header of that name."""
+    tracestate: Annotated[str, StringConstraints(max_length=512)] = ""
+    """Data of tracing tools, as in the header of that name."""
+    link: Flag = False
+    """Whether the rollout has a trace of its own that links to this span, instead of continuing its trace."""

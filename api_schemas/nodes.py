@@ -185,3 +185,22 @@ class Readiness(WireModel):
     """Why it cannot, each with advice on what to do; empty if it can."""
     warnings: list[str] = []
     """Faults that do not keep the service from working, such as a plug-in that cannot be loaded."""
+
+
+# Live sandboxes, for operators.
+
+
+class SandboxView(WireModel):
+    """A sandbox that is alive."""
+
+    id: str
+    label: str
+    """The purpose of the sandbox, such as the id of a rollout."""
+    image: str
+    provider: str
+    started_at: float
+    """The start as Unix time."""
+    pid: int | None
+    """The id of the launcher's process on the host."""
+    state: Literal["in_use", "warm"]
+    """The state of the sandbox; a warm one waits in a pool and does not belong to a rollout yet."""

@@ -25,9 +25,9 @@ from routing import Setting, served_tokens, simulated
 from support.traffic import Session, Shape, draw, drive
 
 from rollout_service.engines.contract import GenerateRequest, Generation
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 
 NODES, ENGINES = 8, 4
 FULL = (Shape(groups=16, time_scale=0.5), [1, 2, 3])

@@ -23,9 +23,9 @@ import anyio
 from common import Options, child, percentile, report, run
 
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, TokenChunk, new_request_id
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 
 TOKENS = 128
 SECONDS_PER_TOKEN = 0.02

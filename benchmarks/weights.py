@@ -47,9 +47,9 @@ from rollout_service.engines.contract import (
 from rollout_service.engines.kinds.registry import Connect, EngineKinds
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT, SGLangCpuServer
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import write_random_checkpoint
 
 RECOMPUTE = HERE.parent / "tests" / "support" / "engines" / "recompute_logprobs.py"

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from api_schemas.nodes import NodePatch as NodePatch
     from api_schemas.nodes import NodeView as NodeView
     from api_schemas.nodes import Readiness as Readiness
+    from api_schemas.nodes import SandboxView as SandboxView
     from api_schemas.rollouts import Rollout as Rollout
     from api_schemas.rollouts import RolloutPage as RolloutPage
     from api_schemas.rollouts import RolloutRequest as RolloutRequest
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from api_schemas.runs.history import GroupPage as GroupPage
     from api_schemas.runs.history import GroupRow as GroupRow
     from api_schemas.runs.history import RunHistory as RunHistory
-    from api_schemas.sandboxes import SandboxView as SandboxView
     from api_schemas.sessions import Canary as Canary
     from api_schemas.sessions import DeletedSessions as DeletedSessions
     from api_schemas.sessions import FeedbackAnswer as FeedbackAnswer
@@ -97,7 +97,7 @@ else:
             "AbortRequest BackendSpec BackendView DiskWeights DistributedWeights PauseMode PauseRequest PoolOutcome"
             " ResumeRequest WeightsGroupRequest WeightsRequest"
         ),
-        "api_schemas.nodes": "NodeConcurrency NodePatch NodeView Readiness",
+        "api_schemas.nodes": "NodeConcurrency NodePatch NodeView Readiness SandboxView",
         "api_schemas.rollouts": "Rollout RolloutPage RolloutRequest RolloutState",
         "api_schemas.rollouts.steps": "RolloutAttempts RolloutSteps",
         "api_schemas.rollouts.tokens": "TokenRange TrajectoryOutline",
@@ -106,7 +106,6 @@ else:
             "BINARY_MEDIA_TYPE AppendTasks Batch BatchAnswer Group Run RunPage RunPatch RunRequest RunState"
         ),
         "api_schemas.runs.history": "GroupPage GroupRow RunHistory",
-        "api_schemas.sandboxes": "SandboxView",
         "api_schemas.sessions": (
             "Canary DeletedSessions FeedbackAnswer FeedbackByVersion LiveSession OpenedSession SessionFeedback"
             " SessionPage SessionRequest"

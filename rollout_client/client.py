@@ -21,11 +21,10 @@ import anyio
 
 from rollout_client import _wire as wire
 from rollout_client.calls.engines import EngineCalls
-from rollout_client.calls.lists import ListCalls
+from rollout_client.calls.lists import ListCalls, ViewCalls
 from rollout_client.calls.rollouts import RolloutCalls, with_id
 from rollout_client.calls.service import ServiceCalls
 from rollout_client.calls.sessions import SessionCalls
-from rollout_client.calls.views import ViewCalls
 from rollout_client.errors import (
     CaFileError,
     ClientError,

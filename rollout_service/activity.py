@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from api_schemas.base import TraceContext
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
-from api_schemas.tracing import TraceContext
 from rollout_service.base.errors import describe
 
 if TYPE_CHECKING:

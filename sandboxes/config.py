@@ -208,3 +208,11 @@ def default_state_dir() -> Path:
     """Return the default state folder: $XDG_STATE_HOME/rollout-service, or ~/.local/state/rollout-service."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local/state") / "rollout-service"
+
+
+# Where this user's images, and what is made of them, are kept by default.
+
+
+def default_cache() -> Path:
+    """Return `$XDG_CACHE_HOME/rollout-service`, by default below `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-service"

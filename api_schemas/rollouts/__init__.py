@@ -17,6 +17,7 @@ from api_schemas.base import (
     Signed,
     StrEnum,
     Timestamp,
+    TraceContext,
     WireModel,
 )
 from api_schemas.errors import ErrorInfo
@@ -28,7 +29,6 @@ from api_schemas.rollouts.stages import StopReason as StopReason
 from api_schemas.rollouts.stages import Usage as Usage
 from api_schemas.rollouts.trees import AgentNode, NodeDetail, Work
 from api_schemas.tasks import Limits, Task
-from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import Trajectory
 
 

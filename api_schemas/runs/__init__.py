@@ -24,6 +24,7 @@ from api_schemas.base import (
     Signed,
     StrEnum,
     Timestamp,
+    TraceContext,
     WireModel,
     tagged,
 )
@@ -34,7 +35,6 @@ from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Limits, Task
-from api_schemas.tracing import TraceContext
 
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 """The identifier of a run: 1-64 letters, digits, `_` or `-`."""

@@ -26,9 +26,9 @@ from tokenizers import Tokenizer
 
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply, ScriptedEngine
+from rollout_service.testing.engine_turn import SAMPLED_LOGPROB, ChunkStream, EngineTurn, ScriptedRequest
 from rollout_service.testing.faults import Fault
 from rollout_service.testing.sglang_engine import json_answer
-from rollout_service.testing.turn import SAMPLED_LOGPROB, ChunkStream, EngineTurn, ScriptedRequest
 
 MODEL = policy_folder("calc-tuned")
 CONTEXT_LENGTH = 2_000_000

@@ -21,11 +21,11 @@ from rollout_service.backup.manifest import (
     REDIS_DUMP,
     STATES,
     Manifest,
+    Places,
     copy,
     copy_folder,
     describe_all,
 )
-from rollout_service.backup.places import Places
 from rollout_service.base import state_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import make_private

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_service.backup.places import ONLY, Places
+from rollout_service.backup.manifest import ONLY, Places
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.cluster.slurm.folder import JobFolder
 from rollout_service.cluster.slurm.redis_server import (

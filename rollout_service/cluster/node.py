@@ -44,7 +44,7 @@ class Node:
             PressureController(wanted.pressure, ceiling, reader.cpus),
             reader.read,
             ceiling=ceiling,
-            observer=metrics,
+            on_held_back=metrics.held_back,
         )
         pool = WarmPool(
             provider,

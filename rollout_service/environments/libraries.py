@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_service.base.errors import ConfigurationError
-from sandboxes.images.cache import default_cache
+from sandboxes.config import default_cache
 
 INSTALL_SECONDS = 1_800.0
 START_SECONDS = 30.0

@@ -6,11 +6,14 @@ bounded in bytes and in values before, and its prompt is compared with the model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Never
+from typing import Never, TypeVar, TypeVarTuple
 
+import anyio.to_thread
 import orjson
+from anyio import CapacityLimiter
+from anyio.lowlevel import RunVar
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import Sampling
@@ -89,3 +92,23 @@ def _at_most(count: int, most: int, path: str, what: str, setting: str) -> None:
 
 def _refuse(path: str, message: str, hint: str = "") -> Never:
     raise InvalidFieldError([FieldError(path=path, message=message)], hint=hint)
+
+
+# Threads for work that takes long, so that neither the event loop nor other work of the service waits for it.
+
+THREADS = 4
+"""The most requests that are read or rendered at once: each may take some hundred MB while it lasts."""
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+_limiter: RunVar[CapacityLimiter] = RunVar("_gateway_threads")
+
+
+async def in_thread(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
+    """Call a function in a thread, once one of them is free."""
+    try:
+        limiter = _limiter.get()
+    except LookupError:
+        limiter = CapacityLimiter(THREADS)
+        _limiter.set(limiter)
+    return await anyio.to_thread.run_sync(function, *args, limiter=limiter)

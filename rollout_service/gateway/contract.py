@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import JsonValue
 
-from api_schemas.trajectories import FinishReason, Trajectory
+from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import Generation
 from rollout_service.tokens import ToolSpec
 
 if TYPE_CHECKING:
-    from rollout_service.gateway.capture.report import CaptureReport
+    from rollout_service.gateway.capture import PlannedTurn
 
 
 class Dialect(StrEnum):
@@ -211,58 +211,8 @@ class AnswerEnd:
 AnswerEvent = AnswerBegin | ReasoningDelta | TextDelta | CallBegin | CallArguments | CallEnd | AnswerEnd
 
 
-class PlannedAnswer(Protocol):
-    """An answer that is about to be sampled: the prompt, and the events of its completion."""
-
-    @property
-    def turn_key(self) -> str:
-        """Names the answer in the client's echo."""
-
-    @property
-    def prompt_ids(self) -> Sequence[int]:
-        """The ids to send to the engine."""
-
-    @property
-    def known(self) -> int:
-        """How many of `prompt_ids` are those of the turn that the call continues, with its output."""
-
-    def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
-        """Return the events that these newly sampled ids complete; half a character or a possible stop waits."""
-
-    def finish(self, generation: Generation) -> list[AnswerEvent]:
-        """Return the events that were held back; `AnswerEnd` is the last. Ids that were not fed before are part of
-        it."""
-
-
-P = TypeVar("P", bound=PlannedAnswer)
-Seen = TypeVar("Seen", bound=PlannedAnswer, contravariant=True)
-
-
-class Capture(Protocol[P]):
-    """The conversations of one rollout, as its client's calls show them. Not for use from two threads at once."""
-
-    def plan(self, call: ModelCall, context_length: int | None = None) -> P:
-        """Find the turn that the call continues, and make its prompt. May take long for a long new prompt.
-
-        With `context_length`, a prompt that is much longer is refused before it is rendered.
-
-        Raises:
-            ContextOverflowError: The prompt is much longer than the context.
-            TokenError: The messages cannot be rendered.
-        """
-
-    def record(self, planned: P, generation: Generation, *, delivered: bool) -> None:
-        """Keep a whole turn; one that was not delivered to the client is kept without being trained on."""
-
-    def trajectory(self) -> Trajectory:
-        """Return everything that was recorded so far."""
-
-    def report(self) -> CaptureReport:
-        """Return the counts so far."""
-
-
 class TurnObserver(Protocol):
-    """Keeps the turn of one call, in the place of `Capture.record`."""
+    """Keeps the turn of one call, in the place of `TurnCapture.record`."""
 
     @property
     def unrecorded_because(self) -> str:
@@ -271,7 +221,7 @@ class TurnObserver(Protocol):
     async def record(self, generation: Generation, *, delivered: bool) -> None:
         """Keep the turn, or decide not to; its last event leaves only after this has returned.
 
-        Called once, while nothing else is planned or recorded. `delivered` is as for `Capture.record`.
+        Called once, while nothing else is planned or recorded. `delivered` is as for `TurnCapture.record`.
 
         Raises:
             ServiceError: It cannot be kept. The client gets an error in place of the last event.
@@ -281,10 +231,10 @@ class TurnObserver(Protocol):
         """Note that the client was sent the last token."""
 
 
-class CallObserver(Protocol[Seen]):
+class CallObserver(Protocol):
     """Sees the calls of one session, such as to keep their turns beyond this process."""
 
-    async def planned(self, call: ModelCall, planned: Seen) -> TurnObserver:
+    async def planned(self, call: ModelCall, planned: PlannedTurn) -> TurnObserver:
         """Note a call whose prompt was made, and return the observer that keeps its turn. Must be quick.
 
         Raises:

@@ -10,23 +10,22 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from socket import socket
-from typing import Any, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
 
 from api_schemas.rollouts import RolloutRequest
 from rollout_service.base.errors import UnavailableError
-from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.gateway.contract import Capture
+from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
 from rollout_service.gateway.server.paths import KeyedApp, KeyedApps
 from rollout_service.gateway.server.serving import address_of, bind, serving
 from rollout_service.gateway.sessions.keys import GatewaySessions, OneSession
-from rollout_service.gateway.sessions.sampling import PolicyEngines, StreamingGenerator
+from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit
 from rollout_service.http.protocol import Observe
@@ -40,25 +39,13 @@ ONE_PROGRAM = ConnectionLimits(admitted=256, pending=64)
 """The connections of a program that has a listener of its own."""
 
 
-class ServedPolicies(Protocol):
-    """The models and engines of the pools; `engines.serving.policies.PolicyServing` has them."""
-
-    def connect(self, pool: str) -> tuple[ServedModel, StreamingGenerator]:
-        """Return the model that a pool serves, and its engines.
-
-        Raises:
-            NoBackendError: The pool is not served.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class GatewayParts:
     """The parts of the service that a gateway uses."""
 
     settings: GatewaySettings
-    policies: ServedPolicies
-    make_capture: Callable[[ChatRenderer], Capture[Any]]
+    policies: PolicyServing
+    make_capture: Callable[[ChatRenderer], TurnCapture]
     metrics: GatewayMetrics
     observe: Observe
     """Called with the reason for each refused connection."""

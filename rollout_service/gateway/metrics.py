@@ -11,8 +11,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rollout_service.gateway.capture import CaptureReport
-from rollout_service.gateway.contract import ModelCall, PlannedAnswer
+from rollout_service.gateway.capture import CaptureReport, PlannedTurn
+from rollout_service.gateway.contract import ModelCall
 from rollout_service.gateway.dialects import CODECS
 from rollout_service.gateway.dialects.lanes import KNOWN_CLIENTS
 
@@ -114,7 +114,7 @@ class GatewayMetrics:
         """Count a request that could not be read as a call, or had no valid key."""
         self._calls.labels(dialect, self._client(client), CallOutcome.REFUSED).inc()
 
-    def observe_prompt(self, call: ModelCall, planned: PlannedAnswer, seconds: float) -> None:
+    def observe_prompt(self, call: ModelCall, planned: PlannedTurn, seconds: float) -> None:
         """Record a prompt: how much of it was known, and how long it took to make."""
         client = self._client(call.lane.client)
         self._prompt_tokens.labels(client, "kept").inc(planned.known)

@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 
 from api_schemas.sessions import FeedbackByVersion
 from rollout_service.base.errors import StoreError
-from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
+from rollout_service.live.contract import TurnMarkRecord, TurnRecord
+from rollout_service.live.sqlite.store import SqliteLiveStore
 
 log = structlog.get_logger(__name__)
 
@@ -115,7 +116,7 @@ class LiveFunnel(Collector):
 
     def __init__(
         self,
-        store: LiveStore,
+        store: SqliteLiveStore,
         *,
         open_sessions: Callable[[], int],
         judge_queue: Callable[[], int] = lambda: 0,

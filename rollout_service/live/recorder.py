@@ -30,17 +30,11 @@ from rollout_service.gateway.capture.answer import SentAnswer
 from rollout_service.gateway.capture.history import canonical
 from rollout_service.gateway.contract import ClientMessage, ModelCall, map_roles
 from rollout_service.live.consent import ConversationConsent, MessageHashes, new_messages
-from rollout_service.live.contract import (
-    KINDS,
-    LiveStore,
-    NextStateRecord,
-    OptOuts,
-    SessionRecord,
-    TurnRecord,
-)
+from rollout_service.live.contract import KINDS, NextStateRecord, OptOuts, SessionRecord, TurnRecord
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.replay import PackedTurn, pack
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.tokens.conversation import check_output
 
 log = structlog.get_logger(__name__)
@@ -56,7 +50,7 @@ INLINE_IDS = 32_768
 class RecordingParts:
     """The parts of the service that the recorders of all sessions share."""
 
-    store: LiveStore
+    store: SqliteLiveStore
     detectors: Detectors
     hashes: MessageHashes
     metrics: LiveMetrics

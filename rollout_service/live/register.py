@@ -13,8 +13,9 @@ from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.sessions import SessionRequest
 from rollout_service.base.errors import NotFoundError, TryLaterError
 from rollout_service.gateway.errors import RolloutEndedError
-from rollout_service.live.contract import LiveStore, OptOuts, SessionRecord
+from rollout_service.live.contract import OptOuts, SessionRecord
 from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveKey, LiveSettings
 
 PAGE = 1_000
@@ -27,7 +28,7 @@ class SessionRegister:
     def __init__(
         self,
         settings: LiveSettings,
-        store: LiveStore,
+        store: SqliteLiveStore,
         users: UserHashes,
         choose_pool: Callable[[str, str], str],
         clock: Callable[[], float],

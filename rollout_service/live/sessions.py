@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 from uuid import uuid4
 
 import anyio.to_thread
 import structlog
 
 from api_schemas.errors import FieldError
-from api_schemas.rollouts.sessions import ClosedBecause
+from api_schemas.rollouts.sessions import ClosedBecause, MarkReason, TurnKind
 from api_schemas.sessions import (
     DeletedSessions,
     FeedbackAnswer,
@@ -27,14 +26,14 @@ from api_schemas.sessions import (
     SessionPage,
     SessionRequest,
 )
-from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
-from rollout_service.live.contract import LiveStore, SessionRecord
+from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, StoreError
+from rollout_service.live.contract import NextStateRecord, SessionRecord, TurnMarkRecord, TurnRecord
+from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
 from rollout_service.live.serving.active import ActiveSessions
 from rollout_service.live.serving.connecting import SessionEngines
-from rollout_service.live.serving.feedback import take_feedback
-from rollout_service.live.serving.served import KEY_PREFIX, ServedSessions
+from rollout_service.live.serving.served import KEY_PREFIX, SessionResolver
 from rollout_service.live.serving.users import DEFAULT_TENANT, UserHashes
 from rollout_service.live.serving.views import (
     decode_cursor,
@@ -44,6 +43,7 @@ from rollout_service.live.serving.views import (
     show_session,
     show_turn,
 )
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveSettings
 
 log = structlog.get_logger(__name__)
@@ -54,24 +54,16 @@ _SHORTEST_LOOK, _LONGEST_LOOK = 0.05, 5.0
 PRUNE_SECONDS = 60.0
 
 
-class Deletion(Protocol):
-    """Deletes sessions with everything that was made of them."""
-
-    async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
-        """Remove a session, or all of a user by its hash, and return the parts that had left the service before."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LiveSessionParts:
     """The parts of the service that live sessions use."""
 
     settings: LiveSettings
-    store: LiveStore
+    store: SqliteLiveStore
     users: UserHashes
     engines: SessionEngines
     recording: RecordingParts
-    deletion: Deletion
+    deletion: SessionDeletion
     choose_pool: Callable[[str, str], str]
     """Returns the pool that serves a new session, from the pool that it asks for and its id."""
     clock: Callable[[], float] = time.time
@@ -92,7 +84,7 @@ class LiveSessions:
             parts.choose_pool,
             parts.clock,
         )
-        self.served = ServedSessions(
+        self.served = SessionResolver(
             parts.settings,
             parts.store,
             self._register,
@@ -292,3 +284,60 @@ def _trying_again() -> Iterator[None]:
         yield
     except StoreError as error:
         log.debug("live sessions cannot be looked after; trying again", error=str(error), hint=error.hint)
+
+
+# What users say of answers. Guarantee: it wins over the judge, once; the same again changes nothing.
+
+
+async def take_feedback(parts: RecordingParts, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
+    """Set a turn's value to its user's.
+
+    Raises:
+        NotFoundError: There is no such turn.
+        ConflictError: The user said something else of it before.
+    """
+    turn = await _find(parts.store, session_id, feedback.turn)
+    before = turn.mark
+    is_revised = turn.part is not None or turn.dropped is not None
+    answer = FeedbackAnswer(turn=turn.turn, value=feedback.value, revised=is_revised)
+    if before is not None and before.reason is MarkReason.EXPLICIT:
+        if before.value != feedback.value:
+            raise ConflictError(
+                f"turn {turn.turn} has feedback with another value",
+                hint="Feedback that was given stays as it is.",
+                context={"value": before.value},
+            )
+        return answer
+    await _set(parts, turn, feedback)
+    if before is not None and before.value is not None:
+        parts.metrics.compared(judged=before.value, explicit=feedback.value)
+    return answer
+
+
+async def _find(store: SqliteLiveStore, session_id: str, number: int | None) -> TurnRecord:
+    if number is not None:
+        turn = await store.turn(session_id, number)
+    else:
+        turns = await store.turns(session_id)
+        main = [each for each in turns if each.delivered and each.kind is TurnKind.MAIN]
+        turn = main[-1] if main else None
+    if turn is None:
+        named = f"no turn {number}" if number is not None else "no main turn that was delivered"
+        raise NotFoundError(
+            f"the session has {named}", hint="GET /v1/sessions/{session_id} lists its recorded turns."
+        )
+    return turn
+
+
+async def _set(parts: RecordingParts, turn: TurnRecord, feedback: SessionFeedback) -> None:
+    now = parts.clock()
+    if feedback.text and turn.next_state is None:
+        if found := await parts.detectors.search([feedback.text]):
+            parts.metrics.redacted(found)
+        else:
+            state = NextStateRecord(role="user", text=feedback.text, arrived_at=now)
+            await parts.store.follow(turn.session_id, turn.turn, state)
+    mark = TurnMarkRecord(value=feedback.value, reason=MarkReason.EXPLICIT, source="explicit", at=now)
+    await parts.store.mark(turn.session_id, turn.turn, mark)
+    parts.rated(turn.session_id, turn.turn)
+    parts.metrics.judged(turn, mark)

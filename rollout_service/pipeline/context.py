@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import anyio
-
-from api_schemas.rollouts import RolloutRequest
 from rollout_service.activity import ActivityBoard
-from rollout_service.engines.serving.turn_log import TurnLog
-from rollout_service.environments.contract import Environment
-from rollout_service.episodes import Policy
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.gateway.external import ExternalAgents
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge, TextSampler
@@ -22,52 +17,7 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.store.contract import Store
-from rollout_service.tokens import ToolSpec
 from sandboxes.scheduling.admission import AdmissionController
-
-
-class EnvironmentSource(Protocol):
-    """Environments by name; `environments.registry.EnvironmentRegistry` is one."""
-
-    def get(self, name: str) -> Environment:
-        """Return the environment of that name.
-
-        Raises:
-            InvalidFieldError: There is no such environment.
-            ConfigurationError: The environment could not be loaded.
-        """
-        ...
-
-
-class PolicyFactory(Protocol):
-    """Opens a rollout's conversation with the engines of its pool."""
-
-    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """Return the pools with a backend in service, including paused ones, and the event of the next change."""
-        ...
-
-    async def open(
-        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
-    ) -> Policy:
-        """Open the conversation of a rollout; `turns` has those to play first, and saves the others.
-
-        Raises:
-            NoBackendError: The pool is empty.
-            TokenError: The pool's tokenizer cannot be used.
-        """
-        ...
-
-    def model(self, pool: str) -> str:
-        """Return the model that a pool serves.
-
-        Raises:
-            NoBackendError: The pool is not served.
-        """
-        ...
-
-    def close(self, request: RolloutRequest) -> None:
-        """Forget which backend a rollout belongs to; idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +38,7 @@ class EpisodeContext:
     admission: AdmissionController
     metrics: Metrics
     max_attempts: int
-    policies: PolicyFactory | None = None
+    policies: PolicyServing | None = None
     """Opens the conversations of sub-agents; None in a trial without engines."""
     judge: Judge | None = None
     """Judges answers; None if there is none, as in a trial."""
@@ -104,8 +54,8 @@ class AttemptContext(EpisodeContext):
 
     owner: str
     store: Store
-    environments: EnvironmentSource
-    policies: PolicyFactory
+    environments: EnvironmentRegistry
+    policies: PolicyServing
     turn_writer: TurnWriter | None = None
     """Saves turns; None if interrupted rollouts begin anew."""
     gateway: Gateway | None = None

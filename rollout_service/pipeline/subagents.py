@@ -14,9 +14,10 @@ from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
 from rollout_service.engines.serving.masked import without_secrets
+from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Policy, SubagentSlot
-from rollout_service.pipeline.context import EpisodeContext, PolicyFactory
+from rollout_service.pipeline.context import EpisodeContext
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox
 from sandboxes.scheduling.admission import Purpose
@@ -28,7 +29,7 @@ class EpisodeSubagents:
     def __init__(
         self,
         context: EpisodeContext,
-        policies: PolicyFactory,
+        policies: PolicyServing,
         request: RolloutRequest,
         spec: EnvironmentSpec,
         hidden: Collection[str] = (),

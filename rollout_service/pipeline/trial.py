@@ -14,11 +14,12 @@ from pydantic import JsonValue
 from api_schemas.rollouts import RolloutRequest, Stage, StopReason
 from api_schemas.tasks import Task
 from rollout_service.engines.serving.masked import without_secrets
+from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.pipeline.context import EpisodeContext, PolicyFactory, Stages
+from rollout_service.pipeline.context import EpisodeContext, Stages
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import Slot, StageLimiter
 from rollout_service.pipeline.stage_runner import StageRunner
@@ -47,7 +48,7 @@ class OtherModels:
 
     judge: Judge | None = None
     sampler: TextSampler | None = None
-    policies: PolicyFactory | None = None
+    policies: PolicyServing | None = None
     """The policies of sub-agents."""
 
 

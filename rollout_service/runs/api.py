@@ -29,7 +29,7 @@ from rollout_service.gateway.bounds import check_sampling
 from rollout_service.groups.auxiliary import run_warnings
 from rollout_service.http.api_keys import Role
 from rollout_service.runs.manager import RunManager
-from rollout_service.runs.nothing_kept import problem_of, warnings_of
+from rollout_service.runs.planning import problem_of, warnings_of
 from rollout_service.runs.tasks.dataset import open_dataset
 from rollout_service.runs.tasks.files import Rows, open_file
 from rollout_service.store.rules import dropped_counts

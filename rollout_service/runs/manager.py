@@ -28,12 +28,13 @@ from rollout_service.groups import (
 )
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.estimates import RunEstimates
-from rollout_service.runs.nothing_kept import reason_to_pause, reason_to_report
 from rollout_service.runs.open_groups import GroupsUnderWay
 from rollout_service.runs.planning import (
     ActiveRun,
     claim_groups,
     new_group,
+    reason_to_pause,
+    reason_to_report,
 )
 from rollout_service.runs.tasks.source import Reopen, RunTasks
 from rollout_service.settings import RetentionSettings

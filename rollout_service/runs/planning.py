@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest, TokenExtras
 from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
+from rollout_service.base.errors import ConflictError, EnvironmentFailedError, RequestError, describe
 from rollout_service.base.ids import SampleId
 from rollout_service.groups import AdmissionState, Claim, FilterChain, admission_capacity, groups_to_start
+from rollout_service.groups.filters import TOO_FEW_USABLE
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.tasks.source import TaskPosition
+from rollout_service.store.rules import dropped_counts, dropped_in_a_row, failed_in_a_row
 from rollout_service.store.runs_contract import NewGroup, OpenGroup, RunRecord
 
 _SEEDS = 2**31
@@ -113,3 +117,127 @@ def sample_seed(seed: int, number: int, sample: int) -> int:
     """
     first = int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=4).digest())
     return (first + sample) % _SEEDS
+
+
+# Runs that keep none of their groups: the problem that they report, and when they are paused for it.
+#
+# Guarantees: pure functions of the store's counters, so a restart changes nothing. Groups of equal rewards never
+# pause a run that sets no limit to them: a policy may need time to learn.
+
+REPORT_AFTER = 20
+"""How many groups in a row are dropped before the run says so: with one group in five kept, that is a chance of 1 %."""
+REFUSE_AFTER = 256
+"""How many groups in a row are dropped before a lease is refused although the run goes on: with the acceptance rate at
+the lowest that is assumed, 2 %, that is a chance of 0.6 %."""
+
+_HINTS = {
+    "zero_variance": "All samples of a group get the same reward: look at what the grader gives, and whether the tasks "
+    "are too hard or too easy. The filter `zero_variance` can be left out.",
+    TOO_FEW_USABLE: "Its samples fail: GET /v1/runs/{run}/groups?state=dropped has their errors.",
+}
+_HINT = "GET /v1/runs/{run}/groups?state=dropped has the groups; look at the run's filters and tasks."
+
+
+class GroupsDroppedError(RequestError):
+    """Groups in a row were dropped, so that the run delivers nothing."""
+
+    code = "groups_dropped"
+
+
+class GroupsFailedError(EnvironmentFailedError):
+    """All samples of groups in a row ended in the same permanent error."""
+
+    code = "groups_failed"
+
+
+class RunStoppedError(ConflictError):
+    """The run delivers nothing until a person has solved its problem."""
+
+    code = "run_stopped"
+
+
+def reason_to_pause(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedError | GroupsFailedError | None:
+    """Return why a run should be paused, from its limits; `last` is the newest error of a sample, if it is known."""
+    request = run.request
+    for code, count in failed_in_a_row(run.counters).items():
+        if request.max_failed_in_a_row is not None and count >= request.max_failed_in_a_row:
+            return _failed(count, code, last)
+    if request.max_dropped_in_a_row is not None:
+        return _dropped(run, last, at_least=request.max_dropped_in_a_row)
+    return None
+
+
+def reason_to_report(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedError | None:
+    """Return the error to report for a run that goes on; `last` is the newest error of a sample, if it is known."""
+    return _dropped(run, last, at_least=REPORT_AFTER)
+
+
+def reason_to_refuse(run: RunRecord) -> RunStoppedError | None:
+    """Return why waiting for a batch of a run is vain; None if one may come without anybody's doing."""
+    if run.problem is None or run.count("batched"):
+        return None
+    if run.state is RunState.PAUSED and not run.count("open"):
+        said = "is paused"
+    elif run.state is RunState.RUNNING and sum(dropped_in_a_row(run.counters).values()) >= REFUSE_AFTER:
+        said = "delivers nothing"
+    else:
+        return None
+    return RunStoppedError(
+        f"the run {run.run_id} {said}: {run.problem.message}",
+        hint=run.problem.hint,
+        context={"problem": run.problem.model_dump(mode="json")},
+    )
+
+
+def problem_of(run: RunRecord) -> ErrorInfo | None:
+    """Return the problem of a run: the one that is stored, or that it took all its tasks and delivered nothing."""
+    if run.state is not RunState.FINISHED:
+        return run.problem
+    if run.tasks == 0 or run.count("batches:acknowledged"):
+        return None
+    reasons = dropped_counts(run.counters)
+    error = GroupsDroppedError(
+        f"the run took all its tasks and delivered no batch: no group was kept of {_reasons(reasons)}",
+        hint=_hint(run, reasons),
+    )
+    return run.problem or describe(error)
+
+
+def warnings_of(run: RunRecord) -> list[str]:
+    """Return the conditions that keep a run from delivering although nothing is wrong."""
+    if not waits_for_version(run):
+        return []
+    return [
+        f"max_staleness: all groups that version {run.version} allows are acknowledged, and no more begin until the "
+        "trainer reports a newer version, by POST /v1/weights, a PATCH of the run, or the `version` of a lease."
+    ]
+
+
+def _dropped(run: RunRecord, last: ErrorInfo | None, *, at_least: int) -> GroupsDroppedError | None:
+    reasons = dropped_in_a_row(run.counters)
+    if sum(reasons.values()) < at_least:
+        return None
+    example = "" if last is None else f"; the newest error is {last.code}: {last.message}"
+    message = f"no group was kept of the last {_reasons(reasons)}{example}"
+    return GroupsDroppedError(message, hint=_hint(run, reasons))
+
+
+def _failed(count: int, code: str, last: ErrorInfo | None) -> GroupsFailedError:
+    message = f"every sample of {count} groups in a row ended in {code}"
+    return GroupsFailedError(
+        f"{message}: {last.message}" if last is not None and last.code == code else message,
+        hint="Mend the environment or its tasks, then resume the run. "
+        "`max_failed_in_a_row` says how many such groups there may be.",
+    )
+
+
+def _reasons(reasons: Mapping[str, int]) -> str:
+    """Return how many groups were dropped, and why: `20 (18 zero_variance, 2 too_few_usable)`."""
+    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    return f"{sum(reasons.values())} ({', '.join(f'{count} {reason}' for reason, count in ordered)})"
+
+
+def _hint(run: RunRecord, reasons: Mapping[str, int]) -> str:
+    """Return advice on the most frequent reason."""
+    most = max(reasons, key=lambda reason: reasons[reason], default="")
+    return _HINTS.get(most, _HINT).format(run=run.run_id)

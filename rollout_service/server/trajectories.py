@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -20,8 +19,8 @@ from api_schemas.rollouts.sessions import MaskReason
 from api_schemas.rollouts.tokens import SegmentOutline, TokenRange, TrajectoryOutline, TurnRange
 from api_schemas.trajectories import Segment, Trajectory
 from rollout_service.base.errors import InvalidFieldError, NotFoundError
+from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.store.contract import Store
-from rollout_service.tokens import ChatRenderer
 from rollout_service.tokens.tokenizer import TokenBytes
 
 # Reads trajectories for looking at.
@@ -38,14 +37,6 @@ MAX_KEPT_TOKENS = 2_000_000
 """The most tokens of all trajectories that are kept; the one that was read last is kept whatever its size."""
 
 
-class RendererSource(Protocol):
-    """Knows the chat format of each pool; `PolicyServing` does."""
-
-    def renderer(self, pool: str) -> ChatRenderer | None:
-        """Return the chat format of a pool; None if it is not known."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Viewed:
     """A trajectory, and the other data needed to show it."""
@@ -60,9 +51,9 @@ class _Viewed:
 class TrajectoryViewer:
     """Shows trajectories that are stored."""
 
-    def __init__(self, store: Store, renderers: RendererSource) -> None:
+    def __init__(self, store: Store, serving: PolicyServing) -> None:
         self._store = store
-        self._renderers = renderers
+        self._serving = serving
         self._kept: OrderedDict[tuple[str, int | None], _Viewed] = OrderedDict()
         self._lock = anyio.Lock()
 
@@ -117,7 +108,7 @@ class TrajectoryViewer:
 
     async def _table(self, pool: str) -> TokenBytes | None:
         """Return the bytes of the tokens of a pool; the first time, they are read in a thread."""
-        renderer = self._renderers.renderer(pool)
+        renderer = self._serving.renderer(pool)
         if renderer is None:
             return None
         async with self._lock:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from rollout_service.store.codec.trajectories import CompressedColumn
 
 COLUMNS: dict[str, np.dtype[Any]] = {
     "token_ids": np.dtype("<i4"),
@@ -19,28 +22,12 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 """The columns of a segment and their types."""
 
 
-class PackedColumn(Protocol):
-    """A column in the form that a store keeps."""
-
-    def array(self) -> NDArray[Any]:
-        """Return the numbers; slow for long columns, so call it in a thread."""
-        ...
-
-    def fill(self, target: NDArray[Any]) -> None:
-        """Unpack into an array of the same length."""
-        ...
-
-    def detached(self) -> PackedColumn:
-        """Return the column in memory of its own, so that the memory of others can be freed."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The columns of one segment by name, all of the same length."""
 
     tokens: int
-    columns: Mapping[str, PackedColumn | NDArray[Any]]
+    columns: Mapping[str, CompressedColumn | NDArray[Any]]
 
     def __len__(self) -> int:
         return self.tokens

@@ -99,8 +99,8 @@ class BackendStore(Protocol):
         ...
 
 
-class CommandStore(Protocol):
-    """The commands to pools, of services that share a store.
+class EnginesStore(BackendStore, Protocol):
+    """Backends, and the commands to their pools, in a store that services share.
 
     Raises:
         StoreError: The store fails; every method can raise it.
@@ -133,11 +133,3 @@ class CommandStore(Protocol):
     async def result(self, pool: str, number: int) -> str | None:
         """Return the result of a finished command, as it was given to `finish`; only the last ones are kept."""
         ...
-
-    async def wait_for_change(self, after: int) -> int:
-        """Wait until something has changed; see `BackendStore`."""
-        ...
-
-
-class EnginesStore(BackendStore, CommandStore, Protocol):
-    """Backends and commands, in a store that services share."""

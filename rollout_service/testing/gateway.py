@@ -111,7 +111,7 @@ class ManualPool:
 
 @dataclass(eq=False, slots=True)
 class CharacterAnswer:
-    """An answer whose tokens are its characters; implements `gateway.contract.PlannedAnswer`."""
+    """An answer whose tokens are its characters; stands in for `gateway.capture.PlannedTurn`."""
 
     turn_key: str
     prompt_ids: Sequence[int]
@@ -140,7 +140,7 @@ class CharacterAnswer:
 
 
 class CharacterCapture:
-    """Keeps turns without making segments of them; implements `gateway.contract.Capture`."""
+    """Keeps turns without making segments of them; stands in for `gateway.capture.TurnCapture`."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[str, bool]] = []

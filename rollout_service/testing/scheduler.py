@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack
 
 import anyio
 
+from rollout_service.testing.engine_turn import ChunkStream, EngineTurn, ScriptedRequest
 from rollout_service.testing.hardware import Accelerator, Hardware
 from rollout_service.testing.script import Reply, Script
-from rollout_service.testing.turn import ChunkStream, EngineTurn, ScriptedRequest
 
 _BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
 

@@ -21,11 +21,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from rollout_service.testing.faults import BREAKING, AfterTokens, Fault
-from rollout_service.testing.hardware import Hardware
-from rollout_service.testing.scheduler import TurnScheduler
-from rollout_service.testing.script import Script
-from rollout_service.testing.turn import (
+from rollout_service.testing.engine_turn import (
     SAMPLED_LOGPROB,
     ChunkStream,
     EndOfStreamError,
@@ -35,6 +31,10 @@ from rollout_service.testing.turn import (
     likeliest,
     prompt_logprob,
 )
+from rollout_service.testing.faults import BREAKING, AfterTokens, Fault
+from rollout_service.testing.hardware import Hardware
+from rollout_service.testing.scheduler import TurnScheduler
+from rollout_service.testing.script import Script
 
 _DEFAULT_BUDGET = 128
 _SHUTDOWN_SECONDS = 0.01  # 0 would wait forever

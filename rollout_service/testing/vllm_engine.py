@@ -13,10 +13,16 @@ import anyio
 import numpy as np
 from aiohttp import web
 
+from rollout_service.testing.engine_turn import (
+    EngineTurn,
+    ScriptedRequest,
+    experts,
+    likeliest,
+    prompt_logprob,
+)
 from rollout_service.testing.faults import Fault
 from rollout_service.testing.script import Script
 from rollout_service.testing.sglang_engine import ScriptedEngine, json_answer, refusal
-from rollout_service.testing.turn import EngineTurn, ScriptedRequest, experts, likeliest, prompt_logprob
 
 _ID_PREFIX = "generate-tokens-"
 _NO_LOGPROB = -9999.0

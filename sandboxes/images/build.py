@@ -15,15 +15,14 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from spython.utils import stream_command
 
+from sandboxes.config import default_cache
 from sandboxes.errors import ImageBuildError
 from sandboxes.host.facts import read_host_facts
 from sandboxes.host.subordinate_ids import subordinate_ids_command
 from sandboxes.images.archives import read_archive, single_image
-from sandboxes.images.cache import default_cache
 from sandboxes.images.dockerfile.context import BuildContext
 from sandboxes.images.dockerfile.executor import PlanExecutor
 from sandboxes.images.dockerfile.layer_builder import BuildOptions
@@ -92,25 +91,11 @@ HINTS = (
 """Hints for the most common causes, by the output of Apptainer and the definitions."""
 
 
-class ImageBuilder(Protocol):
-    """A program that builds images, as the store uses it. Its methods block: call them in a thread."""
-
-    @property
-    def version(self) -> str:
-        """A version that changes when the same source would give another image."""
-
-    def build(self, source: Source, target: Path, progress: Progress) -> None:
-        """Write the image to `target`.
-
-        Raises:
-            ImageBuildError: The build failed.
-        """
-
-
 class ApptainerBuilder:
-    """Builds with the host's Apptainer, which is looked up at each build."""
+    """Builds with the host's Apptainer, which is looked up at each build. Its methods block: call them in a thread."""
 
     version = f"apptainer:{COMPRESSION}"
+    """Changes when the same source would give another image."""
 
     def __init__(self, layers_dir: Path | None = None) -> None:
         """`layers_dir` has the layers of Dockerfiles; by default it is `default_layers_dir()`."""
@@ -123,6 +108,11 @@ class ApptainerBuilder:
         return LayerStore(self._layers_dir or default_layers_dir(), self.namespace)
 
     def build(self, source: Source, target: Path, progress: Progress) -> None:
+        """Write the image to `target`.
+
+        Raises:
+            ImageBuildError: The build failed.
+        """
         facts = read_host_facts()
         if isinstance(source, DockerfileSource):
             self._carry_out(source, target, facts.require_apptainer(), progress)

@@ -21,9 +21,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sandboxes.config import default_cache
 from sandboxes.errors import ImageBuildError, ImageNotFoundError
-from sandboxes.images.build import ApptainerBuilder, ImageBuilder, Progress
-from sandboxes.images.cache import default_cache
+from sandboxes.images.build import ApptainerBuilder, Progress
 from sandboxes.images.eviction import EvictionCandidate, choose_evictions
 from sandboxes.images.shared_folder import SharedFolder, modified
 from sandboxes.images.sources import (
@@ -77,10 +77,10 @@ def default_root() -> Path:
 class ImageStore:
     """The images of one folder. Its methods block: call them in a thread."""
 
-    def __init__(self, root: Path | None = None, builder: ImageBuilder | None = None) -> None:
+    def __init__(self, root: Path | None = None, builder: ApptainerBuilder | None = None) -> None:
         self.root = (root or default_root()).expanduser().absolute()
         self._blobs = self.root / "blobs"
-        self._builder: ImageBuilder = builder or ApptainerBuilder()
+        self._builder = builder or ApptainerBuilder()
         self._shared = SharedFolder(self.root)
 
     def resolve(self, image: str | os.PathLike[str]) -> Path:

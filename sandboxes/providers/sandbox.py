@@ -22,7 +22,6 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import anyio
 import zmq
@@ -48,6 +47,7 @@ from sandboxes.errors import (
 )
 from sandboxes.host.processes import FirstProcess, children_of, command_line, descendants_of
 from sandboxes.limits.violations import LimitMonitor, LimitViolations
+from sandboxes.reclaim.host_resources import LauncherResources
 from sandboxes.runtime.control import ControlShell
 from sandboxes.runtime.execution import run_collected, stream_in, stream_out
 from sandboxes.runtime.export import export_tree, reader_command
@@ -69,20 +69,6 @@ MAX_RUNNING, RUNNING_CHARS = 10, 80
 """How many command lines `list_running` returns, and how much of each: a note for people is to stay short."""
 
 
-class HostResources(Protocol):
-    """The processes, folders and limits that a provider made on the host for one sandbox."""
-
-    @property
-    def pid(self) -> int | None:
-        """The launcher's process on the host."""
-
-    async def first_process(self) -> FirstProcess | None:
-        """Return process 1 inside, which is the control shell; None if it has ended."""
-
-    async def release(self) -> None:
-        """End every process and remove folders and limits. Called once, with the channel closed."""
-
-
 @dataclass(frozen=True, slots=True)
 class LaunchedSandbox:
     """A running control shell, and the facts about its environment that sessions need."""
@@ -91,7 +77,7 @@ class LaunchedSandbox:
     provider: str
     image: str
     control: ControlShell
-    resources: HostResources
+    resources: LauncherResources
     monitor: LimitMonitor
     kernel_paths: KernelPaths
     context: zmq.Context[zmq.Socket[bytes]]

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, Self
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -34,14 +34,6 @@ class Purpose(StrEnum):
 
     GRADER = "grader"
     AGENT = "agent"
-
-
-class AdmissionObserver(Protocol):
-    """Receives the admission controller's events, for metrics."""
-
-    def held_back(self, resource: str) -> None:
-        """Record that a start has to wait because of this resource."""
-        ...
 
 
 class Ticket:
@@ -72,7 +64,7 @@ class AdmissionController:
         read: Callable[[], HostMetrics],
         *,
         ceiling: int,
-        observer: AdmissionObserver | None = None,
+        on_held_back: Callable[[str], None] | None = None,
         period: float = PERIOD_SECONDS,
     ) -> None:
         """
@@ -80,7 +72,7 @@ class AdmissionController:
             controller: sets the target; it has the same ceiling.
             read: reads the host's metrics; called in a thread.
             ceiling: the most sandboxes that may be alive; at least two.
-            observer: receives the waits.
+            on_held_back: told of each resource for which a start has to wait.
             period: seconds between two readings.
         """
         if ceiling <= GRADER_PLACES:
@@ -88,7 +80,7 @@ class AdmissionController:
         self._controller = controller
         self._read = read
         self.ceiling = ceiling
-        self._observer = observer
+        self._on_held_back = on_held_back
         self._period = period
         self._used = dict.fromkeys(Purpose, 0)
         self._queues: dict[Purpose, deque[_QueuedStart]] = {purpose: deque() for purpose in Purpose}
@@ -218,6 +210,6 @@ class AdmissionController:
         return (HoldReason("growth", f"growth: {self.used} in use; the limit is {self.target} and rising"),)
 
     def _count_wait(self) -> None:
-        if self._observer is not None:
+        if self._on_held_back is not None:
             for hold in self._reasons():
-                self._observer.held_back(hold.resource)
+                self._on_held_back(hold.resource)

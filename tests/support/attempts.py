@@ -1,7 +1,9 @@
 """The context of attempts, as the service makes it, but with parts that a test chooses."""
 
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.pipeline.context import AttemptContext, EnvironmentSource, PolicyFactory
+from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.server.lifecycle.startup import make_stages
 from rollout_service.settings import PipelineSettings
@@ -22,8 +24,8 @@ def unlimited_admission(ceiling: int) -> AdmissionController:
 def attempt_context(
     store: Store,
     provider: SandboxProvider,
-    environments: EnvironmentSource,
-    policies: PolicyFactory,
+    environments: EnvironmentRegistry,
+    policies: PolicyServing,
     settings: PipelineSettings,
     admission: AdmissionController | None = None,
 ) -> AttemptContext:

@@ -87,7 +87,7 @@ class ParallelCalls:
         self._max_tool_calls = max_tool_calls
         self._slot = slot
         self._delegates = depth < tree.settings.max_depth
-        self._roster = Roster(tree.settings.max_agents)
+        self._roster = SubagentRegistry(tree.settings.max_agents)
         self._exhausted = False
         self.ledger = Ledger()
 
@@ -299,7 +299,7 @@ class Assignment(Arguments):
 A = TypeVar("A", Creation, Assignment)
 
 
-class Roster:
+class SubagentRegistry:
     """The sub-agents of one agent, by name."""
 
     def __init__(self, max_agents: int) -> None:

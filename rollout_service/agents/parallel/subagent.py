@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import StopReason, Usage
@@ -30,16 +30,19 @@ from api_schemas.rollouts.trees import (
 )
 from api_schemas.trajectories import Message, Segment, Trajectory
 from rollout_service.activity import in_lane, waits_for
-from rollout_service.agents.parallel.ledger import BranchTimes, Ledger, Steps
+from rollout_service.agents.parallel.ledger import BranchTimes, Steps
 from rollout_service.agents.parallel.tools import RESULT_RULE, marked_result, result_text
 from rollout_service.agents.parallel.tree import AgentTree, FrozenPoolChangedError
-from rollout_service.agents.tool_calling.agent import CallRunner, ToolCallingAgent
+from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.tools import cut_middle
 from rollout_service.base.errors import describe
 from rollout_service.base.masking import mask_info
 from rollout_service.episodes import Episode, EpisodeLimits, SubagentSlot, WorkClock
 from sandboxes import Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError
+
+if TYPE_CHECKING:
+    from rollout_service.agents.parallel.calls import ParallelCalls
 
 MAX_TRIES = 3
 """How often a task is tried whose infrastructure fails, the first time included."""
@@ -57,13 +60,7 @@ _INVALID = {
 }
 
 
-class SubagentCalls(CallRunner, Protocol):
-    """Runs the calls of a sub-agent, and keeps account of them."""
-
-    ledger: Ledger
-
-
-MakeCalls = Callable[[str, int | None, SubagentSlot], SubagentCalls]
+MakeCalls = Callable[[str, int | None, SubagentSlot], "ParallelCalls"]
 """Makes the runner of a sub-agent's calls, from its id, its allowance of steps, and its slot."""
 
 
@@ -92,7 +89,7 @@ class Branch:
     _stop_reason: StopReason | None = None
     _error: ErrorInfo | None = None
     _episode: Episode | None = None
-    _calls: SubagentCalls | None = None
+    _calls: ParallelCalls | None = None
     _sandbox_id: str | None = None
     _versions: list[int] = field(default_factory=list)
 
@@ -210,7 +207,7 @@ class Branch:
             tool_output_chars=parent.tool_output_chars,
         )
 
-    def _judge(self, episode: Episode, calls: SubagentCalls, stop_reason: StopReason) -> None:
+    def _judge(self, episode: Episode, calls: ParallelCalls, stop_reason: StopReason) -> None:
         """Set the result, and why it is not valid, if so."""
         text = episode.answer or ""
         marked = marked_result(text)

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pydantic import ConfigDict, Field
 
 from rollout_service.agents.tool_calling.editor import EDITOR
-from rollout_service.agents.tool_calling.sandbox_calls import file_errors, refuse_nul, run_script
 from rollout_service.agents.tool_calling.tools import (
     MIN_LIMIT,
     Arguments,
@@ -22,6 +21,9 @@ from rollout_service.agents.tool_calling.tools import (
     ToolResult,
     by_name,
     cut_middle,
+    file_errors,
+    refuse_nul,
+    run_script,
     with_notes,
 )
 from rollout_service.agents.turns import ToolInputError

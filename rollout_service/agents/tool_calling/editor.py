@@ -17,13 +17,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from rollout_service.agents.tool_calling.sandbox_calls import file_errors, run_script
 from rollout_service.agents.tool_calling.tools import (
     MIN_LIMIT,
     Arguments,
     FunctionTool,
     ToolContext,
     cut_middle,
+    file_errors,
+    run_script,
 )
 from rollout_service.agents.turns import ToolInputError
 from rollout_service.episodes import require_sandbox

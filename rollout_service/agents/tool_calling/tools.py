@@ -6,7 +6,8 @@ is a failure of the infrastructure and ends the rollout.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -14,8 +15,10 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from rollout_service.agents.turns import ToolInputError
 from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.episodes import require_sandbox
 from rollout_service.tokens import ToolSpec
-from sandboxes import LimitExceededError, Sandbox
+from sandboxes import ExecResult, LimitExceededError, Sandbox
+from sandboxes.errors import SandboxFileError
 
 if TYPE_CHECKING:
     from rollout_service.episodes import Episode
@@ -216,3 +219,36 @@ def with_notes(output: str, notes: Sequence[str], limit: int) -> str:
 
 def _note(missing: int) -> str:
     return f"\n[... {missing} characters cut ...]\n"
+
+
+# What the tools share that work in the agent's sandbox: a mistake of the policy becomes a text for it.
+
+
+@contextmanager
+def file_errors(path: str) -> Iterator[None]:
+    """Report a file that cannot be used to the policy, as a ToolInputError."""
+    refuse_nul(path, "path")
+    try:
+        yield
+    except SandboxFileError as error:
+        raise ToolInputError(f"{error}; {error.hint}" if error.hint else str(error)) from error
+
+
+def refuse_nul(text: str, name: str) -> None:
+    """Refuse a text that no program can take as an argument.
+
+    Raises:
+        ToolInputError: The text holds a NUL character; the message names the argument.
+    """
+    if "\0" in text:
+        raise ToolInputError(f"{name} holds a NUL character")
+
+
+async def run_script(
+    script: str, arguments: Sequence[str], context: ToolContext, *, limit: int
+) -> ExecResult:
+    """Run a bash script of ours in the agent's sandbox; its arguments are never part of the script."""
+    argv = ["bash", "--norc", "-c", script, "tool", *arguments]
+    result = await require_sandbox(context.sandbox).exec(argv, timeout=context.seconds, output_limit=limit)
+    context.limit_violations.extend(one for one in result.limit_violations if not one.is_of_call)
+    return result

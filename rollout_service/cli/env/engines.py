@@ -27,7 +27,7 @@ from rollout_service.cli.submit.files import read_whole
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools
-from rollout_service.engines.serving.policies import PolicyServing, ServedModel, backend_id_of_spec
+from rollout_service.engines.serving.policies import PolicyServing, PoolModel, backend_id_of_spec
 from rollout_service.engines.serving.text_sampler import PoolTextSampler
 from rollout_service.engines.shipped import model_folder, policy_folder
 from rollout_service.judging.judge import PoolJudge
@@ -131,7 +131,7 @@ def _quiet() -> Iterator[None]:
 class _NamedPools(PolicyServing):
     """The pools that options name; for another one, it says which option would."""
 
-    def connect(self, pool: str) -> tuple[ServedModel, BackendPool]:
+    def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
         """Return the model that a pool serves, and its engines.
 
         Raises:

@@ -20,9 +20,8 @@ import anyio
 import structlog
 
 from rollout_client.client import ClientError, RolloutClient
-from rollout_service.cluster.slurm.addresses import node_name, own_address
 from rollout_service.cluster.slurm.children import EndRequests, KeptProcess
-from rollout_service.cluster.slurm.folder import JobFolder, Published
+from rollout_service.cluster.slurm.folder import JobFolder, Published, node_name, own_address
 from rollout_service.cluster.slurm.redis_server import redis_address, wait_for_redis
 from rollout_service.cluster.slurm.spec import JobSpec
 

@@ -14,9 +14,8 @@ import anyio
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import write_private
-from rollout_service.cluster.slurm.addresses import own_address
 from rollout_service.cluster.slurm.children import KeptProcess
-from rollout_service.cluster.slurm.folder import JobFolder
+from rollout_service.cluster.slurm.folder import JobFolder, own_address
 from rollout_service.cluster.slurm.spec import JobSpec
 from sandboxes.host.ports import free_port
 

@@ -24,9 +24,8 @@ from rollout_client.client import ClientError, RolloutClient
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import write_private
 from rollout_service.cluster.slurm import commands
-from rollout_service.cluster.slurm.addresses import node_name
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, ENGINE_GIVEN_UP, KeptProcess
-from rollout_service.cluster.slurm.folder import JobFolder, Submitted
+from rollout_service.cluster.slurm.folder import JobFolder, Submitted, node_name
 from rollout_service.cluster.slurm.redis_server import redis_child
 from rollout_service.cluster.slurm.spec import JobSpec
 from sandboxes.host.children import start_process

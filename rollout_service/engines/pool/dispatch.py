@@ -25,8 +25,7 @@ from rollout_service.engines.errors import (
 from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.continuation import Continuation
 from rollout_service.engines.pool.health import HealthChecks
-from rollout_service.engines.pool.options import PoolOptions
-from rollout_service.engines.pool.registry import BackendRegistry
+from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.wait_queue import WaitQueue
 from rollout_service.engines.routing import Candidate, Decision, Observer, RequestEnd, Router
 

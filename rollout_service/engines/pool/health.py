@@ -12,8 +12,7 @@ import structlog
 from api_schemas.inference import BackendState
 from rollout_service.engines.errors import BackendUnreachable, InferenceError
 from rollout_service.engines.pool.backend_handle import BackendHandle
-from rollout_service.engines.pool.options import PoolOptions
-from rollout_service.engines.pool.registry import BackendRegistry
+from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.weights.controller import PoolController
 
 log = structlog.get_logger(__name__)

@@ -14,8 +14,8 @@ from rollout_service.engines.errors import NoBackendError, UnknownBackend
 from rollout_service.engines.kinds.http_backend import location_of, normalize_url
 from rollout_service.engines.kinds.registry import EngineKinds, ask_kind
 from rollout_service.engines.pool.backend_handle import BackendHandle
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive
 from rollout_service.engines.routing import Observer, Router, make_router
 

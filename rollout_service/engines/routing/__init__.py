@@ -7,13 +7,13 @@ from rollout_service.engines.routing.contract import (
     Cost,
     CostRouterOptions,
     Decision,
+    LeastLoaded,
     Observer,
     Reason,
     RequestEnd,
     Router,
 )
 from rollout_service.engines.routing.cost_router import CostRouter
-from rollout_service.engines.routing.least_loaded import LeastLoaded
 
 __all__ = [
     "Candidate",

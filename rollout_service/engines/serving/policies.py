@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class PoolModel:
     """The chat format and context length that the engines of a pool share."""
 
     renderer: ChatRenderer
@@ -60,7 +60,7 @@ class PolicyServing:
         """
         self._pools = pools
         self._backends = backends
-        self._served: dict[str, ServedModel] = {}
+        self._served: dict[str, PoolModel] = {}
         self._followed: dict[str, SharedBackend] = {}
         """The backends of the store that are served here, or will be."""
         self._awaited = AwaitedBackends()
@@ -160,7 +160,7 @@ class PolicyServing:
                 with anyio.CancelScope(shield=True):
                     await self._pools.remove(view.backend_id)
             raise
-        self._served[spec.pool] = ServedModel(renderer, view.context_length)
+        self._served[spec.pool] = PoolModel(renderer, view.context_length)
         self._pools.note_change()
         self._awaited.forget(view.backend_id)
         if remember:
@@ -276,7 +276,7 @@ class PolicyServing:
         pools, changed = self._pools.in_service()
         return pools & self._served.keys(), changed
 
-    def connect(self, pool: str) -> tuple[ServedModel, BackendPool]:
+    def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
         """Return the model that a pool serves, and its engines.
 
         Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import anyio.to_thread
 
@@ -18,6 +17,7 @@ from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.activity import noting
 from rollout_service.engines import contract as inference
 from rollout_service.engines.errors import PromptTooLong
+from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.episodes import ContextFullError, PolicyTurn
 from rollout_service.tokens import AssistantTurn, Conversation, ToolSpec
@@ -27,23 +27,13 @@ INLINE_CHARS = 4_096
 thread and back takes 0.13 ms."""
 
 
-class TurnGenerator(Protocol):
-    """The part of a pool that a session needs; `engines.pool.BackendPool` implements it."""
-
-    async def generate(
-        self, request: inference.GenerateRequest, *, affinity: str | None = None
-    ) -> inference.Generation:
-        """Sample a continuation."""
-        ...
-
-
 class PolicySession:
     """One rollout's policy; implements `episodes.Policy`."""
 
     def __init__(
         self,
         conversation: Conversation,
-        pool: TurnGenerator,
+        pool: BackendPool,
         *,
         affinity: str,
         sampling: Sampling,

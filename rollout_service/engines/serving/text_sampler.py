@@ -13,7 +13,7 @@ import anyio.to_thread
 from api_schemas.trajectories import FinishReason, Message
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.pool.pool import BackendPool
-from rollout_service.engines.serving.policies import PolicyServing, ServedModel
+from rollout_service.engines.serving.policies import PolicyServing, PoolModel
 from rollout_service.engines.serving.session import INLINE_CHARS
 from rollout_service.episodes import ContextFullError
 from rollout_service.judging.contract import SampledText
@@ -63,14 +63,14 @@ class PoolTextSampler:
         return await _answer(served, backends, prompt, sampling)
 
 
-async def _render(served: ServedModel, messages: Sequence[Message]) -> list[int]:
+async def _render(served: PoolModel, messages: Sequence[Message]) -> list[int]:
     if sum(len(message.content) for message in messages) <= INLINE_CHARS:
         return served.renderer.render(messages)
     return await anyio.to_thread.run_sync(served.renderer.render, messages)
 
 
 async def _answer(
-    served: ServedModel, backends: BackendPool, prompt: list[int], sampling: SamplingOptions
+    served: PoolModel, backends: BackendPool, prompt: list[int], sampling: SamplingOptions
 ) -> SampledText:
     generation = await backends.generate(GenerateRequest(new_request_id(), prompt, sampling))
     parsed = served.renderer.parse(generation.output_ids, prompt)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.declarative.declaration import INSIDE
+from sandboxes.config import default_cache
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.host.facts import find_apptainer
-from sandboxes.images.cache import default_cache
 from sandboxes.images.squashfs import unpack
 from sandboxes.images.tree import ImageTree
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import graphlib
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -242,7 +242,7 @@ class Compose(TaskSection):
         return sum(check.start_period_sec + check.timeout_sec for check in checks)
 
 
-def read_compose(path: Path, *, images: Callable[[], Collection[str]], allowed: variables.Allowed) -> Compose:
+def read_compose(path: Path, *, images: Callable[[], Collection[str]], allowed: Container[str]) -> Compose:
     """Read a Compose file; `images` returns the names that mean the task's image, or one that it was built from.
 
     Raises:
@@ -286,7 +286,7 @@ def _tree(path: Path) -> Any:
     return yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - it makes nothing but texts, lists and tables
 
 
-def _replaced(tree: Any, path: str, allowed: variables.Allowed) -> Any:
+def _replaced(tree: Any, path: str, allowed: Container[str]) -> Any:
     """Return the tree with its variables replaced."""
     if isinstance(tree, dict):
         return {key: _replaced(value, f"{path}.{key}", allowed) for key, value in tree.items()}

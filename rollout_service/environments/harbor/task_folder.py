@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Container, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ from rollout_service.environments.harbor.task_toml import (
     VerifierTable,
     read_task_toml,
 )
-from rollout_service.environments.harbor.variables import Allowed
 from sandboxes.errors import ImageError, ImagePathError
 from sandboxes.image_names import find_own_file, read_image_name
 from sandboxes.images.dockerfiles import dockerfile_at
@@ -135,7 +134,7 @@ class HarborTask:
         return {name: path for name, path in found.items() if name is not None and path is not None}
 
 
-def load_task(folder: Path, name: str, allowed: Allowed = ()) -> HarborTask:
+def load_task(folder: Path, name: str, allowed: Container[str] = ()) -> HarborTask:
     """Load the task in a folder; its Compose file may read the `allowed` variables of this machine.
 
     Raises:
@@ -189,7 +188,7 @@ def _agent_of(step: StepTable, toml: TaskToml) -> AgentTable:
     return step.agent if step.agent.timeout_sec is not None else toml.agent
 
 
-def _compose(folder: Path, toml: TaskToml, allowed: Allowed) -> Compose | None:
+def _compose(folder: Path, toml: TaskToml, allowed: Container[str]) -> Compose | None:
     context = folder / "environment"
     paths = [context / name for name in FILES if (context / name).exists()]
     if not paths:

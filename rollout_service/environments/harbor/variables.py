@@ -7,22 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Container, Iterator, Mapping
 
 REFERENCE = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}")
 
 
-class Allowed(Protocol):
-    """Says which variables of the host tasks may have."""
-
-    def __contains__(self, name: object, /) -> bool:
-        """Return whether tasks may have this variable."""
-        ...
-
-
 def resolve(
-    table: Mapping[str, str], allowed: Allowed, host: Mapping[str, str] = os.environ
+    table: Mapping[str, str], allowed: Container[str], host: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the values with their references replaced; a reference without a value becomes empty."""
 
@@ -34,7 +25,7 @@ def resolve(
 
 
 def missing(
-    table: Mapping[str, str], path: str, allowed: Allowed, host: Mapping[str, str] = os.environ
+    table: Mapping[str, str], path: str, allowed: Container[str], host: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
     """Yield a sentence for each reference that has neither a value nor a default; `path` is that of the table."""
     for key, value in table.items():

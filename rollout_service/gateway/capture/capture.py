@@ -18,7 +18,7 @@ from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentR
 from rollout_service.engines.contract import NOTHING_RETURNED, Generation
 from rollout_service.gateway.capture.history import Head, as_messages
 from rollout_service.gateway.capture.lanes import check_length, find_roles, quotes, role_of_new
-from rollout_service.gateway.capture.matching import Match, RecordedTurn, Standing, TurnIndex
+from rollout_service.gateway.capture.matching import EchoMatch, Match, RecordedTurn, TurnIndex
 from rollout_service.gateway.capture.report import CaptureReport
 from rollout_service.gateway.capture.splitter import Splitter
 from rollout_service.gateway.contract import (
@@ -37,7 +37,7 @@ from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
 class CapturePolicy:
     """The rules for which of an agent's conversations are continued and trained on."""
 
-    extends: frozenset[Standing] = frozenset(Standing) - {Standing.TEXT_CHANGED}
+    extends: frozenset[EchoMatch] = frozenset(EchoMatch) - {EchoMatch.TEXT_CHANGED}
     """Which answers may be continued, by how they stand in their client's history."""
     trains: frozenset[SegmentRole] = frozenset({SegmentRole.MAIN})
     """Whose turns may be trained on; never those that their client did not receive, nor those that had to fit a
@@ -55,7 +55,7 @@ class _ForkCause(NamedTuple):
 
 
 class PlannedTurn:
-    """An answer that is about to be sampled; implements `contract.PlannedAnswer`."""
+    """An answer that is about to be sampled: its prompt, and the events of what is sampled on it."""
 
     def __init__(
         self,
@@ -122,12 +122,12 @@ class PlannedTurn:
         return self.prompt.routed
 
     def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
-        """Return the events that these newly sampled ids complete."""
+        """Return the events that these newly sampled ids complete; half a character or a possible stop waits."""
         self._fed += len(ids)
         return self.splitter.feed(ids)
 
     def finish(self, generation: Generation) -> list[AnswerEvent]:
-        """Return the events that were held back, and the end.
+        """Return the events that were held back, `AnswerEnd` last; ids that were not fed before are part of them.
 
         Raises:
             ValueError: The engine aborted the generation, so the answer has no end.
@@ -161,7 +161,7 @@ class PlannedTurn:
 
 @dataclass(slots=True)
 class TurnCapture:
-    """Implements `contract.Capture` over a tree of turns."""
+    """The conversations of one rollout, as a tree of turns. Not for use from two threads at once."""
 
     renderer: ChatRenderer
     policy: CapturePolicy = CapturePolicy()
@@ -176,7 +176,7 @@ class TurnCapture:
         self._index = TurnIndex(self.policy.extends)
 
     def plan(self, call: ModelCall, context_length: int | None = None) -> PlannedTurn:
-        """Find the turn that a call continues, and make its prompt.
+        """Find the turn that a call continues, and make its prompt. May take long for a long new prompt.
 
         With `context_length`, a prompt that is much longer is refused before it is rendered.
 

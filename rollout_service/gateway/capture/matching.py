@@ -20,7 +20,7 @@ from rollout_service.tokens import TreeTurn
 # How an answer stands in a client's history, compared with what the client was sent.
 
 
-class Standing(StrEnum):
+class EchoMatch(StrEnum):
     """The largest change of an answer in a client's history, from none on."""
 
     EXACT = "exact"
@@ -34,33 +34,33 @@ class Standing(StrEnum):
     TEXT_CHANGED = "text_changed"
 
 
-def compare(sent: SentAnswer, message: ClientMessage) -> Standing:
+def compare(sent: SentAnswer, message: ClientMessage) -> EchoMatch:
     """Return how an answer stands in an assistant's message."""
     if message.text.strip() != sent.text.strip():
-        return Standing.TEXT_CHANGED
+        return EchoMatch.TEXT_CHANGED
     calls = _compare_calls(sent.calls, message.calls)
-    if calls is Standing.ARGUMENTS_REWRITTEN:
+    if calls is EchoMatch.ARGUMENTS_REWRITTEN:
         return calls
     if (message.reasoning or "").strip() != sent.reasoning.strip():
-        return Standing.REASONING_DROPPED
-    return Standing.TEXT_TRIMMED if message.text != sent.text else calls
+        return EchoMatch.REASONING_DROPPED
+    return EchoMatch.TEXT_TRIMMED if message.text != sent.text else calls
 
 
 def same_calls(sent: SentAnswer, message: ClientMessage) -> bool:
     """Return whether a message has the calls of an answer, by value and in order; its client may leave out ids."""
-    return _compare_calls(sent.calls, message.calls) is not Standing.ARGUMENTS_REWRITTEN
+    return _compare_calls(sent.calls, message.calls) is not EchoMatch.ARGUMENTS_REWRITTEN
 
 
-def _compare_calls(sent: Sequence[SentCall], echoed: Sequence[ClientToolCall]) -> Standing:
+def _compare_calls(sent: Sequence[SentCall], echoed: Sequence[ClientToolCall]) -> EchoMatch:
     if [call.name for call in sent] != [call.name for call in echoed]:
-        return Standing.ARGUMENTS_REWRITTEN
+        return EchoMatch.ARGUMENTS_REWRITTEN
     if any(other.id not in (None, one.id) for one, other in zip(sent, echoed, strict=True)):
-        return Standing.ARGUMENTS_REWRITTEN
+        return EchoMatch.ARGUMENTS_REWRITTEN
     pairs = [(one.arguments, other.arguments) for one, other in zip(sent, echoed, strict=True)]
     if all(one == other for one, other in pairs):
-        return Standing.EXACT
+        return EchoMatch.EXACT
     same = all(one == other or canonical(one) == canonical(other) for one, other in pairs)
-    return Standing.BY_VALUE if same else Standing.ARGUMENTS_REWRITTEN
+    return EchoMatch.BY_VALUE if same else EchoMatch.ARGUMENTS_REWRITTEN
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -82,7 +82,7 @@ class RecordedTurn:
     """Whether the client was sent something else than the parser found."""
     messages: Sequence[ClientMessage]
     """The messages that it answers, until another turn has them in its history."""
-    echoes: dict[bytes, Standing] = field(default_factory=dict)
+    echoes: dict[bytes, EchoMatch] = field(default_factory=dict)
     """How the answer stands in each form in which its client has sent it back."""
     after: bytes = field(init=False)
     """The state of the conversation that its answer ends."""
@@ -90,7 +90,7 @@ class RecordedTurn:
     def __post_init__(self) -> None:
         self.after = digest(self.state, self.key)
 
-    def standing(self, message: ClientMessage) -> Standing:
+    def match(self, message: ClientMessage) -> EchoMatch:
         """Return how the answer stands in a message."""
         key = echo_key(message)
         if key not in self.echoes:
@@ -130,7 +130,7 @@ class Match:
 class TurnIndex:
     """The recorded turns, by their texts in clients' messages."""
 
-    extends: frozenset[Standing]
+    extends: frozenset[EchoMatch]
     """Which answers may be continued, by how they stand."""
     calls: dict[str, ToolCall] = field(default_factory=dict)
     """The policy's calls, by the ids that clients know."""
@@ -179,7 +179,7 @@ class TurnIndex:
         found = self._standing_here(match.state, message, named)
         _note_answer(match, place, message, (found, known))
         if found is not None:
-            if found.standing(message) in self.extends:
+            if found.match(message) in self.extends:
                 match.turn, match.begin = found, place + 1
                 match.turns[place] = found
                 match.missing = match.changed = None
@@ -216,7 +216,7 @@ def _note_answer(
 ) -> None:
     """Note whose answer an assistant's message is, wherever it stands."""
     for turn in candidates:
-        if turn is not None and turn.standing(message) is not Standing.TEXT_CHANGED:
+        if turn is not None and turn.match(message) is not EchoMatch.TEXT_CHANGED:
             match.answered, match.answered_at = turn, place
             return
     match.has_foreign = True

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from api_schemas.trajectories import ForkReason, SegmentRole
-from rollout_service.gateway.capture.matching import Standing
+from rollout_service.gateway.capture.matching import EchoMatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class CaptureReport:
     """The tokens of all prompts."""
     kept_tokens: int
     """Those of them that were a recorded turn's prompt and output, so that nothing was rendered again."""
-    standings: Mapping[Standing, int]
+    standings: Mapping[EchoMatch, int]
     """How answers stood when they came back, each form of each answer counted once."""
     forks: Mapping[ForkReason, int]
     """The number of segments by the reason why they began."""

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_service.base.errors import NotFoundError, ServiceError, TooLargeError
-from rollout_service.gateway.bounds import check_call
+from rollout_service.gateway.bounds import check_call, in_thread
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.gateway.dialects import CODECS, DialectCodec, ListedModel, client_name
 from rollout_service.gateway.errors import UnknownModelError
@@ -27,7 +27,6 @@ from rollout_service.gateway.server.paths import Action, GatewayRequest
 from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import SessionSource
 from rollout_service.gateway.sessions.session import GatewaySession
-from rollout_service.gateway.threads import in_thread
 from rollout_service.http.access_log import without_keys
 from rollout_service.http.connections import find_slot
 from rollout_service.http.requests import BodiesInFlight, HeldBytes, cancel_on_disconnect

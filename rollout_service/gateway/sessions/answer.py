@@ -15,7 +15,8 @@ import anyio
 from api_schemas.trajectories import FinishReason
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import Generation, TokenChunk
-from rollout_service.gateway.contract import AnswerEvent, CallEnd, ModelCall, PlannedAnswer, TurnObserver
+from rollout_service.gateway.capture import PlannedTurn
+from rollout_service.gateway.contract import AnswerEvent, CallEnd, ModelCall, TurnObserver
 
 
 class LiveAnswer:
@@ -24,7 +25,7 @@ class LiveAnswer:
     def __init__(self, call: ModelCall, retry_seconds: float) -> None:
         """An answer that nobody reads is kept for `retry_seconds`."""
         self.call = call
-        self.planned: PlannedAnswer | None = None
+        self.planned: PlannedTurn | None = None
         """Its prompt, once that is known."""
         self.observer: TurnObserver | None = None
         """The observer that keeps its turn, if the session's capture alone does not."""
@@ -81,7 +82,7 @@ class LiveAnswer:
 
     # -- for the sampling ------------------------------------------------------
 
-    def begin(self, planned: PlannedAnswer, events: Sequence[AnswerEvent]) -> None:
+    def begin(self, planned: PlannedTurn, events: Sequence[AnswerEvent]) -> None:
         """Begin with these events."""
         self.planned = planned
         self._add(events)

@@ -16,7 +16,8 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import Sampling, TokenExtras
 from rollout_service.engines import contract as inference
-from rollout_service.gateway.contract import ModelCall, PlannedAnswer
+from rollout_service.gateway.capture import PlannedTurn
+from rollout_service.gateway.contract import ModelCall
 
 UNSTREAMED_CHUNK = 32
 """The tokens of a chunk that no client waits for: few enough that little is sampled again if the engine is lost."""
@@ -63,7 +64,7 @@ class PolicyEngines:
         return self.context_length - 1 - prompt_tokens  # engines differ in whether the context may be filled
 
     async def sample(
-        self, call: ModelCall, planned: PlannedAnswer, budget: int, on_tokens: inference.TokenSink
+        self, call: ModelCall, planned: PlannedTurn, budget: int, on_tokens: inference.TokenSink
     ) -> inference.Generation:
         """Sample an answer of at most `budget` tokens.
 
@@ -105,7 +106,7 @@ class PolicyEngines:
             **options,
         )
 
-    def _extras(self, planned: PlannedAnswer) -> inference.RequestedExtras:
+    def _extras(self, planned: PlannedTurn) -> inference.RequestedExtras:
         ordered = self.exports
         if not (ordered.top_logprobs or ordered.prompt_logprobs):
             return inference.NO_EXTRAS

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from socket import socket
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import anyio
 import structlog
@@ -29,13 +29,9 @@ from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import Generation
 from rollout_service.engines.errors import BackendRejected, InferenceError, PromptTooLong
 from rollout_service.episodes import EpisodeLimits, PolicyTurn
-from rollout_service.gateway.contract import (
-    AnswerBegin,
-    CallObserver,
-    Capture,
-    ModelCall,
-    PlannedAnswer,
-)
+from rollout_service.gateway.bounds import in_thread
+from rollout_service.gateway.capture import PlannedTurn, TurnCapture
+from rollout_service.gateway.contract import AnswerBegin, CallObserver, ModelCall
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import CallOutcome, GatewayMetrics
@@ -49,7 +45,6 @@ from rollout_service.gateway.sessions.limits import (
 )
 from rollout_service.gateway.sessions.masked_call import masked_call
 from rollout_service.gateway.sessions.sampling import PolicyEngines
-from rollout_service.gateway.threads import in_thread
 from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RecordError
 
@@ -80,7 +75,7 @@ class SessionPlace:
     metrics: GatewayMetrics
     retry_seconds: float
     """How long an answer is kept for a client that went away."""
-    observer: CallObserver[Any] | None = None
+    observer: CallObserver | None = None
     """The observer that sees the calls and keeps their turns."""
     is_private: bool = False
     """Whether a user talks here, of whom nothing may be in the log."""
@@ -94,7 +89,7 @@ class GatewaySession:
     """The policy of one rollout; implements `episodes.Policy` and `episodes.GatewayAccess`."""
 
     def __init__(
-        self, capture: Capture[Any], engines: PolicyEngines, limits: EpisodeLimits, place: SessionPlace
+        self, capture: TurnCapture, engines: PolicyEngines, limits: EpisodeLimits, place: SessionPlace
     ) -> None:
         self.key = f"rk-{secrets.token_urlsafe(KEY_BYTES)}"
         """The secret that names this session."""
@@ -213,7 +208,7 @@ class GatewaySession:
 
     async def _sample(self, answer: LiveAnswer) -> CallOutcome:
         """Sample an answer and record it; it ends early once its client is gone for good or the agent has ended."""
-        planned: PlannedAnswer | None = None
+        planned: PlannedTurn | None = None
         generation, is_read = None, False
         steps_before = 0 if self._activity is None else len(self._activity.ended)
         with answer.scope:
@@ -239,7 +234,7 @@ class GatewaySession:
         answer.fail(RolloutEndedError())
         return CallOutcome.ABANDONED
 
-    async def _begin(self, answer: LiveAnswer) -> tuple[PlannedAnswer, int]:
+    async def _begin(self, answer: LiveAnswer) -> tuple[PlannedTurn, int]:
         """Make an answer's prompt, and return it with the most tokens that it asks for."""
         began = time.perf_counter()
         try:
@@ -255,20 +250,19 @@ class GatewaySession:
         self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
         return planned, wanted
 
-    async def _plan(self, call: ModelCall) -> PlannedAnswer:
+    async def _plan(self, call: ModelCall) -> PlannedTurn:
         plan = partial(self._capture.plan, call, self._engines.context_length)
         async with self._capturing:
-            planned: PlannedAnswer = plan() if call.size <= INLINE_BYTES else await in_thread(plan)
-        return planned
+            return plan() if call.size <= INLINE_BYTES else await in_thread(plan)
 
-    def _wanted(self, call: ModelCall, planned: PlannedAnswer) -> int:
+    def _wanted(self, call: ModelCall, planned: PlannedTurn) -> int:
         room = self._engines.room(len(planned.prompt_ids))
         if room < 1:
             raise ContextOverflowError(len(planned.prompt_ids), self._engines.context_length)
         most = self._limits.max_turn_tokens
         return min(room, most, call.max_tokens or most)
 
-    async def _generate(self, answer: LiveAnswer, planned: PlannedAnswer, wanted: int) -> Generation:
+    async def _generate(self, answer: LiveAnswer, planned: PlannedTurn, wanted: int) -> Generation:
         budget = await self._tokens.reserve(wanted)
         started, generation = time.perf_counter(), None
         try:

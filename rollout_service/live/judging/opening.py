@@ -24,26 +24,28 @@ from rollout_service.engines.contract import (
     new_request_id,
 )
 from rollout_service.engines.errors import BackendProtocolError
+from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.judging.contract import Judge, Vote
 from rollout_service.judging.rubric import Rubric, without_reasoning
-from rollout_service.live.contract import LiveStore, TurnRecord
+from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.overrides import Overrides
 from rollout_service.live.judging.prompt import USABLE, hint_rubric, question, value_rubric
-from rollout_service.live.judging.stage import JudgeObserver, JudgeStage
-from rollout_service.live.judging.teacher import PoolEngines, ServedModels, TeacherReader
+from rollout_service.live.judging.stage import JudgeStage, OnMark
+from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
 from rollout_service.live.replay import TurnPrompt, prompt_of
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveJudgeSettings
 from sandboxes.task_groups import open_task_group
 
 
 async def make_judge_stage(
     settings: LiveJudgeSettings,
-    store: LiveStore,
+    store: SqliteLiveStore,
     judge: Judge,
     serving: PolicyServing,
-    observers: Sequence[JudgeObserver] = (),
+    on_mark: OnMark | None = None,
 ) -> JudgeStage:
     """Return the stage, which begins to work with `running`.
 
@@ -61,7 +63,7 @@ async def make_judge_stage(
                 serving,
                 selection=settings.hint_selection,
                 teacher_pool=settings.teacher_pool,
-            )
+            ).find
         return TurnJudge(judge, value_rubric(settings), Overrides.load(settings.overrides), hints)
 
     return JudgeStage(
@@ -70,7 +72,7 @@ async def make_judge_stage(
         serving,
         at_once=settings.at_once,
         queue=settings.queue,
-        observers=observers,
+        on_mark=on_mark,
     )
 
 
@@ -79,7 +81,7 @@ def make_teacher(settings: LiveJudgeSettings, serving: PolicyServing) -> Teacher
     return TeacherReader(serving, settings.teacher_pool)
 
 
-def recorded_prompts(store: LiveStore, serving: PolicyServing) -> PromptOf:
+def recorded_prompts(store: SqliteLiveStore, serving: PolicyServing) -> PromptOf:
     """Return a function that finds a turn's prompt in the store."""
 
     async def find(turn: TurnRecord) -> RecordedPrompt:
@@ -135,7 +137,7 @@ class JudgedHints:
         judge: Judge,
         rubric: Rubric,
         prompt_of: PromptOf,
-        models: ServedModels,
+        serving: PolicyServing,
         *,
         selection: Literal["longest", "overlap"] = "longest",
         teacher_pool: str | None = None,
@@ -143,7 +145,7 @@ class JudgedHints:
         self._judge = judge
         self._rubric = rubric
         self._prompt_of = prompt_of
-        self._models = models
+        self._serving = serving
         self._selection = selection
         self._teacher_pool = teacher_pool
 
@@ -188,7 +190,7 @@ class JudgedHints:
 
     def _augment_all(self, recorded: RecordedPrompt, hints: Sequence[str]) -> list[list[int]]:
         """Return the prompts with each hint; none if no user message can have one. Slow for a long prompt."""
-        renderer = self._models.connect(recorded.pool)[0].renderer
+        renderer = self._serving.connect(recorded.pool)[0].renderer
         prompts: list[list[int]] = []
         for hint in hints:
             messages = with_hint(recorded.prompt.messages, hint)
@@ -205,8 +207,8 @@ class JudgedHints:
             return longest
         compared = sorted(range(len(hints)), key=lambda number: len(hints[number]))[:CANDIDATES]
         scores = await overlaps(
-            self._models.connect(recorded.pool)[1],
-            self._models.connect(self._teacher_pool or recorded.pool)[1],
+            self._serving.connect(recorded.pool)[1],
+            self._serving.connect(self._teacher_pool or recorded.pool)[1],
             recorded.prompt.prompt_ids,
             [hinted[number] for number in compared],
             recorded.prompt.output_ids,
@@ -248,8 +250,8 @@ AT_ONCE: Final = 8
 
 
 async def overlaps(
-    policy: PoolEngines,
-    teacher: PoolEngines,
+    policy: BackendPool,
+    teacher: BackendPool,
     prompt_ids: Sequence[int],
     hinted: Sequence[Sequence[int]],
     sampled_ids: Sequence[int],
@@ -263,7 +265,7 @@ async def overlaps(
     limit = anyio.CapacityLimiter(AT_ONCE)
     found: dict[tuple[int, int], frozenset[int]] = {}
 
-    async def look(number: int, place: int, engines: PoolEngines, prompt: Sequence[int]) -> None:
+    async def look(number: int, place: int, engines: BackendPool, prompt: Sequence[int]) -> None:
         async with limit:
             found[number, place] = await likeliest(engines, [*prompt, *sampled_ids[:place]])
 
@@ -283,7 +285,7 @@ def positions(length: int) -> list[int]:
     return [number * length // count for number in range(count)]
 
 
-async def likeliest(engines: PoolEngines, ids: Sequence[int]) -> frozenset[int]:
+async def likeliest(engines: BackendPool, ids: Sequence[int]) -> frozenset[int]:
     """Return the likeliest tokens after these ids.
 
     Raises:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 import structlog
@@ -23,9 +23,11 @@ from api_schemas.rollouts.sessions import MarkReason
 from rollout_service.base.errors import StoreError, describe
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.errors import InferenceError, NoBackendError
-from rollout_service.live.contract import LiveStore, TurnMarkRecord, TurnRecord
+from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.live.contract import TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import LOOKBACK
 from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
+from rollout_service.live.sqlite.store import SqliteLiveStore
 
 log = structlog.get_logger(__name__)
 
@@ -37,22 +39,8 @@ POLL_SECONDS: Final = 5.0
 """How long a turn waits at the most if nobody tells the stage that it is there."""
 
 TurnKey = tuple[str, int]
-
-
-class JudgeObserver(Protocol):
-    """An observer of marks."""
-
-    def judged(self, turn: TurnRecord, mark: TurnMarkRecord) -> None:
-        """Note a mark that was set."""
-        ...
-
-
-class ServedPools(Protocol):
-    """Knows which pools are in service; `PolicyServing` does."""
-
-    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """Return the pools with a backend in service, and the event of the next change."""
-        ...
+OnMark = Callable[[TurnRecord, TurnMarkRecord], None]
+"""Called with a turn and the mark that was set."""
 
 
 class JudgeStage:
@@ -60,22 +48,22 @@ class JudgeStage:
 
     def __init__(
         self,
-        store: LiveStore,
+        store: SqliteLiveStore,
         judge: TurnJudge,
-        pools: ServedPools,
+        serving: PolicyServing,
         *,
         at_once: int,
         queue: int,
-        observers: Sequence[JudgeObserver] = (),
+        on_mark: OnMark | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         """`run` does the work."""
         self._store = store
         self._judge = judge
-        self._pools = pools
+        self._serving = serving
         self._at_once = at_once
         self._queue = queue
-        self._observers = observers
+        self._on_mark = on_mark
         self._retry_seconds = retry_seconds
         self._held: set[TurnKey] = set()
         self._rated: deque[TurnKey] = deque(maxlen=queue)
@@ -173,8 +161,8 @@ class JudgeStage:
             return
         mark = await self._mark(turn, is_last_try=is_last_try)
         if await self._store.mark(session_id, turn_id, mark):
-            for observer in self._observers:
-                observer.judged(turn, mark)
+            if self._on_mark is not None:
+                self._on_mark(turn, mark)
         elif (rated := await self._store.turn(session_id, turn_id)) is not None and _lacks_hint(rated):
             await self._add_hint(rated, FoundHint(mark.hint, mark.hint_dropped))
 
@@ -211,7 +199,7 @@ class JudgeStage:
 
     async def _until_served(self) -> None:
         while True:
-            pools, changed = self._pools.in_service()
+            pools, changed = self._serving.in_service()
             if self._judge.pool in pools:
                 return
             await changed.wait()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 
-from api_schemas.inference import BackendView
 from api_schemas.rollouts.sessions import Teacher
 from rollout_service.engines.contract import (
     GenerateRequest,
@@ -23,31 +22,12 @@ from rollout_service.engines.contract import (
     new_request_id,
 )
 from rollout_service.engines.errors import InferenceError
-from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.serving.policies import PolicyServing, PoolModel
 
 READ_SECONDS: Final = 60.0
 """How long a teacher may take to read an answer."""
 _COMPARED_IDS: Final = 4_096
-
-
-class PoolEngines(Protocol):
-    """The engines of a pool; `BackendPool` implements it."""
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample a continuation."""
-        ...
-
-    def views(self) -> list[BackendView]:
-        """Return the engines."""
-        ...
-
-
-class ServedModels(Protocol):
-    """Knows the models of pools; `PolicyServing` does."""
-
-    def connect(self, pool: str) -> tuple[ServedModel, PoolEngines]:
-        """Return the model that a pool serves, and its engines."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +43,10 @@ class TeacherReader:
     """Lets the engines of a pool read recorded answers."""
 
     def __init__(
-        self, models: ServedModels, pool: str | None = None, *, read_seconds: float = READ_SECONDS
+        self, serving: PolicyServing, pool: str | None = None, *, read_seconds: float = READ_SECONDS
     ) -> None:
         """Read with the engines of this pool; by default, with those of the session's own."""
-        self._models = models
+        self._serving = serving
         self._pool = pool
         self._read_seconds = read_seconds
 
@@ -86,9 +66,9 @@ class TeacherReader:
         self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
     ) -> TeacherReading:
         pool = self._pool or policy_pool
-        served, engines = self._models.connect(pool)
+        served, engines = self._serving.connect(pool)
         if pool != policy_pool and not _share_vocabulary(
-            self._models.connect(policy_pool)[0], served, sampled_ids
+            self._serving.connect(policy_pool)[0], served, sampled_ids
         ):
             return TeacherReading(None, "other_vocabulary")
         if len(prompt_ids) + len(sampled_ids) >= served.context_length - 1:
@@ -115,14 +95,14 @@ def _complete(generation: Generation, count: int) -> list[float] | None:
     return known if len(known) == count else None
 
 
-def _model(engines: PoolEngines, generation: Generation) -> str:
+def _model(engines: BackendPool, generation: Generation) -> str:
     """Return the model that read the prompt; it had the version of the first sampled token."""
     paths = {view.backend_id: view.model_path for view in engines.views()}
     path = paths.get(generation.backend_id) or next(iter(paths.values()), "unknown")
     return f"{path}@{generation.versions[0]}"
 
 
-def _share_vocabulary(policy: ServedModel, teacher: ServedModel, ids: Sequence[int]) -> bool:
+def _share_vocabulary(policy: PoolModel, teacher: PoolModel, ids: Sequence[int]) -> bool:
     """Return whether ids mean the same to both models, as far as these ids can tell."""
     one, other = policy.renderer, teacher.renderer
     some = list(ids[:_COMPARED_IDS])

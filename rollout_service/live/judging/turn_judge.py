@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from api_schemas.rollouts.sessions import Hint, JudgedBy, MarkReason, Votes
 from rollout_service.engines.errors import InferenceError
@@ -30,12 +29,8 @@ class FoundHint:
     dropped: str = ""
 
 
-class HintFinder(Protocol):
-    """Looks for a hint in a turn's next state."""
-
-    async def find(self, turn: TurnRecord) -> FoundHint:
-        """Return the hint that is selected; failures are reasons, and never raised."""
-        ...
+FindHint = Callable[[TurnRecord], Awaitable[FoundHint]]
+"""Returns the hint that is selected from a turn's next state; failures are reasons, and never raised."""
 
 
 class TurnJudge:
@@ -46,12 +41,12 @@ class TurnJudge:
         judge: Judge,
         rubric: Rubric,
         overrides: Overrides,
-        hints: HintFinder | None = None,
+        find_hint: FindHint | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._judge = judge
         self._rubric = rubric
-        self._hints = hints
+        self._find_hint = find_hint
         self._clock = clock
         self.overrides = overrides
 
@@ -63,11 +58,11 @@ class TurnJudge:
     @property
     def asks_for_hints(self) -> bool:
         """Whether the judge is asked for hints."""
-        return self._hints is not None
+        return self._find_hint is not None
 
     async def hint(self, turn: TurnRecord) -> FoundHint:
         """Return a hint for a turn that has its value from elsewhere; nothing if hints are not asked for."""
-        return FoundHint(None) if self._hints is None else await self._hints.find(turn)
+        return FoundHint(None) if self._find_hint is None else await self._find_hint(turn)
 
     async def mark(
         self, turn: TurnRecord, earlier: Sequence[TurnRecord] = (), *, is_last_try: bool = False

@@ -18,7 +18,8 @@ from api_schemas.rollouts import Rollout
 from api_schemas.sessions import DeletedSessions, LeasedPart
 from rollout_service.base.errors import UnavailableError
 from rollout_service.base.ids import SampleId
-from rollout_service.live.contract import LiveStore, PartRecord
+from rollout_service.live.contract import PartRecord
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.store.contract import Store
 
 log = structlog.get_logger(__name__)
@@ -31,7 +32,7 @@ _PAGE = 1_000
 class SessionDeletion:
     """Deletes sessions from the store of sessions and from that of runs."""
 
-    def __init__(self, live: LiveStore, store: Store) -> None:
+    def __init__(self, live: SqliteLiveStore, store: Store) -> None:
         self._live = live
         self._store = store
 

@@ -21,7 +21,8 @@ from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError
 from rollout_service.groups.shares import Owner, next_window
-from rollout_service.live.contract import LiveStore, PartRecord, SessionRecord
+from rollout_service.live.contract import PartRecord, SessionRecord
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.store.runs_contract import RunRecord, RunStore
 
 log = structlog.get_logger(__name__)
@@ -51,7 +52,7 @@ class PartDelivery:
 
     def __init__(
         self,
-        store: LiveStore,
+        store: SqliteLiveStore,
         runs: RunStore,
         *,
         node: str | None = None,

@@ -27,9 +27,10 @@ from rollout_service.base.ids import SampleId
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, PolicyTurn, Score
 from rollout_service.live import replay
-from rollout_service.live.contract import LiveStore, NextStateRecord, PartRecord, SessionRecord, TurnRecord
+from rollout_service.live.contract import NextStateRecord, PartRecord, SessionRecord, TurnRecord
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.parts.delivery import ENVIRONMENT, order_of
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.store.runs_contract import RunStore
 from rollout_service.tokens import ChatRenderer, ToolSpec
@@ -50,7 +51,7 @@ class PartGoneError(EnvironmentFailedError):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedPolicy:
+class PartPolicy:
     """A part of a session as the policy of a rollout; implements `episodes.Policy`."""
 
     info: SessionInfo
@@ -107,7 +108,7 @@ class SessionParts:
 
     def __init__(
         self,
-        store: LiveStore,
+        store: SqliteLiveStore,
         runs: RunStore,
         renderer_of: RendererOf,
         teacher: TeacherReader | None = None,
@@ -120,7 +121,7 @@ class SessionParts:
         self._teacher = teacher
         self._node = node
 
-    async def open(self, request: RolloutRequest) -> ServedPolicy:
+    async def open(self, request: RolloutRequest) -> PartPolicy:
         """Return the part that a rollout has, or claim one for it.
 
         Raises:
@@ -143,7 +144,7 @@ class SessionParts:
         trajectory = await anyio.to_thread.run_sync(_trajectory, renderer, until, part.usable)
         marks = await self._marks(request, session, part, own, trajectory)
         usable = [turn for turn in own if turn.turn in part.usable]
-        return ServedPolicy(
+        return PartPolicy(
             info=session_info(session, part),
             marks=marks,
             recorded=trajectory,
@@ -225,14 +226,14 @@ class SessionEnvironment(Environment):
 
     async def init(self, episode: Episode) -> None:
         """Note which part of which session the episode is."""
-        if isinstance(episode.policy, ServedPolicy):
+        if isinstance(episode.policy, PartPolicy):
             episode.session = episode.policy.info
             episode.turn_marks = list(episode.policy.marks)
             episode.answer = episode.policy.answer
 
     async def run(self, episode: Episode) -> StopReason:
         """Return why the last turn ended: the agent has done its work before."""
-        if not isinstance(episode.policy, ServedPolicy):
+        if not isinstance(episode.policy, PartPolicy):
             raise EnvironmentFailedError("a session that was served before is not sampled again")
         return episode.policy.stop_reason
 

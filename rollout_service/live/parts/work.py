@@ -16,12 +16,13 @@ import structlog
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.live.contract import LiveStore, SessionRecord, TurnFate
+from rollout_service.live.contract import SessionRecord, TurnFate
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery, TrainedPool, live_runs, order_of, run_of
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.runs_contract import RunRecord, RunStore
@@ -67,7 +68,7 @@ class PartCloser:
 
     def __init__(
         self,
-        store: LiveStore,
+        store: SqliteLiveStore,
         runs: RunStore,
         *,
         judging_since: Callable[[], float | None] = lambda: 0.0,
@@ -105,7 +106,7 @@ class PartCloser:
             session,
             turns,
             None if run is None else order_of(run),
-            Moment(self._clock(), self._judging_since()),
+            DecisionTime(self._clock(), self._judging_since()),
             whole=run is not None and run.request.group_size > 1,
         )
         if decision is None:
@@ -147,7 +148,7 @@ class TurnDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class DecisionTime:
     """When turns are looked at."""
 
     now: float
@@ -159,7 +160,7 @@ def decide(
     session: SessionRecord,
     turns: Sequence[TurnFate],
     order: LiveDelivery | None,
-    moment: Moment,
+    moment: DecisionTime,
     *,
     whole: bool = False,
 ) -> TurnDecision | None:
@@ -185,9 +186,10 @@ def decide(
     return _decision(session, sorted([*taken, *waiting], key=lambda turn: turn.turn), order)
 
 
-def _without_run(session: SessionRecord, turns: Sequence[TurnFate], moment: Moment) -> TurnDecision | None:
-    """Decide the turns of a session that no run takes: turns that can never be trained on, and those that were kept too
-    long."""
+def _without_run(
+    session: SessionRecord, turns: Sequence[TurnFate], moment: DecisionTime
+) -> TurnDecision | None:
+    """Decide the turns of a session that no run takes: those that can never be trained on, or were kept too long."""
     old = {
         turn.turn: _reason(session, turn) or MaskReason.NO_RUN
         for turn in turns
@@ -241,7 +243,7 @@ def _may_change(turn: TurnFate) -> bool:
     return not turn.delivered or turn.marked_at is None
 
 
-def _is_late(turn: TurnFate, session: SessionRecord, order: LiveDelivery, moment: Moment) -> bool:
+def _is_late(turn: TurnFate, session: SessionRecord, order: LiveDelivery, moment: DecisionTime) -> bool:
     """Return whether a due turn has waited for the judge as long as it may."""
     if moment.now >= turn.recorded_at + session.retention_seconds:
         return True
@@ -268,7 +270,7 @@ class SessionTraining:
     @classmethod
     def make(
         cls,
-        live: LiveStore,
+        live: SqliteLiveStore,
         store: Store,
         serving: PolicyServing,
         *,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import orjson
@@ -29,6 +29,7 @@ from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.http.requests import BodiesInFlight
+from rollout_service.live.serving.served import SessionResolver
 from rollout_service.settings.gateway import GatewaySettings
 
 log = structlog.get_logger(__name__)
@@ -54,53 +55,37 @@ class CallsRoute:
 CALLS = CallsRoute("/v1/sessions/{session_id}/{call}")
 
 
-class SessionFinder(Protocol):
-    """Finds sessions to serve; `served.ServedSessions` does."""
-
-    def knows(self, key: str) -> bool:
-        """Return whether a key looks like one of a session."""
-        ...
-
-    async def serve_key(self, key: str, client_id: str) -> GatewaySession:
-        """Return the session of a key."""
-        ...
-
-    async def serve_id(self, session_id: str, key: str | None) -> GatewaySession:
-        """Return a session by its id."""
-        ...
-
-
 class LiveApp(GatewayApp):
     """Answers the calls of users' agents; an ASGI application."""
 
     def __init__(
         self,
-        finder: SessionFinder,
+        served: SessionResolver,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         hold_seconds: float,
         bodies: BodiesInFlight | None = None,
     ) -> None:
         super().__init__(GatewaySessions(), settings, metrics, bodies)
-        self._finder = finder
+        self._served = served
         self._hold_seconds = hold_seconds
         self._keep_alive_seconds = settings.keep_alive_seconds
 
     def knows(self, key: str) -> bool:
         """Return whether a key looks like one of a session."""
-        return self._finder.knows(key)
+        return self._served.knows(key)
 
     async def _find(self, request: GatewayRequest, scope: Scope) -> GatewaySession:
         state = scope.get("state", {})
         session_id: str | None = state.get(SESSION_ID)
         if session_id is None:
-            return await self._finder.serve_key(request.key, request.headers.get(SESSION_HEADER, ""))
-        return await self._finder.serve_id(session_id, None if state.get(MAY_USE_ALL) else request.key)
+            return await self._served.serve_key(request.key, request.headers.get(SESSION_HEADER, ""))
+        return await self._served.serve_id(session_id, None if state.get(MAY_USE_ALL) else request.key)
 
     def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
-        wishes, body = read_wishes(request.headers, body)
+        options, body = read_turn_options(request.headers, body)
         call = super()._parse(request, codec, body)
-        return replace(call, **wishes.apply(call))
+        return replace(call, **options.apply(call))
 
     def _note(self, request: GatewayRequest, error: Exception) -> None:
         if not isinstance(error, ServiceError):
@@ -183,8 +168,8 @@ class TurnTypeError(InvalidFieldError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """The wishes of one request, from its headers or its body."""
+class TurnOptions:
+    """The turn options of one request, from its headers or its body."""
 
     kind: Literal["", "main", "side"] = ""
     train: bool | None = None
@@ -196,8 +181,8 @@ class Wishes:
         return {"kind": self.kind, "train": self.train, "fingerprint": fingerprint}
 
 
-def read_wishes(headers: Mapping[str, str], body: bytes) -> tuple[Wishes, bytes]:
-    """Return the wishes of a request, and its body without their fields. Headers go before fields.
+def read_turn_options(headers: Mapping[str, str], body: bytes) -> tuple[TurnOptions, bytes]:
+    """Return the turn options of a request, and its body without their fields. Headers go before fields.
 
     Raises:
         TurnTypeError: A value is not known.
@@ -207,7 +192,7 @@ def read_wishes(headers: Mapping[str, str], body: bytes) -> tuple[Wishes, bytes]
         fields, body = _take(body)
     kind = headers.get(KIND_HEADER, "") or fields.get("turn_type")
     train = headers.get(TRAIN_HEADER, "") or fields.get("train")
-    return Wishes(_kind(kind), _consent(train)), body
+    return TurnOptions(_kind(kind), _consent(train)), body
 
 
 def _take(body: bytes) -> tuple[dict[str, Any], bytes]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import anyio
 from anyio.abc import TaskGroup
@@ -15,13 +15,14 @@ from api_schemas.rollouts import Sampling, TokenExtras
 from rollout_service.base.errors import UnavailableError
 from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, TokenSink
 from rollout_service.engines.errors import NoBackendError, PoolPaused
-from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.serving.policies import PolicyServing, PoolModel
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.gateway.capture import TurnCapture
-from rollout_service.gateway.contract import CallObserver, ModelCall, PlannedAnswer
+from rollout_service.gateway.capture import PlannedTurn, TurnCapture
+from rollout_service.gateway.contract import CallObserver, ModelCall
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.gateway.sessions.sampling import PolicyEngines, StreamingGenerator
+from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.live.contract import SessionRecord
 from rollout_service.live.metrics import LiveMetrics
@@ -38,26 +39,6 @@ _SALT_BYTES = 8
 _NO_ENGINE_SECONDS = 5.0
 
 
-class LivePolicies(Protocol):
-    """The models and engines of the pools; `engines.serving.policies.PolicyServing` has them."""
-
-    def check(self, pool: str) -> None:
-        """Check that a pool is served.
-
-        Raises:
-            NoBackendError: It is not.
-        """
-        ...
-
-    def connect(self, pool: str) -> tuple[ServedModel, PausablePool]:
-        """Return the model that a pool serves, and its engines.
-
-        Raises:
-            NoBackendError: The pool is not served.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Unrecorded:
     """Sees calls that are served and not kept; implements `CallObserver` and `TurnObserver`."""
@@ -68,7 +49,7 @@ class Unrecorded:
         """Note nothing."""
         _ = call
 
-    async def planned(self, call: ModelCall, planned: PlannedAnswer) -> Unrecorded:
+    async def planned(self, call: ModelCall, planned: PlannedTurn) -> Unrecorded:
         """Note nothing."""
         _ = call, planned
         return self
@@ -85,7 +66,7 @@ class Unrecorded:
 class SessionEngines:
     """Connects live sessions with the engines of their pools."""
 
-    policies: LivePolicies
+    policies: PolicyServing
     settings: LiveSettings
     gateway: GatewaySettings
     tasks: TaskGroup
@@ -117,7 +98,7 @@ class SessionEngines:
         self,
         record: SessionRecord,
         capture: TurnCapture,
-        observer: CallObserver[Any],
+        observer: CallObserver,
         charge: Callable[[int], None],
     ) -> GatewaySession:
         """Return the gateway session of a live session; `charge` counts answers beside the first one of a request.
@@ -128,7 +109,7 @@ class SessionEngines:
         return self._open(record.pool, record.tenant, record.session_id, capture, observer, charge)
 
     def open_unrecorded(
-        self, pool: str, tenant: str, observer: CallObserver[Any], charge: Callable[[int], None]
+        self, pool: str, tenant: str, observer: CallObserver, charge: Callable[[int], None]
     ) -> GatewaySession:
         """Return a gateway session for one request that belongs to no session; `charge` is as for `open`.
 
@@ -137,7 +118,7 @@ class SessionEngines:
         """
         return self._open(pool, tenant, "", TurnCapture(self.renderer(pool), LIVE), observer, charge)
 
-    def _connect(self, pool: str) -> tuple[ServedModel, PausablePool]:
+    def _connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
         try:
             return self.policies.connect(pool)
         except NoBackendError as error:
@@ -153,7 +134,7 @@ class SessionEngines:
         tenant: str,
         session_id: str,
         capture: TurnCapture,
-        observer: CallObserver[Any],
+        observer: CallObserver,
         charge: Callable[[int], None],
     ) -> GatewaySession:
         model, engines = self._connect(pool)
@@ -197,18 +178,6 @@ def _salt(tenant: str) -> str:
 # allowed is aborted and fails with `PoolHeldError`, so that nothing of it is recorded.
 
 
-class PausablePool(StreamingGenerator, Protocol):
-    """A pool that can be paused; `engines.pool.BackendPool` is one."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether requests are being held."""
-
-    @property
-    def in_service(self) -> bool:
-        """Whether an engine serves, or will once a pause ends."""
-
-
 @dataclass(slots=True)
 class _Wait:
     """How long one request has waited since its last progress."""
@@ -239,7 +208,7 @@ class HeldPool:
     """A pool whose pauses its clients do not wait for without end; implements `StreamingGenerator`."""
 
     name: str
-    pool: PausablePool
+    pool: BackendPool
     changed: Callable[[], anyio.Event]
     """Returns the event of the next change of any pool."""
     seconds: float

@@ -26,12 +26,13 @@ from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.sessions.keys import unknown_key
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.live.consent import ConversationConsent
-from rollout_service.live.contract import LiveStore, SessionRecord
+from rollout_service.live.contract import SessionRecord
 from rollout_service.live.recorder import RecordingParts, SessionRecorder
 from rollout_service.live.register import RateLimitedError, SessionEndedError, SessionRegister, hash_of
 from rollout_service.live.replay import LIVE, rebuild
 from rollout_service.live.serving.active import ActiveSession, ActiveSessions
 from rollout_service.live.serving.connecting import SessionEngines, Unrecorded
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveKey, LiveSettings
 
 KEY_PREFIX = "sk-live-"
@@ -39,13 +40,13 @@ _MAX_ID = 256
 _NUMBER = re.compile(r"~([0-9]{1,9})$")
 
 
-class ServedSessions:
+class SessionResolver:
     """Finds the sessions that agents call, and makes them ready to answer."""
 
     def __init__(
         self,
         settings: LiveSettings,
-        store: LiveStore,
+        store: SqliteLiveStore,
         register: SessionRegister,
         active: ActiveSessions,
         engines: SessionEngines,

@@ -1,7 +1,8 @@
 """The store of live sessions in one SQLite file: `async with SqliteLiveStore(path) as store:`.
 
-Beyond the contract: only one process at a time can have the file open, only its owner can read it, and writes that wait
-at the same time share one transaction.
+Guarantees: what a method returned from is on the disk, or in the operating system's hands; a turn is in at most one
+part, and a part in at most one rollout; deleting leaves no byte of a session in the store's files. Only one process at
+a time can have the file open, only its owner can read it, and writes that wait at the same time share one transaction.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import (
     DIGEST_BYTES,
     Deleted,
-    LiveStore,
     NextStateRecord,
     OptOuts,
     PartRecord,
@@ -41,8 +41,8 @@ from rollout_service.store.sqlite.thread import DatabaseThread
 T = TypeVar("T")
 
 
-class SqliteLiveStore(LiveStore):
-    """The SQLite store of live sessions; the path `:memory:` is for tests.
+class SqliteLiveStore:
+    """The durable sessions of one node; the path `:memory:` is for tests.
 
     Raises:
         StoreError: On entering, if another process has the file open, or it is damaged, or cannot be created. Every
@@ -74,13 +74,17 @@ class SqliteLiveStore(LiveStore):
 
     @property
     def problem(self) -> StoreError | None:
+        """Why the store cannot be written to at the moment; None if no reason is known."""
         return self._thread.problem
 
     def size_bytes(self) -> int:
         """Return the size of the file with its log; 0 in memory."""
         return self._thread.size_bytes()
 
+    # -- sessions --
+
     async def open(self, session: SessionRecord) -> bool:
+        """Keep a new session; return False, and change nothing, if its id is known."""
         return await self._write(lambda db: session_statements.open_session(db, session))
 
     async def session(self, session_id: str) -> SessionRecord | None:
@@ -90,6 +94,7 @@ class SqliteLiveStore(LiveStore):
         return await self._read(lambda db: session_statements.of_key(db, key_hash))
 
     async def latest_of_client(self, client: str) -> SessionRecord | None:
+        """Return the newest session of a client's own id, by its hash."""
         return await self._read(lambda db: session_statements.latest_of_client(db, client))
 
     async def sessions(
@@ -100,66 +105,98 @@ class SqliteLiveStore(LiveStore):
         is_open: bool | None = None,
         user: str | None = None,
     ) -> Sequence[SessionRecord]:
+        """Return sessions, the newest first, that were opened before this time and id; `user` is a hash."""
         return await self._read(lambda db: session_statements.page(db, before, limit, is_open, user))
 
     async def group(self, tenant: str, name: str) -> Sequence[SessionRecord]:
+        """Return a tenant's sessions that work on the same task, the oldest first."""
         return await self._read(lambda db: session_statements.group(db, tenant, name))
 
     async def sessions_of(self, user: str) -> int:
+        """Return how many sessions a user has had, deleted ones not counted."""
         return await self._read(lambda db: session_statements.had(db, user))
 
     async def tenants(self) -> Sequence[str]:
+        """Return the tenants that have sessions."""
         return await self._read(session_statements.tenants)
 
     async def served(self, session_id: str, at: float, *, opted_out: bool) -> None:
+        """Note that a turn was served. One that is opted out is counted here, and leaves nothing else; others are
+        counted when they are recorded.
+        """
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=opted_out))
 
     async def opt_out(self, conversation: str, added: OptOuts, at: float) -> None:
+        """Remember further opt-outs of a conversation. Of too much, some is kept, and noted as incomplete."""
         await self._write(lambda db: opt_out(db, conversation, added, at))
 
     async def opt_outs(self, conversation: str) -> OptOuts:
+        """Return what of a conversation was not to be stored, also once its sessions are gone."""
         return await self._read(lambda db: opt_outs(db, conversation))
 
     async def forget_opt_outs(self, before: float) -> None:
+        """Forget what was not to be stored of conversations that had no such turn since a time."""
         await self._write(lambda db: forget_opt_outs(db, before))
 
     async def use(self, session_id: str, at: float) -> None:
+        """Note that a request arrived."""
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=False))
 
     async def close_session(self, session_id: str, because: ClosedBecause, at: float) -> bool:
+        """Close a session; return False if it was closed before."""
         return await self._write(lambda db: session_statements.close(db, session_id, because, at))
 
     async def expired(self, now: float, idle: float, age: float) -> Sequence[tuple[str, ClosedBecause]]:
+        """Return the open sessions whose last request, or whose opening, is longer ago than allowed."""
         return await self._read(lambda db: session_statements.expired(db, now, idle, age))
 
+    # -- turns --
+
     async def record(self, turn: TurnRecord) -> None:
+        """Keep a turn. One with the same id changes nothing."""
         await self._write(lambda db: turn_statements.record(db, turn))
 
     async def deliver(self, session_id: str, turn: int) -> None:
+        """Note that the client got the turn's last token."""
         await self._write(lambda db: turn_statements.deliver(db, session_id, turn))
 
     async def mask(self, session_id: str, turn: int, because: MaskReason) -> None:
+        """Note that a turn can never be trained on; the first reason stays."""
         await self._write(lambda db: turn_statements.mask(db, session_id, turn, because))
 
     async def follow(self, session_id: str, turn: int, state: NextStateRecord) -> bool:
+        """Set what followed a turn; return False if something did before, which stays."""
         return await self._write(lambda db: turn_statements.follow(db, session_id, turn, state))
 
     async def mark(self, session_id: str, turn: int, mark: TurnMarkRecord) -> bool:
+        """Set a turn's value unless it has one that wins: explicit ones win over all, and the first of others stays.
+
+        Return whether it was set. A turn that a part has taken keeps its value; the new one is kept as a revision.
+        """
         return await self._write(lambda db: turn_statements.mark(db, session_id, turn, mark))
 
     async def turns(self, session_id: str, first: int = 0) -> Sequence[TurnRecord]:
+        """Return the turns of a session from this one on, by their ids."""
         return await self._read(lambda db: turn_statements.turns(db, session_id, first))
 
     async def turn(self, session_id: str, turn: int) -> TurnRecord | None:
         return await self._read(lambda db: turn_statements.get(db, session_id, turn))
 
     async def to_judge(self, limit: int) -> Sequence[TurnRecord]:
+        """Return turns that may be judged and are not, the longest waiting first.
+
+        They are main turns that were delivered, have a next state, and neither a mask, a mark nor a part.
+        """
         return await self._read(lambda db: turn_statements.to_judge(db, limit))
 
+    # -- parts --
+
     async def undecided(self, limit: int) -> Sequence[SessionRecord]:
+        """Return sessions with a turn that is in no part, those first that were looked at longest ago."""
         return await self._write(lambda db: session_statements.undecided(db, limit))
 
     async def fates(self, session_ids: Sequence[str]) -> Mapping[str, Sequence[TurnFate]]:
+        """Return the turns of each session that are in no part, by their ids."""
         return await self._read(lambda db: part_statements.fates(db, session_ids))
 
     async def take_part(
@@ -170,6 +207,10 @@ class SqliteLiveStore(LiveStore):
         dropped: Mapping[int, MaskReason],
         at: float,
     ) -> PartRecord | None:
+        """Put turns into a part, all of them or, if one is in a part, none.
+
+        Without usable turns there is no part: the dropped ones are decided, and None is returned.
+        """
         if usable and run_id is None:
             raise ValueError("a part with usable turns needs a run")
         return await self._write(lambda db: part_statements.take(db, session_id, run_id, usable, dropped, at))
@@ -177,20 +218,31 @@ class SqliteLiveStore(LiveStore):
     async def parts(
         self, run_id: str | None = None, *, unsubmitted: bool = False, session_id: str | None = None
     ) -> Sequence[PartRecord]:
+        """Return parts, the oldest first."""
         return await self._read(
             lambda db: part_statements.parts(db, run_id, session_id, unsubmitted=unsubmitted)
         )
 
     async def give_back_part(self, session_id: str, part: int) -> bool:
+        """Undo a part that has no offset, so that its turns can go into another; return False if it has one."""
         return await self._write(lambda db: part_statements.give_back(db, session_id, part))
 
     async def set_offset(self, session_id: str, part: int, offset: int | None) -> None:
+        """Keep the number of the part's task in its run before it is appended there."""
         await self._write(lambda db: part_statements.set_offset(db, session_id, part, offset))
 
     async def claim(self, parts: Sequence[tuple[str, int]], rollout_id: str) -> PartRecord | None:
+        """Give a rollout the first of these parts that is free or its own already; None if there is none."""
         return await self._write(lambda db: part_statements.claim(db, parts, rollout_id))
 
+    # -- the end --
+
     async def counts(self, session_id: str | None = None) -> Mapping[str, int]:
+        """Return the numbers of turns: `served`, `recorded`, `judged`, `delivered`, `waiting`, `dropped:<reason>`.
+
+        Without an id they are over all sessions, removed ones included.
+        """
+
         def count(db: sqlite3.Connection) -> Mapping[str, int]:
             if session_id is None:
                 return removal_statements.counts(db)
@@ -200,9 +252,11 @@ class SqliteLiveStore(LiveStore):
         return await self._read(count)
 
     async def feedback(self) -> Sequence[FeedbackByVersion]:
+        """Return the values of turns by their session's pool and by their version, removed ones included."""
         return await self._read(value_statements.figures)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
+        """Remove a session, or all of a user, so that no byte of them stays in the store's files; counts stay."""
         if (session_id is None) == (user is None):
             raise ValueError("name a session or a user")
         deleted = await self._write(
@@ -212,6 +266,7 @@ class SqliteLiveStore(LiveStore):
         return deleted
 
     async def prune(self, now: float, bytes_per_user: int | None) -> int:
+        """Remove closed sessions whose turns are all decided, or whose retention is over; return how many."""
         removed = await self._write(lambda db: removal_statements.prune(db, now, bytes_per_user))
         if removed:
             await self._thread.truncate_log()

@@ -20,7 +20,6 @@ from rollout_service.http.access_log import AccessLogMiddleware
 from rollout_service.http.allowed_hosts import AllowedHosts, HostMiddleware
 from rollout_service.http.draining import ShutdownMiddleware
 from rollout_service.http.keyring import Keyring
-from rollout_service.http.path_prefix import PathPrefixMiddleware
 from rollout_service.live.serving.app import SessionCalls
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.pipeline import Pipeline
@@ -29,6 +28,7 @@ from rollout_service.server.api.middleware import (
     BearerAuthMiddleware,
     BodyLimitMiddleware,
     JsonBodyMiddleware,
+    PathPrefixMiddleware,
     RequestMetricsMiddleware,
 )
 from rollout_service.server.api.routes import (

@@ -20,8 +20,8 @@ from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.kinds.registry import check_kinds
 from rollout_service.engines.local_servers.process import kept_running
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
 from rollout_service.engines.serving.text_sampler import PoolTextSampler

@@ -20,7 +20,6 @@ from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge
 from rollout_service.live.canary import Canaries
 from rollout_service.live.consent import MessageHashes
-from rollout_service.live.contract import LiveStore
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.judging.opening import make_judge_stage, make_teacher
 from rollout_service.live.judging.stage import JudgeStage
@@ -43,7 +42,7 @@ class Live:
     sessions: LiveSessions
     app: LiveApp
     """Answers the calls of users' agents."""
-    store: LiveStore
+    store: SqliteLiveStore
     judging: JudgeStage
     training: SessionTraining
     canaries: Canaries
@@ -72,7 +71,7 @@ async def open_live(
         )
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
-        judging = await make_judge_stage(live.judge, store, judge, serving, [metrics])
+        judging = await make_judge_stage(live.judge, store, judge, serving, metrics.judged)
         training = _make_training(foundation, store, serving, canaries, metrics)
         users = UserHashes.load(state_dir / state_files.USERS_SALT)
         hashes = MessageHashes(users.message_key())
@@ -105,7 +104,7 @@ async def open_live(
 
 def _make_training(
     foundation: Foundation,
-    store: LiveStore,
+    store: SqliteLiveStore,
     serving: PolicyServing,
     canaries: Canaries,
     metrics: LiveMetrics,

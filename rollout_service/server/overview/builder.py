@@ -22,7 +22,6 @@ from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.runs import RunState
-from api_schemas.views.hangs import HangFinding
 from api_schemas.views.overview import BackendOverview, Overview, RunOverview, StageOverview
 from rollout_service import __version__
 from rollout_service.activity import Activity, ActivityBoard
@@ -32,6 +31,7 @@ from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.runs import RunManager
+from rollout_service.server.hangs import HangWatch
 from rollout_service.server.overview.backend_figures import BackendFigures
 from rollout_service.server.overview.bottleneck import StageLoads, bottleneck
 from rollout_service.server.overview.outcomes import WINDOW_SECONDS, Outcomes, success_share
@@ -62,22 +62,6 @@ class ReadinessSource(Protocol):
         ...
 
 
-class Findings(Protocol):
-    """Knows the steps that are stuck."""
-
-    def findings(self) -> Sequence[HangFinding]:
-        """Return the steps that are stuck, slow or held back now, the worst first."""
-        ...
-
-
-class NoFindings:
-    """Knows of nothing that is stuck."""
-
-    def findings(self) -> Sequence[HangFinding]:
-        """Return nothing."""
-        return ()
-
-
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """The latest figures of the store."""
@@ -100,9 +84,9 @@ class OverviewBuilder:
     board: ActivityBoard
     node: str
     open_sessions: Callable[[], int]
+    hangs: HangWatch
     readiness: ReadinessSource | None = None
     """The service itself, once it is open."""
-    hangs: Findings = field(default_factory=NoFindings)
     figures: BackendFigures = field(default_factory=BackendFigures)
     outcomes: Outcomes = field(default_factory=Outcomes)
     _loads: StageLoads = field(default_factory=StageLoads)

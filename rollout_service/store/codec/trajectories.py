@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from api_schemas.trajectories import Segment, Trajectory
 from rollout_service.store.codec.record import own_part
-from rollout_service.store.columns import COLUMNS, Columns, PackedColumn, cast_into
+from rollout_service.store.columns import COLUMNS, Columns, cast_into
 
 _EXACT: np.dtype[Any] = np.dtype("<f8")
 _COLUMNAR = b"\x01"
@@ -36,7 +36,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedColumn(PackedColumn):
+class CompressedColumn:
     """A compressed column."""
 
     dtype: np.dtype[Any]
@@ -54,7 +54,7 @@ class CompressedColumn(PackedColumn):
             cast_into(self.array(), target)
 
     def detached(self) -> CompressedColumn:
-        """Return the column in memory of its own, if it shares its trajectory's."""
+        """Return the column in memory of its own, so that the memory of others can be freed."""
         shared = self.data.nbytes < memoryview(self.data.obj).nbytes
         return replace(self, data=memoryview(bytes(self.data))) if shared else self
 

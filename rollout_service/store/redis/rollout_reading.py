@@ -125,7 +125,11 @@ class RolloutReads:
         return found
 
     async def whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[RolloutRow]:
-        """Return the rows of the rollouts that exist, in this order, with their encoded trajectories."""
+        """Return the rows of the rollouts that exist, in this order, with their encoded trajectories.
+
+        Raises:
+            RecordLostError: A trajectory is damaged, or gone without having been pruned.
+        """
         rows = await self.rows(rollout_ids, trajectories=True)
         stored = {row["rollout_id"]: row["trajectory"] for row in rows if row["trajectory"] is not None}
         found = dict(zip(stored, await self._place.read(stored), strict=True))

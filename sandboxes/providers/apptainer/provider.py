@@ -18,7 +18,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from sandboxes.config import ApptainerConfig, parse_user_range
+from sandboxes.config import ApptainerConfig, default_cache, parse_user_range
 from sandboxes.contract import DEFAULT_WORKDIR, Bind, SandboxSpec
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
@@ -27,7 +27,6 @@ from sandboxes.host.processes import MARKER
 from sandboxes.host.subordinate_ids import has_subordinate_ids, resolve_user, subordinate_ids_command
 from sandboxes.host.uid_leases import HostUsers, UserLease
 from sandboxes.images import toolkit
-from sandboxes.images.cache import default_cache
 from sandboxes.images.store import ImageStore
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups

@@ -6,10 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.config import ApptainerConfig, parse_user_range
+from sandboxes.config import ApptainerConfig, default_cache, parse_user_range
 from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.host.uid_leases import HostUsers
-from sandboxes.images.cache import default_cache
 from sandboxes.providers.apptainer import seccomp
 from sandboxes.providers.apptainer.launch import PTYS
 from sandboxes.providers.apptainer.launcher import Launcher

@@ -10,7 +10,7 @@ import pytest
 
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
 from rollout_service.base.errors import StoreError
-from rollout_service.live.contract import DIGEST_BYTES, LiveStore, OptOuts
+from rollout_service.live.contract import DIGEST_BYTES, OptOuts
 from rollout_service.live.sqlite.store import MAX_DIGESTS, SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(params=["memory", "file"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LiveStore]:
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqliteLiveStore]:
     path = tmp_path / "live.sqlite3" if request.param == "file" else ":memory:"
     async with SqliteLiveStore(path) as store:
         yield store
 
 
-async def test_a_session_comes_back_as_it_was(store: LiveStore) -> None:
+async def test_a_session_comes_back_as_it_was(store: SqliteLiveStore) -> None:
     session = a_session(
         key_hash=b"k" * 32,
         continues="earlier",
@@ -41,13 +41,13 @@ async def test_a_session_comes_back_as_it_was(store: LiveStore) -> None:
     assert await store.session("s") == session
 
 
-async def test_sessions_without_a_key_have_none(store: LiveStore) -> None:
+async def test_sessions_without_a_key_have_none(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     assert await store.session_of_key(b"") is None
     assert await store.session("another") is None
 
 
-async def test_the_newest_session_of_a_client_is_found(store: LiveStore) -> None:
+async def test_the_newest_session_of_a_client_is_found(store: SqliteLiveStore) -> None:
     await store.open(a_session("opened", explicit=True))
     assert await store.latest_of_client("") is None
     for number in range(3):
@@ -61,7 +61,7 @@ async def test_the_newest_session_of_a_client_is_found(store: LiveStore) -> None
     assert earlier.session_id == "s0"
 
 
-async def test_the_tenants_with_sessions_are_listed(store: LiveStore) -> None:
+async def test_the_tenants_with_sessions_are_listed(store: SqliteLiveStore) -> None:
     for number, tenant in enumerate(("b", "a", "b")):
         await store.open(a_session(f"s{number}", tenant=tenant))
     assert await store.tenants() == ["a", "b"]
@@ -71,7 +71,7 @@ def digests(*numbers: int) -> frozenset[bytes]:
     return frozenset(number.to_bytes(DIGEST_BYTES) for number in numbers)
 
 
-async def test_what_was_not_to_be_stored_outlives_its_session(store: LiveStore) -> None:
+async def test_what_was_not_to_be_stored_outlives_its_session(store: SqliteLiveStore) -> None:
     assert await store.opt_outs("c") == OptOuts()
     await store.open(a_session())
     await store.opt_out("c", OptOuts(digests(1, 2)), 5.0)
@@ -87,7 +87,7 @@ async def test_what_was_not_to_be_stored_outlives_its_session(store: LiveStore) 
     assert not (await store.opt_outs("d")).is_complete
 
 
-async def test_of_too_much_some_is_kept_and_noted(store: LiveStore) -> None:
+async def test_of_too_much_some_is_kept_and_noted(store: SqliteLiveStore) -> None:
     await store.opt_out("c", OptOuts(digests(*range(MAX_DIGESTS))), 5.0)
     assert (await store.opt_outs("c")).is_complete
     await store.opt_out("c", OptOuts(digests(MAX_DIGESTS)), 5.0)
@@ -97,7 +97,7 @@ async def test_of_too_much_some_is_kept_and_noted(store: LiveStore) -> None:
     assert not (await store.opt_outs("c")).is_complete
 
 
-async def test_sessions_come_newest_first_and_in_pages(store: LiveStore) -> None:
+async def test_sessions_come_newest_first_and_in_pages(store: SqliteLiveStore) -> None:
     for number in range(5):
         await store.open(a_session(f"s{number}", opened_at=float(number // 2)))
     await store.close_session("s4", ClosedBecause.EXPLICIT, 10.0)
@@ -109,7 +109,7 @@ async def test_sessions_come_newest_first_and_in_pages(store: LiveStore) -> None
     assert len(await store.sessions(is_open=True)) == 4
 
 
-async def test_sessions_can_be_asked_for_by_their_user(store: LiveStore) -> None:
+async def test_sessions_can_be_asked_for_by_their_user(store: SqliteLiveStore) -> None:
     for number, user in enumerate(("alice", "bob", "alice")):
         await store.open(a_session(f"s{number}", user=user, opened_at=float(number)))
     await store.close_session("s0", ClosedBecause.EXPLICIT, 10.0)
@@ -118,7 +118,7 @@ async def test_sessions_can_be_asked_for_by_their_user(store: LiveStore) -> None
     assert not await store.sessions(user="")
 
 
-async def test_a_session_closes_once(store: LiveStore) -> None:
+async def test_a_session_closes_once(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     assert await store.close_session("s", ClosedBecause.EXPLICIT, 5.0)
     assert not await store.close_session("s", ClosedBecause.IDLE, 6.0)
@@ -127,7 +127,7 @@ async def test_a_session_closes_once(store: LiveStore) -> None:
     assert (found.closed_at, found.closed_because) == (5.0, ClosedBecause.EXPLICIT)
 
 
-async def test_sessions_expire_when_they_are_idle_or_old(store: LiveStore) -> None:
+async def test_sessions_expire_when_they_are_idle_or_old(store: SqliteLiveStore) -> None:
     await store.open(a_session("idle", opened_at=50.0, used_at=60.0))
     await store.open(a_session("old", opened_at=0.0, used_at=99.0))
     await store.open(a_session("fresh", opened_at=50.0, used_at=60.0))
@@ -136,7 +136,7 @@ async def test_sessions_expire_when_they_are_idle_or_old(store: LiveStore) -> No
     assert expired == {"idle": ClosedBecause.IDLE, "old": ClosedBecause.MAX_AGE}
 
 
-async def test_a_turn_comes_back_as_it_was(store: LiveStore) -> None:
+async def test_a_turn_comes_back_as_it_was(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     hint = Hint(text="use =", prompt_ids=[1, 2], candidates=3, selected_by="longest")
     judge = JudgedBy(pool="judge", model="m@1", prompt_hash="abc")
@@ -155,7 +155,7 @@ async def test_a_turn_comes_back_as_it_was(store: LiveStore) -> None:
     assert await store.turns("s", 1) == []
 
 
-async def test_recording_a_turn_again_changes_nothing(store: LiveStore) -> None:
+async def test_recording_a_turn_again_changes_nothing(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     await store.record(a_turn())
     await store.record(a_turn(answer="another"))
@@ -163,7 +163,7 @@ async def test_recording_a_turn_again_changes_nothing(store: LiveStore) -> None:
     assert (await store.counts("s"))["served"] == 1
 
 
-async def test_the_first_mask_stays(store: LiveStore) -> None:
+async def test_the_first_mask_stays(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     await store.record(a_turn())
     await store.mask("s", 0, MaskReason.SUPERSEDED)
@@ -173,7 +173,7 @@ async def test_the_first_mask_stays(store: LiveStore) -> None:
     assert turn.mask is MaskReason.SUPERSEDED
 
 
-async def test_only_turns_that_may_be_judged_come_to_the_judge(store: LiveStore) -> None:
+async def test_only_turns_that_may_be_judged_come_to_the_judge(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     for turn in range(6):
         await store.record(a_turn(turn, kind=TurnKind.SIDE if turn == 1 else TurnKind.MAIN))
@@ -189,7 +189,7 @@ async def test_only_turns_that_may_be_judged_come_to_the_judge(store: LiveStore)
     assert await store.to_judge(10) == []
 
 
-async def test_the_first_next_state_stays(store: LiveStore) -> None:
+async def test_the_first_next_state_stays(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     await store.record(a_turn())
     assert await store.follow("s", 0, a_state("first"))
@@ -200,7 +200,7 @@ async def test_the_first_next_state_stays(store: LiveStore) -> None:
     assert turn.next_state == a_state("first")
 
 
-async def test_explicit_feedback_wins_whenever_it_comes(store: LiveStore) -> None:
+async def test_explicit_feedback_wins_whenever_it_comes(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     hint = Hint(text="use =", prompt_ids=[1], candidates=1, selected_by="longest")
     for turn in range(2):
@@ -217,7 +217,7 @@ async def test_explicit_feedback_wins_whenever_it_comes(store: LiveStore) -> Non
     assert (await store.counts("s"))["judged"] == 2
 
 
-async def test_a_turn_that_a_part_has_keeps_its_value(store: LiveStore) -> None:
+async def test_a_turn_that_a_part_has_keeps_its_value(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     await store.record(a_turn())
     await store.mark("s", 0, judged(1.0))
@@ -228,7 +228,7 @@ async def test_a_turn_that_a_part_has_keeps_its_value(store: LiveStore) -> None:
     assert turn.mark == judged(1.0)
 
 
-async def test_each_turn_is_in_one_part_at_most(store: LiveStore) -> None:
+async def test_each_turn_is_in_one_part_at_most(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     for turn in range(4):
         await store.record(a_turn(turn))
@@ -250,7 +250,7 @@ async def test_each_turn_is_in_one_part_at_most(store: LiveStore) -> None:
         await store.take_part("s", None, [1], {}, 5.0)
 
 
-async def test_turns_can_be_decided_without_a_part(store: LiveStore) -> None:
+async def test_turns_can_be_decided_without_a_part(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     await store.record(a_turn())
     assert await store.take_part("s", "run", [], {0: MaskReason.NO_NEXT_STATE}, 5.0) is None
@@ -261,7 +261,7 @@ async def test_turns_can_be_decided_without_a_part(store: LiveStore) -> None:
     assert await store.undecided(10) == []
 
 
-async def test_a_part_is_claimed_by_one_rollout(store: LiveStore) -> None:
+async def test_a_part_is_claimed_by_one_rollout(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     for turn in range(2):
         await store.record(a_turn(turn))
@@ -273,7 +273,7 @@ async def test_a_part_is_claimed_by_one_rollout(store: LiveStore) -> None:
     assert await store.claim([("unknown", 0)], "c") is None
 
 
-async def test_sessions_with_undecided_turns_come_in_turn(store: LiveStore) -> None:
+async def test_sessions_with_undecided_turns_come_in_turn(store: SqliteLiveStore) -> None:
     for name in ("a", "b", "c", "empty"):
         await store.open(a_session(name))
         if name != "empty":
@@ -282,7 +282,7 @@ async def test_sessions_with_undecided_turns_come_in_turn(store: LiveStore) -> N
     assert seen == [["a", "b"], ["a", "c"], ["a", "b"]]
 
 
-async def test_counts_stay_when_sessions_go(store: LiveStore) -> None:
+async def test_counts_stay_when_sessions_go(store: SqliteLiveStore) -> None:
     await store.open(a_session())
     for turn in range(5):
         await store.record(a_turn(turn))
@@ -319,7 +319,7 @@ async def test_counts_stay_when_sessions_go(store: LiveStore) -> None:
     }
 
 
-async def test_a_user_is_deleted_with_all_sessions(store: LiveStore) -> None:
+async def test_a_user_is_deleted_with_all_sessions(store: SqliteLiveStore) -> None:
     for name, user in (("a", "u"), ("b", "u"), ("c", "v")):
         await store.open(a_session(name, user=user))
     assert await store.sessions_of("u") == 2
@@ -330,7 +330,7 @@ async def test_a_user_is_deleted_with_all_sessions(store: LiveStore) -> None:
         await store.delete()
 
 
-async def test_pruning_removes_what_is_decided_and_what_is_too_old(store: LiveStore) -> None:
+async def test_pruning_removes_what_is_decided_and_what_is_too_old(store: SqliteLiveStore) -> None:
     for name in ("open", "decided", "waiting", "delivered"):
         await store.open(a_session(name, retention_seconds=10_000.0))
         await store.record(a_turn(session_id=name))
@@ -350,7 +350,7 @@ async def test_pruning_removes_what_is_decided_and_what_is_too_old(store: LiveSt
     assert await store.sessions_of("u") == 4  # so that a user is new only once
 
 
-async def test_pruning_keeps_the_newest_bytes_of_each_user(store: LiveStore) -> None:
+async def test_pruning_keeps_the_newest_bytes_of_each_user(store: SqliteLiveStore) -> None:
     for number, name in enumerate(("first", "second", "third")):
         await store.open(a_session(name, opened_at=float(number)))
         await store.record(a_turn(session_id=name, body=b"x" * 1_000))

@@ -20,6 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from api_schemas.base import TraceContext
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import (
     AgentProgram,
@@ -33,7 +34,6 @@ from api_schemas.rollouts import (
 )
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
-from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone

@@ -15,11 +15,10 @@ import pytest
 from api_schemas.environments import EnvironmentView
 from api_schemas.errors import Problem
 from api_schemas.events import Event
-from api_schemas.nodes import NodeView
+from api_schemas.nodes import NodeView, SandboxView
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.runs import Run
-from api_schemas.sandboxes import SandboxView
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.pipeline.sandbox_source import SandboxSource

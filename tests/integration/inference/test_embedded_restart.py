@@ -10,8 +10,8 @@ import pytest
 from api_schemas.inference import BackendState
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.local_servers.process import kept_running
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.shipped import policy_folder
 
 pytestmark = pytest.mark.anyio

@@ -11,11 +11,11 @@ from api_schemas.inference import PauseMode
 from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
 from api_schemas.trajectories import ForkReason, Message, Segment
 from rollout_service.engines.errors import ExtraUnsupported
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.serving.session import PolicySession
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm
-from rollout_service.testing.turn import experts, likeliest, prompt_logprob
+from rollout_service.testing.engine_turn import experts, likeliest, prompt_logprob
 from rollout_service.tokens import Conversation, ParsedTurn, check_invariants
 
 pytestmark = pytest.mark.anyio

@@ -20,8 +20,8 @@ from rollout_service.engines.errors import (
     ExtraUnsupported,
     PromptTooLong,
 )
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import Counting, Fault, ScriptedEngine, ScriptedVllm
 
 pytestmark = pytest.mark.anyio

@@ -26,8 +26,8 @@ from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import WeightsConflict
 from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT, SGLangCpuServer
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import write_random_checkpoint
 from sandboxes.host.ports import free_port
 

@@ -21,8 +21,8 @@ from rollout_service.engines.contract import (
     new_request_id,
 )
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
 from rollout_service.engines.serving.text_sampler import PoolTextSampler
 from rollout_service.gateway.capture import TurnCapture
@@ -96,7 +96,7 @@ async def judge_it(store: SqliteLiveStore, serving: PolicyServing, **settings: o
     judge = PoolJudge(PoolTextSampler(serving), JudgeMetrics(CollectorRegistry()))
     seen = MarksSeen()
     described = LiveJudgeSettings.model_validate(settings)
-    stage = await make_judge_stage(described, store, judge, serving, [seen])
+    stage = await make_judge_stage(described, store, judge, serving, seen.judged)
     async with stage.running():
         [mark] = await seen.wait_for(1)
     return mark

@@ -35,8 +35,8 @@ from rollout_service.engines.errors import (
     WeightsConflict,
     WeightsPartlyLoaded,
 )
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.cluster_contract import NodeReport

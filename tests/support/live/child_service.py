@@ -23,7 +23,7 @@ from rollout_client.client import ClientRun, RolloutClient
 from rollout_service.cli.server_child import running_child
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply, Script, ScriptedEngine
-from rollout_service.testing.turn import ChunkStream, EngineTurn, ScriptedRequest
+from rollout_service.testing.engine_turn import ChunkStream, EngineTurn, ScriptedRequest
 from rollout_service.tokens import ChatRenderer
 
 POLICY = policy_folder("calc-tuned")

@@ -14,7 +14,7 @@ from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import Overrides
 from rollout_service.live.judging.prompt import value_rubric
-from rollout_service.live.judging.turn_judge import HintFinder, TurnJudge
+from rollout_service.live.judging.turn_judge import FindHint, TurnJudge
 from rollout_service.settings.live import LiveJudgeSettings
 
 Said = str | Exception | None
@@ -87,7 +87,7 @@ class MarksSeen:
         return [mark for _, _, mark in self.marks]
 
 
-def a_judge(sampler: SaysNext, hints: HintFinder | None = None, **settings: object) -> TurnJudge:
+def a_judge(sampler: SaysNext, find_hint: FindHint | None = None, **settings: object) -> TurnJudge:
     described = LiveJudgeSettings.model_validate(settings)
     judge = PoolJudge(sampler, JudgeMetrics(CollectorRegistry()))
-    return TurnJudge(judge, value_rubric(described), Overrides.load(described.overrides), hints)
+    return TurnJudge(judge, value_rubric(described), Overrides.load(described.overrides), find_hint)

@@ -16,7 +16,7 @@ from api_schemas.trajectories import FinishReason
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import GenerateRequest, Generation, TokenSink
 from rollout_service.engines.kinds.token_stream import as_one_chunk
-from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.live.consent import MessageHashes
@@ -49,10 +49,10 @@ class SaidBefore:
     def check(self, pool: str) -> None:
         """Serve every pool."""
 
-    def connect(self, pool: str) -> tuple[ServedModel, SaidBefore]:
+    def connect(self, pool: str) -> tuple[PoolModel, SaidBefore]:
         """Return this engine for every pool."""
         _ = pool
-        return ServedModel(RENDERER, CONTEXT), self
+        return PoolModel(RENDERER, CONTEXT), self
 
     async def generate(
         self, request: GenerateRequest, *, affinity: str | None = None, on_tokens: TokenSink | None = None

@@ -20,14 +20,12 @@ from rollout_service.base.errors import describe
 from rollout_service.cluster.identity import is_gone
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.groups import FilterRegistry
-from rollout_service.live.contract import LiveStore
 from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
 from rollout_service.live.parts.work import PartCloser
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.attempt import Attempt
-from rollout_service.pipeline.context import PolicyFactory
 from rollout_service.runs import Delivery, RunManager
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import Store
@@ -53,7 +51,7 @@ class NoEngines:
 class LiveBench:
     """The parts of a service that make batches of sessions."""
 
-    def __init__(self, store: Store, live: LiveStore, node: str | None = None) -> None:
+    def __init__(self, store: Store, live: SqliteLiveStore, node: str | None = None) -> None:
         """Create it; `node` names this node if others share the store of runs."""
         self.store, self.live, self.node = store, live, node
         self.now = 1_000.0
@@ -61,7 +59,7 @@ class LiveBench:
         environments = EnvironmentRegistry()
         environments.add(self.environment, "tests")
         context = attempt_context(
-            store, cast(Any, None), environments, cast(PolicyFactory, NoEngines()), PipelineSettings()
+            store, cast(Any, None), environments, cast(Any, NoEngines()), PipelineSettings()
         )
         self.context = replace(context, owner=node or context.owner)
         self.manager = RunManager(
@@ -75,13 +73,13 @@ class LiveBench:
         self.batches = Delivery(store.runs, self.manager)
         self.restart()
 
-    def restart(self, live: LiveStore | None = None, runs: RunStore | None = None) -> None:
+    def restart(self, live: SqliteLiveStore | None = None, runs: RunStore | None = None) -> None:
         """Begin anew, as after a crash; `live` and `runs` are what the loops see."""
         live, runs = live or self.live, runs or self.store.runs
         self.closer = PartCloser(live, runs, clock=lambda: self.now)
         self.delivery = PartDelivery(live, runs, node=self.node, clock=lambda: self.now)
 
-    def move(self, live: LiveStore) -> None:
+    def move(self, live: SqliteLiveStore) -> None:
         """Go on as another node, with a store of sessions of its own."""
         self.live = live
         self.environment.recorded = SessionParts(live, self.store.runs, lambda _: RENDERER)

@@ -14,7 +14,7 @@ from rollout_service.engines.contract import (
     ReturnedExtras,
 )
 from rollout_service.engines.errors import NoBackendError
-from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.tokens import ChatRenderer
 
 Answers = Callable[[GenerateRequest], ReturnedExtras]
@@ -58,9 +58,9 @@ class FunctionModels:
         self, renderer: ChatRenderer, *, context_length: int = 4_096, **pools: FunctionEngines
     ) -> None:
         self.pools = pools
-        self.served = dict.fromkeys(pools, ServedModel(renderer, context_length))
+        self.served = dict.fromkeys(pools, PoolModel(renderer, context_length))
 
-    def connect(self, pool: str) -> tuple[ServedModel, FunctionEngines]:
+    def connect(self, pool: str) -> tuple[PoolModel, FunctionEngines]:
         if pool not in self.pools:
             raise NoBackendError(f"pool {pool!r} has no backend")
         return self.served[pool], self.pools[pool]

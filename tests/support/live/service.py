@@ -13,7 +13,8 @@ import httpx
 from fastapi import FastAPI
 
 from api_schemas.sessions import LiveSession, OpenedSession
-from rollout_service.live.contract import LiveStore, TurnRecord
+from rollout_service.live.contract import TurnRecord
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import gateway_service
 
@@ -30,9 +31,9 @@ class LiveService:
     gateway_url: str
 
     @property
-    def store(self) -> LiveStore:
+    def store(self) -> SqliteLiveStore:
         """The store of its sessions."""
-        store: LiveStore = self.app.state.service.live.store
+        store: SqliteLiveStore = self.app.state.service.live.store
         return store
 
     async def open(self, **fields: Any) -> OpenedSession:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from api_schemas.environments import EnvironmentView
-from api_schemas.sandboxes import SandboxView
+from api_schemas.nodes import SandboxView
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings

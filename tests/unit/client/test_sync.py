@@ -10,11 +10,10 @@ import httpx
 import pytest
 
 from rollout_client.calls.engines import EngineCalls
-from rollout_client.calls.lists import ListCalls
+from rollout_client.calls.lists import ListCalls, ViewCalls
 from rollout_client.calls.rollouts import RolloutCalls
 from rollout_client.calls.service import ServiceCalls
 from rollout_client.calls.sessions import SessionCalls
-from rollout_client.calls.views import ViewCalls
 from rollout_client.client import ClientRun, LeasedBatch, NotFoundError, RolloutClient
 from rollout_client.external import ExternalRollout
 from rollout_client.sync import SyncBatch, SyncExternalRollout, SyncRolloutClient, SyncRun

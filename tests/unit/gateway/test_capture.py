@@ -8,7 +8,7 @@ import pytest
 
 from api_schemas.trajectories import FinishReason, ForkReason, SegmentRole
 from rollout_service.engines.shipped import policy_folder
-from rollout_service.gateway.capture import CapturePolicy, Standing, TurnCapture
+from rollout_service.gateway.capture import CapturePolicy, EchoMatch, TurnCapture
 from rollout_service.gateway.contract import ClientMessage, Lane, map_roles
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import (
@@ -98,9 +98,9 @@ def test_every_continuation_of_16_turns_is_in_one_segment(capture, renderer, nam
     assert (report.calls, report.continued, report.forks) == (16, 15, {ForkReason.FIRST: 1})
     assert report.kept_share > 0.8
     assert sum(report.standings.values()) >= 15
-    assert Standing.TEXT_CHANGED not in report.standings
+    assert EchoMatch.TEXT_CHANGED not in report.standings
     if name in ("codex", "mini_swe_agent"):
-        assert set(report.standings) == {Standing.EXACT}
+        assert set(report.standings) == {EchoMatch.EXACT}
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -319,12 +319,12 @@ def test_a_call_of_the_policy_keeps_its_ids_whatever_its_client_makes_of_it(capt
     client.messages[2] = replace(client.messages[2], calls=(renamed,))
     client.turn(write(renderer, "Done."))
     assert len(check(capture, client.turns).segments) == 1
-    assert capture.report().standings == {Standing.ARGUMENTS_REWRITTEN: 1}
+    assert capture.report().standings == {EchoMatch.ARGUMENTS_REWRITTEN: 1}
     assert answered.message.calls[0].id.startswith(f"call_{answered.planned.turn_key}")
 
 
 def test_a_rewritten_answer_may_be_refused(renderer):
-    strict = TurnCapture(renderer, CapturePolicy(extends=frozenset({Standing.EXACT})))
+    strict = TurnCapture(renderer, CapturePolicy(extends=frozenset({EchoMatch.EXACT})))
     client = EchoingClient(strict, CLIENTS["qwen_code"], Random(0), list(TASK))
     client.turn(write(renderer, "", ("bash", ODD)), "a file")
     client.turn(write(renderer, "Done."))

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import ClosedBecause, MarkReason, MaskReason
-from rollout_service.live.contract import LiveStore
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
@@ -32,7 +31,7 @@ STEPS = st.one_of(
 )
 
 
-async def apply(store: LiveStore, step: tuple[object, ...]) -> None:  # noqa: C901 - one case a step
+async def apply(store: SqliteLiveStore, step: tuple[object, ...]) -> None:  # noqa: C901 - one case a step
     match step:
         case ("open", str(name)):
             await store.open(a_session(name))
@@ -59,7 +58,7 @@ async def apply(store: LiveStore, step: tuple[object, ...]) -> None:  # noqa: C9
             raise AssertionError(step)
 
 
-async def check(store: LiveStore) -> None:
+async def check(store: SqliteLiveStore) -> None:
     """Check that the counts add up, and that each turn is in at most one part."""
     found = await store.counts()
     dropped = sum(count for name, count in found.items() if name.startswith("dropped:"))

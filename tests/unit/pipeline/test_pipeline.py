@@ -23,10 +23,11 @@ from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.base.errors import MAX_FRAMES, EnvironmentFailedError, StoreError, UnavailableError
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
+from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.claims import ClaimRules
-from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
+from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.stage import ResizableSemaphore, Slot, StageLimiter, acquire_available
 from rollout_service.settings import PipelineSettings
@@ -78,17 +79,6 @@ class Played(Environment):
         if step := self._steps["evaluate"]:
             return await step(episode) or Score(1.0)
         return Score(1.0)
-
-
-class Only:
-    """A registry with one environment."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-
-    def get(self, name: str) -> Environment:
-        assert name == "played"
-        return self._environment
 
 
 class Policies:
@@ -256,7 +246,7 @@ async def bench(
     provider: CountingProvider | None = None,
     settings: PipelineSettings = SETTINGS,
     admission: AdmissionController | None = None,
-    environments: EnvironmentSource | None = None,
+    environments: EnvironmentRegistry | None = None,
     is_stopping: bool = False,
     claims: ClaimRules | None = None,
 ) -> AsyncIterator[Bench]:
@@ -264,7 +254,7 @@ async def bench(
     provider = provider or CountingProvider()
     policies = Policies()
     context = attempt_context(
-        store, provider, environments or Only(environment), policies, settings, admission
+        store, provider, environments or EnvironmentRegistry([environment]), policies, settings, admission
     )
     context = replace(context, is_stopping=lambda: is_stopping)
     pipeline = Pipeline(context, settings, claims)
@@ -581,10 +571,11 @@ async def test_waiting_for_the_host_is_time_in_a_queue() -> None:
         assert (admission.used, admission.waiting) == (0, 0)
 
 
-class InTurn:
+class InTurn(EnvironmentRegistry):
     """A registry that returns its environments in turn."""
 
     def __init__(self, *environments: Environment) -> None:
+        super().__init__()
         self._next = cycle(environments)
 
     def get(self, name: str) -> Environment:

@@ -23,6 +23,7 @@ from rollout_service.engines.serving import turn_log
 from rollout_service.engines.serving.session import PolicySession
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EnvironmentSpec, Replayable
+from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.episodes import Episode, Policy, Score, WorkClock
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.settling import keeps_turns
@@ -182,13 +183,10 @@ class Bench:
         renderer: CharRenderer | None = None,
         settings: PipelineSettings = SETTINGS,
     ) -> AsyncIterator[None]:
-        class Only:
-            def get(self, name: str) -> Environment:
-                return Worked(work, replayable)
-
+        environments = EnvironmentRegistry([Worked(work, replayable)])
         provider: Any = None  # the environment has no sandbox
         policies = Policies(self.engine, renderer or CharRenderer())
-        context = attempt_context(self.store, provider, Only(), policies, settings)
+        context = attempt_context(self.store, provider, environments, policies, settings)
         writer = TurnWriter(self.store, context.owner, context.metrics)
         if resume:
             context = replace(context, turn_writer=writer)

@@ -15,7 +15,7 @@ from api_schemas.tasks import Task
 from rollout_service.runs import RunOverError
 from rollout_service.runs.api import RunService
 from rollout_service.runs.delivery import RunWithoutBatchesError
-from rollout_service.runs.nothing_kept import REFUSE_AFTER, REPORT_AFTER, RunStoppedError, reason_to_refuse
+from rollout_service.runs.planning import REFUSE_AFTER, REPORT_AFTER, RunStoppedError, reason_to_refuse
 from rollout_service.store.contract import Lease
 from rollout_service.store.rules import DROPPED_IN_A_ROW
 from rollout_service.store.runs_contract import RunRecord

@@ -34,7 +34,7 @@ from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode, Score
 from rollout_service.runs import Delivery
-from rollout_service.runs.nothing_kept import RunStoppedError
+from rollout_service.runs.planning import RunStoppedError
 from rollout_service.runs.tasks.dataset import open_dataset
 from rollout_service.runs.tasks.files import open_file
 from rollout_service.store import Lease

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import InferenceError
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.observability.telemetry.engines import PoolMetrics
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 

@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
 from opentelemetry.trace import SpanKind, StatusCode
 
+from api_schemas.base import TraceContext
 from api_schemas.inference import BackendState, BackendView
 from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
-from api_schemas.tracing import TraceContext
 from api_schemas.trajectories import FinishReason
 from rollout_service.activity import ActivityBoard, in_lane, note_outcome, waits_for
 from rollout_service.base.errors import EnvironmentFailedError

@@ -23,7 +23,7 @@ from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.bridges.verifiers.declaration import TasksetTable
 from rollout_service.environments.libraries import Library
 from rollout_service.tokens import ToolSpec
-from sandboxes.images.cache import default_cache
+from sandboxes.config import default_cache
 
 LIST_SECONDS: Final = 1_800.0
 """Tasksets may download their data."""

@@ -16,8 +16,8 @@ from opentelemetry.trace import Link, Span, SpanContext, Tracer, get_current_spa
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from api_schemas.base import TraceContext
 from api_schemas.inference import BackendView
-from api_schemas.tracing import TraceContext
 from rollout_service.activity import Activity, OpenStep, StepObserver
 from rollout_service.base.ids import SampleId
 from rollout_service.observability.tracing.otel import conventions as names

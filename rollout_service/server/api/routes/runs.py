@@ -34,7 +34,7 @@ from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.engines.errors import NoBackendError
 from rollout_service.http.requests import cancel_on_disconnect
 from rollout_service.runs.delivery import RunOverError, RunWithoutBatchesError
-from rollout_service.runs.nothing_kept import RunStoppedError
+from rollout_service.runs.planning import RunStoppedError
 from rollout_service.server.api.openapi_responses import extra_response, media_response, raises
 from rollout_service.server.api.routes.support.dependencies import ServiceDep, as_json, role_of, trace_of
 from rollout_service.server.api.routes.support.shared_answers import BufferedResponse

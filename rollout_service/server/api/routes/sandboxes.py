@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from fastapi import APIRouter
 
-from api_schemas.sandboxes import SandboxView
+from api_schemas.nodes import SandboxView
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
 from rollout_service.server.api.routes.support.strict import StrictRoute
 

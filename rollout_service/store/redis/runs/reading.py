@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
@@ -25,9 +25,12 @@ from rollout_service.store.codec.record import Row
 from rollout_service.store.columns import Columns
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.records import ClosedRecord, GroupStatus, OpenRecord
-from rollout_service.store.redis.runs.rollouts import MemberRecord, StoredRollouts, decode_member, member_read
+from rollout_service.store.redis.runs.rollouts import MemberRecord, decode_member, member_read
 from rollout_service.store.redis.runs.transaction import by_number, chunks
 from rollout_service.store.runs_contract import GroupClosure, GroupHead, OpenGroup
+
+if TYPE_CHECKING:
+    from rollout_service.store.redis.rollout_changes import RedisRollouts
 
 GROUPS_AT_ONCE = 512
 """The most records of groups that one read of a listing returns; each has about 0.3 KB."""
@@ -42,7 +45,7 @@ MAX_HEAD_BYTES = 65_536
 class GroupReader:
     """The groups of one store."""
 
-    def __init__(self, database: RunDatabase, rollouts: StoredRollouts) -> None:
+    def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
         self._database = database
         self._rollouts = rollouts
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rollout_service.base.errors import NotFoundError
 from rollout_service.base.ids import BatchId, SampleId
@@ -21,9 +22,12 @@ from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import RunKeys, all_runs
 from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord
-from rollout_service.store.redis.runs.rollouts import StoredRollouts, result_read
+from rollout_service.store.redis.runs.rollouts import result_read
 from rollout_service.store.redis.runs.transaction import RunTransaction, chunks
 from rollout_service.store.rules import SettledGroup
+
+if TYPE_CHECKING:
+    from rollout_service.store.redis.rollout_changes import RedisRollouts
 
 GROUPS_AT_ONCE = 64
 """The most groups that one change deletes or prunes."""
@@ -36,7 +40,7 @@ _UNREAD = -1
 class RunRetention:
     """Prunes and deletes runs and groups, and erases rollouts."""
 
-    def __init__(self, database: RunDatabase, rollouts: StoredRollouts) -> None:
+    def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
         self._database = database
         self._rollouts = rollouts
 

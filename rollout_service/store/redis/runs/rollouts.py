@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from api_schemas.rollouts import RolloutState
-from rollout_service.store.codec.record import Row
 from rollout_service.store.redis.runs.records import Command
 from rollout_service.store.runs_contract import GroupMember
 
@@ -39,51 +37,6 @@ class MemberRecord:
             is_straggler=is_straggler,
             is_erased=self.is_erased,
         )
-
-
-class StoredRollouts(Protocol):
-    """The rollouts of the same store."""
-
-    async def rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
-        """Return the rows of the rollouts that exist, as the codecs read them.
-
-        Raises:
-            StoreError: The store fails.
-        """
-        ...
-
-    async def whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
-        """Return the rows of the rollouts that exist, as the codecs read them, with their encoded trajectories.
-
-        Raises:
-            StoreError: The store fails.
-            RecordLostError: A trajectory is damaged, or gone without having been pruned.
-        """
-        ...
-
-    async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Overwrite trajectories that no rollout has any more, from what Redis stored of them.
-
-        Raises:
-            StoreError: The store fails.
-        """
-        ...
-
-    async def delete_expired(self, seconds: float) -> int:
-        """Delete some of the rollouts of no run that ended this long ago; return 0 once none is left.
-
-        Raises:
-            StoreError: The store fails.
-        """
-        ...
-
-    async def collect_garbage(self) -> None:
-        """Delete what belongs to no rollout and no node any more.
-
-        Raises:
-            StoreError: The store fails.
-        """
-        ...
 
 
 _FIELDS = ("s", "w", "H", "v", "V", "B", "Y")

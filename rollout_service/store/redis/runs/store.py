@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout
@@ -40,7 +40,7 @@ from rollout_service.store.redis.runs.lists import RunPages
 from rollout_service.store.redis.runs.reading import GroupReader
 from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord
 from rollout_service.store.redis.runs.retention import RunRetention
-from rollout_service.store.redis.runs.rollouts import StoredRollouts, erased_read
+from rollout_service.store.redis.runs.rollouts import erased_read
 from rollout_service.store.redis.runs.transaction import RunTransaction, by_number, chunks
 from rollout_service.store.runs_contract import (
     BatchLease,
@@ -54,6 +54,9 @@ from rollout_service.store.runs_contract import (
     RunRecord,
     RunStore,
 )
+
+if TYPE_CHECKING:
+    from rollout_service.store.redis.rollout_changes import RedisRollouts
 
 RUNS_AT_ONCE = 128
 """The most runs that one read returns."""
@@ -88,7 +91,7 @@ def _ends_rollout(event: StreamEvent) -> bool:
 class RedisRuns(RunStore):
     """The runs of one store."""
 
-    def __init__(self, database: RunDatabase, rollouts: StoredRollouts, signals: RunSignals) -> None:
+    def __init__(self, database: RunDatabase, rollouts: RedisRollouts, signals: RunSignals) -> None:
         self._database = database
         self._rollouts = rollouts
         self._signals = signals
@@ -97,7 +100,7 @@ class RedisRuns(RunStore):
         self._pages = RunPages(database)
 
     @classmethod
-    def of_store(cls, connection: RedisConnection, rollouts: StoredRollouts) -> Self:
+    def of_store(cls, connection: RedisConnection, rollouts: RedisRollouts) -> Self:
         """Return the runs of a store, with the rollouts of the same store."""
         signals = RunSignals()
         connection.events.listen(signals.listen)

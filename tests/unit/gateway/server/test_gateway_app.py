@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
-from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.gateway import Gateway, GatewayParts
@@ -71,8 +71,8 @@ async def bench(renderer: ChatRenderer, **settings: Any) -> AsyncIterator[Bench]
     pool, capture = ManualPool(), CharacterCapture()
 
     class Policies:
-        def connect(self, pool_name: str) -> tuple[ServedModel, ManualPool]:
-            return ServedModel(renderer, 1_000), pool
+        def connect(self, pool_name: str) -> tuple[PoolModel, ManualPool]:
+            return PoolModel(renderer, 1_000), pool
 
     parts = GatewayParts(
         settings=GatewaySettings(**settings),

@@ -25,8 +25,8 @@ from api_schemas.inference import (
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import PoolFrozen
 from rollout_service.engines.pool.backend_handle import VersionWatch
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.file_backends import FileBackends

@@ -21,8 +21,8 @@ from rollout_service.engines.errors import (
     PromptTooLong,
     UnknownBackend,
 )
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

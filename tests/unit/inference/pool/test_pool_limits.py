@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import InferenceError
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.wait_queue import WaitQueue
 from rollout_service.engines.routing import Observer
 from rollout_service.settings import PoolSettings

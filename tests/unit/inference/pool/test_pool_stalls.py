@@ -9,8 +9,8 @@ from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.pool.locality import is_local
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import Counting, Fault, Hardware, ScriptedEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

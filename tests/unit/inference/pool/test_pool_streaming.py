@@ -12,7 +12,7 @@ from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import RequestedExtras, SamplingOptions
 from rollout_service.engines.errors import BackendProtocolError, BackendUnreachable
-from rollout_service.engines.pool.options import PoolOptions
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import AfterTokens, Fault, Reply, ScriptedEngine, ScriptedVllm
 from tests.unit.inference.pool.test_inference_pool import OPTIONS, SCRIPT, is_exact, request, running, until
 

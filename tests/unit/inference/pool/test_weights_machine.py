@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from api_schemas.inference import PauseMode, WeightsRequest
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.slow

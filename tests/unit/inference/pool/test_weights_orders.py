@@ -33,8 +33,8 @@ from rollout_service.engines.errors import (
 )
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.pool import probe
-from rollout_service.engines.pool.options import PoolOptions
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.serving.session import PolicySession

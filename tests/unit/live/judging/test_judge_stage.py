@@ -9,7 +9,7 @@ import pytest
 from api_schemas.rollouts.sessions import Hint, MarkReason, TurnKind
 from rollout_service.base.errors import StoreError
 from rollout_service.engines.errors import BackendUnreachable
-from rollout_service.live.contract import TurnRecord
+from rollout_service.live.contract import TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -39,7 +39,9 @@ def make_stage(store: SqliteLiveStore, sampler: SaysNext, seen: MarksSeen, **set
     pools = settings.pop("pools", None) or ServedPools("judge")
     at_once, queue = settings.pop("at_once", 4), settings.pop("queue", 16)
     judge = a_judge(sampler, **{"votes": 1, **settings})
-    return JudgeStage(store, judge, pools, at_once=at_once, queue=queue, observers=[seen], retry_seconds=0.01)  # type: ignore[arg-type]
+    return JudgeStage(
+        store, judge, pools, at_once=at_once, queue=queue, on_mark=seen.judged, retry_seconds=0.01
+    )  # type: ignore[arg-type]
 
 
 async def test_turns_are_judged_when_they_arrive_and_never_twice(store: SqliteLiveStore) -> None:
@@ -85,12 +87,12 @@ async def test_at_most_so_many_are_judged_and_held_in_memory(store: SqliteLiveSt
     await add(store, *range(40))
     most = 0
 
-    class Watch:
-        def judged(self, *_: object) -> None:
-            nonlocal most
-            most = max(most, stage.waiting)
+    def note(turn: TurnRecord, mark: TurnMarkRecord) -> None:
+        nonlocal most
+        most = max(most, stage.waiting)
+        seen.judged(turn, mark)
 
-    stage._observers = [Watch(), seen]
+    stage._on_mark = note
     async with stage.running():
         await seen.wait_for(40)
     assert sampler.most_at_once <= 3
@@ -180,7 +182,7 @@ class TellsOneHint:
 
 async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store: SqliteLiveStore) -> None:
     finder = TellsOneHint()
-    judge = a_judge(SaysNext(GOOD), finder, votes=1)
+    judge = a_judge(SaysNext(GOOD), finder.find, votes=1)
     stage = JudgeStage(store, judge, ServedPools("judge"), at_once=2, queue=4)
     await add(store, 0, 1)
     await store.record(a_turn(2))
@@ -201,8 +203,8 @@ async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store:
 
 async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store: SqliteLiveStore) -> None:
     sampler, seen = SaysNext(None), MarksSeen()
-    judge = a_judge(sampler, TellsOneHint(), votes=1, vote_seconds=0.2)
-    stage = JudgeStage(store, judge, ServedPools("judge"), at_once=1, queue=4, observers=[seen])
+    judge = a_judge(sampler, TellsOneHint().find, votes=1, vote_seconds=0.2)
+    stage = JudgeStage(store, judge, ServedPools("judge"), at_once=1, queue=4, on_mark=seen.judged)
     await add(store, 0)
     async with stage.running():
         await sampler.asked.wait()

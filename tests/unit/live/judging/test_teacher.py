@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollout_service.engines.contract import GenerateRequest, Generation, ReturnedExtras
 from rollout_service.engines.errors import ExtraUnsupported
-from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.tokens import ChatRenderer
@@ -94,6 +94,6 @@ async def test_a_teacher_with_another_vocabulary_is_not_asked() -> None:
     models = FunctionModels(RENDERER, policy=reads(-2.0), teacher=teacher)
     reader = TeacherReader(models, "teacher")
     assert (await reader.read("policy", [9], [1])).teacher is not None
-    models.served["teacher"] = ServedModel(other, 4_096)
+    models.served["teacher"] = PoolModel(other, 4_096)
     assert (await reader.read("policy", [9], [1])).reason == "other_vocabulary"
     assert len(teacher.requests) == 1

@@ -165,11 +165,10 @@ def test_a_judge_that_cannot_work_is_refused(
 
 
 async def test_a_hint_comes_with_any_mark() -> None:
-    class Finder:
-        async def find(self, turn: object) -> FoundHint:
-            return FoundHint(None, "nothing to tell")
+    async def find(_: object) -> FoundHint:
+        return FoundHint(None, "nothing to tell")
 
     for settings in ({}, {"overrides": ["truncated"]}):
-        judge = a_judge(SaysNext(GOOD), Finder(), **settings)
+        judge = a_judge(SaysNext(GOOD), find, **settings)
         mark = await judge.mark(a_turn(truncated=True, next_state=a_state()))
         assert (mark.hint, mark.hint_dropped) == (None, "nothing to tell")

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.live.contract import SessionRecord, TurnFate
-from rollout_service.live.parts.work import Moment, TurnDecision, decide
+from rollout_service.live.parts.work import DecisionTime, TurnDecision, decide
 from tests.support.live.store import a_session
 
 NOW = 100.0
-JUDGE_IS_ON = Moment(NOW, judging_since=0.0)
-JUDGE_IS_OFF = Moment(NOW, judging_since=None)
+JUDGE_IS_ON = DecisionTime(NOW, judging_since=0.0)
+JUDGE_IS_OFF = DecisionTime(NOW, judging_since=None)
 ENDED = a_session(closed_at=99.0)
 OPEN = a_session()
 ORDER = LiveDelivery(close_turns=2)
@@ -93,15 +93,15 @@ def test_a_part_waits_for_the_judge_only_as_long_as_it_may() -> None:
     assert decide(OPEN, turns, order, JUDGE_IS_ON) is None
     assert decide(ENDED, turns, order, JUDGE_IS_ON) is None
     late = TurnDecision((0, 2), {1: MaskReason.JUDGE_FAILED})
-    assert decide(OPEN, turns, order, Moment(105.0, 0.0)) == late
-    assert decide(ENDED, turns, order, Moment(105.0, 0.0)) == late
+    assert decide(OPEN, turns, order, DecisionTime(105.0, 0.0)) == late
+    assert decide(ENDED, turns, order, DecisionTime(105.0, 0.0)) == late
 
 
 def test_no_turn_fails_because_the_judge_is_stopped() -> None:
     turns = [fate(0), unjudged(1), fate(2)]
-    assert decide(ENDED, turns, ORDER, Moment(1_000.0, None)) is None
-    assert decide(ENDED, turns, ORDER, Moment(1_000.0, judging_since=950.0)) is None
-    decided = decide(ENDED, turns, ORDER, Moment(1_090.0, None))  # it is not kept for longer than this
+    assert decide(ENDED, turns, ORDER, DecisionTime(1_000.0, None)) is None
+    assert decide(ENDED, turns, ORDER, DecisionTime(1_000.0, judging_since=950.0)) is None
+    decided = decide(ENDED, turns, ORDER, DecisionTime(1_090.0, None))  # it is not kept for longer than this
     assert decided == TurnDecision((0, 2), {1: MaskReason.JUDGE_FAILED})
 
 
@@ -135,7 +135,7 @@ def test_without_a_run_turns_wait_as_long_as_they_are_kept() -> None:
     assert decide(OPEN, turns, None, JUDGE_IS_ON) is None
     assert decide(ENDED, turns, None, JUDGE_IS_ON) == TurnDecision((), {1: MaskReason.SIDE})
     reasons = {0: MaskReason.NO_RUN, 1: MaskReason.SIDE, 2: MaskReason.JUDGE_FAILED}
-    assert decide(OPEN, turns, None, Moment(1_090.0, 0.0)) == TurnDecision((), reasons)
+    assert decide(OPEN, turns, None, DecisionTime(1_090.0, 0.0)) == TurnDecision((), reasons)
 
 
 FATES = st.builds(
@@ -162,7 +162,7 @@ ORDERS = st.builds(
     SESSIONS, st.lists(FATES, max_size=8), st.none() | ORDERS, st.sampled_from([JUDGE_IS_ON, JUDGE_IS_OFF])
 )
 def test_only_judged_turns_are_usable_whatever_happened(
-    session: SessionRecord, fates: list[TurnFate], order: LiveDelivery | None, moment: Moment
+    session: SessionRecord, fates: list[TurnFate], order: LiveDelivery | None, moment: DecisionTime
 ) -> None:
     turns = [replace(turn, turn=number) for number, turn in enumerate(fates)]
     decided = decide(session, turns, order, moment)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import GenerateRequest
 from rollout_service.engines.errors import NoBackendError
-from rollout_service.engines.serving.policies import ServedModel
+from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
 from rollout_service.gateway.metrics import GatewayMetrics
@@ -25,7 +25,7 @@ from rollout_service.testing.gateway import ManualPool
 from rollout_service.tokens import ChatRenderer
 
 pytestmark = pytest.mark.anyio
-MODEL = ServedModel(ChatRenderer.load(policy_folder("calc-tuned")), 1_000)
+MODEL = PoolModel(ChatRenderer.load(policy_folder("calc-tuned")), 1_000)
 
 
 class OnePool(ManualPool):
@@ -42,7 +42,7 @@ class OnePolicy:
     def check(self, pool: str) -> None:
         self.connect(pool)
 
-    def connect(self, pool: str) -> tuple[ServedModel, OnePool]:
+    def connect(self, pool: str) -> tuple[PoolModel, OnePool]:
         if pool != "policy":
             raise NoBackendError("none")
         return MODEL, self.pool

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.live.register import RateLimitedError
-from rollout_service.live.serving.app import Wishes, read_wishes, split_session_path
+from rollout_service.live.serving.app import TurnOptions, read_turn_options, split_session_path
 from rollout_service.live.serving.served import RequestRate
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.serving.views import decode_cursor, encode_cursor
@@ -77,26 +77,28 @@ def test_users_of_long_ago_are_forgotten() -> None:
 @pytest.mark.parametrize(
     ("headers", "body", "expected"),
     [
-        ({}, b'{"a": 1}', Wishes("", None)),
-        ({"x-turn-type": "Side", "x-train": "no"}, b"{}", Wishes("side", False)),
-        ({}, b'{"turn_type": "main", "train": true}', Wishes("main", True)),
-        ({"x-train": "yes"}, b'{"train": "no"}', Wishes("", True)),
-        ({}, b'{"messages": [{"content": "\\"train\\""}]}', Wishes("", None)),
-        ({}, b'not "train"', Wishes("", None)),
-        ({}, b'["train"]', Wishes("", None)),
+        ({}, b'{"a": 1}', TurnOptions("", None)),
+        ({"x-turn-type": "Side", "x-train": "no"}, b"{}", TurnOptions("side", False)),
+        ({}, b'{"turn_type": "main", "train": true}', TurnOptions("main", True)),
+        ({"x-train": "yes"}, b'{"train": "no"}', TurnOptions("", True)),
+        ({}, b'{"messages": [{"content": "\\"train\\""}]}', TurnOptions("", None)),
+        ({}, b'not "train"', TurnOptions("", None)),
+        ({}, b'["train"]', TurnOptions("", None)),
     ],
 )
 def test_wishes_are_read_from_headers_before_fields(
-    headers: dict[str, str], body: bytes, expected: Wishes
+    headers: dict[str, str], body: bytes, expected: TurnOptions
 ) -> None:
-    assert read_wishes(headers, body)[0] == expected
+    assert read_turn_options(headers, body)[0] == expected
 
 
 def test_fields_of_wishes_are_taken_out_of_the_body_and_others_stay() -> None:
-    _, body = read_wishes({}, b'{"train": "yes", "a": {"train": 1}, "turn_type": "side", "session_id": "x"}')
+    _, body = read_turn_options(
+        {}, b'{"train": "yes", "a": {"train": 1}, "turn_type": "side", "session_id": "x"}'
+    )
     assert body == b'{"a":{"train":1}}'
     same = b'{ "a": 1 }'
-    assert read_wishes({}, same)[1] is same
+    assert read_turn_options({}, same)[1] is same
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_fields_of_wishes_are_taken_out_of_the_body_and_others_stay() -> None:
 )
 def test_an_unknown_wish_names_its_field(body: bytes) -> None:
     with pytest.raises(InvalidFieldError) as refused:
-        read_wishes({}, body)
+        read_turn_options({}, body)
     assert refused.value.status == 400
     assert refused.value.fields[0].path in ("train", "turn_type")
 

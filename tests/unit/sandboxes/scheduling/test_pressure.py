@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -254,21 +255,11 @@ def test_a_host_without_metrics_is_not_throttled(tmp_path: Path) -> None:
     assert PressureController(CONFIG, 10, cpus=1).update(metrics, used=1, waiting=0).hold_reasons == ()
 
 
-class Counts:
-    """An observer that records which resources throttled starts."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def held_back(self, resource: str) -> None:
-        self.seen.append(resource)
-
-
 def make_admission(
-    ceiling: int, observer: Counts | None = None, config: PressureConfig = CONFIG
+    ceiling: int, on_held_back: Callable[[str], None] | None = None, config: PressureConfig = CONFIG
 ) -> AdmissionController:
     return AdmissionController(
-        PressureController(config, ceiling, cpus=2), lambda: CALM, ceiling=ceiling, observer=observer
+        PressureController(config, ceiling, cpus=2), lambda: CALM, ceiling=ceiling, on_held_back=on_held_back
     )
 
 
@@ -278,13 +269,13 @@ async def admitted(it: AdmissionController, purpose: Purpose) -> Ticket:
 
 
 async def test_the_last_place_is_for_graders() -> None:
-    counts = Counts()
-    it = make_admission(3, counts)
+    seen: list[str] = []
+    it = make_admission(3, seen.append)
     agents = [await admitted(it, Purpose.AGENT) for _ in range(2)]
     with anyio.move_on_after(0.01) as scope:
         await it.admit(Purpose.AGENT)
     assert scope.cancelled_caught
-    assert counts.seen == ["ceiling"]
+    assert seen == ["ceiling"]
     assert it.hold_reasons[0].text == "ceiling: 2 of 3 sandboxes are in use"
     grader = await admitted(it, Purpose.GRADER)
     assert (it.used, it.waiting) == (3, 0)
