@@ -1,4 +1,4 @@
-"""What runs need to know of rollouts, which the store keeps elsewhere."""
+"""Reads of the rollouts of runs, which the store keeps elsewhere."""
 
 from __future__ import annotations
 
