@@ -19,7 +19,7 @@ class EventKind(StrEnum):
     RUN_STATE = "run.state"
     """A run was created, or came to another state. Data: `state`."""
     RUN_CHANGED = "run.changed"
-    """Something else of a run changed: its version, its request, its tasks, its problem, or what waits."""
+    """Something else of a run changed: its version, its request, its tasks, its problem, or its waiting work."""
     GROUP_CLOSED = "group.closed"
     """A group is complete. Data: `run`, `state` (`ready` or `dropped`), and the `reason` of a dropped one."""
     BATCH_LEASED = "batch.leased"

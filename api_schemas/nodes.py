@@ -147,7 +147,7 @@ AtOnce = Annotated[int, Number, Field(ge=1, le=MAX_AT_ONCE)]
 
 
 class StagePatch(WireModel):
-    """Changes to a stage; what is left out stays."""
+    """Changes to a stage; fields that are left out stay."""
 
     workers: AtOnce | None = None
     queue: AtOnce | None = None

@@ -111,7 +111,7 @@ def parse_user_range(user_range: str) -> range | None:
 
 
 class DockerConfig(_Config):
-    """Sandboxes in Docker, for hosts with a running daemon; see `sandboxes.providers.docker` for what they isolate."""
+    """Sandboxes in Docker, for hosts with a running daemon; `sandboxes.providers.docker` describes their isolation."""
 
     provider: Literal["docker"]
     """Which provider this table is for."""

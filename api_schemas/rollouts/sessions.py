@@ -1,4 +1,4 @@
-"""Live sessions in rollouts: what became of each turn of served traffic, and whose session it is.
+"""Live sessions in rollouts: the outcome of each turn of served traffic, and whose session it is.
 
 A part of a session is a rollout of the task `{"environment": "session"}`. Its trajectory is that of the session so far,
 with mask 1 on the usable turns of this part alone: an unusable turn stays in the context of later ones, with mask 0.

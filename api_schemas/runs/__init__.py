@@ -271,7 +271,7 @@ class RunState(StrEnum):
 
 
 class RunPatch(WireModel):
-    """Changes to a run that has not ended; what is left out stays."""
+    """Changes to a run that has not ended; fields that are left out stay."""
 
     state: Literal[RunState.RUNNING, RunState.PAUSED, RunState.ENDED] | None = None
     version: CountOrZero | None = None

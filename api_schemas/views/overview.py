@@ -1,4 +1,4 @@
-"""The service at a glance: what `GET /v1/overview` answers, and what its stream sends once a second.
+"""The service at a glance: the answer of `GET /v1/overview`, which its stream sends once a second.
 
 Numbers are those of the node that answers, unless a field says otherwise.
 """

@@ -22,8 +22,8 @@ class SandboxProvider(ABC):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """The limits that hold here for a whole sandbox: "memory", "processes", "cpus", "disk", and "users" for what
-        the kernel counts by user of the host."""
+        """The limits that hold here for a whole sandbox: "memory", "processes", "cpus", "disk", and "users" for
+        resources that the kernel counts by user of the host."""
         return frozenset()
 
     async def identity(self, spec: SandboxSpec) -> str:

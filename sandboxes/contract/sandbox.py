@@ -262,7 +262,7 @@ class Sandbox(ABC):
         Raises:
             FileMissingError: There is no such path.
             FileTooLargeError: The tree is larger than `limit`. A file counts with its whole size, holes included,
-                and every entry with at least 4 KiB. Discard what came before.
+                and every entry with at least 4 KiB. Discard the output before.
             SandboxFileError: The tree cannot be read.
             SandboxClosedError: The sandbox is closed or has ended.
         """

@@ -1,4 +1,4 @@
-"""Chooses what to evict when all items together exceed a budget: least recently used first."""
+"""Chooses the items to evict when all together exceed a budget: least recently used first."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

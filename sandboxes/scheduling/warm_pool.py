@@ -10,7 +10,7 @@ Guarantees:
 - A cancelled start takes nothing, and leaving `running` ends every warm sandbox.
 
 The pool learns from demand which kinds to keep. If a refill fails, the failure is counted and logged, and the refill
-is retried after a delay that doubles. Until then cold starts serve the demand, and they report what is wrong.
+is retried after a delay that doubles. Until then cold starts serve the demand, and they report the problem.
 """
 
 import time

@@ -28,7 +28,7 @@ PART = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ContextFile:
-    """One entry of what is sent: its name in the archive and its file, or its text."""
+    """One entry of the files to send: its name in the archive and its file, or its text."""
 
     name: str
     path: Path | None

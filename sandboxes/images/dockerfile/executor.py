@@ -1,4 +1,4 @@
-"""Carries out a plan: goes through its stages, makes a layer of what changes files, and has the image packed.
+"""Carries out a plan: goes through its stages, makes layers of the changed files, and has the image packed.
 
 What a handler reads is in its layer's key, by which `layer_builder.py` finds a layer that is there.
 """

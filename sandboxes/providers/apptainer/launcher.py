@@ -145,7 +145,7 @@ class Launcher:
         return ("--keep-privs",) if self.namespaces else ("--fakeroot",)
 
     def apptainer_flags(self, space: Path, *, network: bool, overlay: bool) -> list[str]:
-        """Return Apptainer's flags for everything that `launch.py` makes in `space`, and for what it cannot make."""
+        """Return Apptainer's flags for everything that `launch.py` makes in `space`, and for the rest."""
         # Images without /etc/hosts are common. /dev/shm counts as disk; Apptainer's own would have no limit.
         mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
         binds = ["hosts:/etc/hosts", *mounts]

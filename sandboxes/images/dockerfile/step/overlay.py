@@ -60,7 +60,7 @@ class Layers:
 
 
 def paths_of(job: "dict[str, Any]") -> "list[str]":
-    """Return what a job's `Layers` open."""
+    """Return the paths that a job's `Layers` open."""
     found = [*job["layers"], *(path for path in (job["changes"], job["output"]) if path)]
     for one in job["mounts"]:
         found += one.get("layers", [])
