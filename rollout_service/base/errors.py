@@ -30,8 +30,8 @@ ServiceError
 Inference and token errors (`engines/errors.py`, `tokens/errors.py`) are ServiceErrors too. Those of the package
 `sandboxes` are not, since that package does not know this one; `describe` takes both.
 
-Every error says what happened and, in `hint`, what to do next. `describe` turns any exception into what the API, the
-log, and the metrics show.
+Every error says what happened and, in `hint`, what to do next. `describe` turns any exception into the form that the
+API, the log, and the metrics show.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ends the process if its shutdown takes too long, wherever it hangs.
 
 Guarantees: once ordered, the process ends within the given seconds, even if the event loop is stuck or nobody reads the
-log; before that, the log says what was still open. The guard then ends the remaining sandboxes, and the store hands out
-the rollouts again at the next start.
+log; before that, the log names the parts that are still open. The guard then ends the remaining sandboxes, and the
+store hands out the rollouts again at the next start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A JSON parser that accepts only documents that can be stored and sent on unchanged.
 
 Guarantees: no lone surrogates, which UTF-8 cannot encode; no NaN or Infinity, and no number that is too large to be
-told from it; bounded nesting, well below the limit of
-the programs that read what the service writes.
+told from it; bounded nesting, well below the limit of the programs that read the service's output.
 """
 
 from __future__ import annotations

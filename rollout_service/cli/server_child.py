@@ -2,7 +2,7 @@
 
 Guarantee: the child has ended when the block is left, however it is left: SIGTERM, time to drain, then SIGKILL, always
 by its own pid. If this process is killed, the kernel sends the child SIGTERM. Unless a settings file is among its
-flags, what the user's settings say of a service for others, such as keys, TLS or a shared store, does not hold for it.
+flags, the user's settings of a service for others, such as keys, TLS or a shared store, do not apply to it.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class Environment(ABC):
     def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
         """Return the environment of one task, if its image, limits or prompts depend on the instance.
 
-        Every rollout uses what this returns for its task, after `check`. Must be quick, as `check`.
+        Every rollout uses the result of this for its task, after `check`. Must be quick, as `check`.
 
         Raises:
             InvalidFieldError: The instance cannot be used; the paths start at `instance`.

@@ -24,7 +24,7 @@ class BodiesInFlight:
     """The bytes of the bodies that are being read."""
 
     def __init__(self, most: int, largest: int, *, wait_seconds: float | None = None) -> None:
-        """Hold at most `most` bytes, or what it takes to admit one body of the `largest` size."""
+        """Hold at most `most` bytes, or enough to admit one body of the `largest` size."""
         self._left = max(most, 2 * largest)
         self._wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._held: Counter[Hashable] = Counter()

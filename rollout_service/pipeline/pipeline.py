@@ -215,7 +215,7 @@ class Pipeline:
         return await retry_until_stored("lease work", claim)
 
     async def _reconcile(self) -> None:
-        """If the store may have lost writes, make what it holds in this service's name what is worked on here.
+        """If the store may have lost writes, make its leases of this service equal to the rollouts at work here.
 
         No claim may be under way, since its leases are not yet worked on.
         """

@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 FLUSH_SECONDS = 1.0
 SIGNAL_SECONDS = 0.1
-"""Within what time a signal reaches the service and its sandboxes alike."""
+"""The seconds within which a signal reaches the service and its sandboxes alike."""
 _RUNS_IN_SANDBOXES = frozenset({Boundary.SANDBOX, Boundary.ENVIRONMENT})
 
 

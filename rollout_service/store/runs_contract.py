@@ -263,7 +263,7 @@ class RunStore(RunLists, Protocol):
         request: RunRequest | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
-        """Change what is given and return the run.
+        """Change the given fields and return the run.
 
         A version only grows. Resuming clears the problem, and the counters of groups in a row.
 

@@ -46,7 +46,7 @@ class ScriptedEngine(TurnScheduler):
     Args:
         script: decides the answers.
         latency: seconds per turn, without `hardware`.
-        hardware: decides how long turns take and what is cached.
+        hardware: decides how long turns take and which tokens are cached.
         vocab_size: as reported; ids from here on do not exist.
         routing: layers and experts per token of a simulated mixture of experts; None for a dense model.
         context_length: longer requests are a 400.

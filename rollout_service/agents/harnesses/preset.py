@@ -25,7 +25,7 @@ class HarnessModel(BaseModel):
 
 
 class InstallTable(HarnessModel):
-    """`[install]`: what its image has besides the base image."""
+    """`[install]`: the additions of its image to the base image."""
 
     npm: list[str] = []
     """Packages of the npm registry, with their versions."""
@@ -107,7 +107,7 @@ class HarnessPreset(HarnessProgram):
     check: CheckTable | None = None
     mcp: ServersTable | None = None
     known_limits: list[str] = []
-    """Sentences for people on what does not work, or works otherwise than one expects."""
+    """Sentences for people on features that do not work, or work otherwise than one expects."""
 
 
 class HarnessSettings(HarnessProgram):

@@ -1,6 +1,6 @@
 """The text of an HTML page, for a policy: one pass over the source, in time that grows with its length alone.
 
-This is no parser. It keeps what a reader needs: text, headings, list items, links and their addresses.
+This is no parser. It keeps the parts that a reader needs: text, headings, list items, links and their addresses.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ STALE_SECONDS = 15.0
 def check_live(
     url: str, key: str | None, state_dir: Path | None, config: Path | None, *, stacks: bool, as_json: bool
 ) -> int:
-    """Print what is wrong with a service; return 1 if anything is.
+    """Print the problems of a service; return 1 if there are any.
 
     Raises:
         CommandError: The service does not answer, and there is no report in its state folder.

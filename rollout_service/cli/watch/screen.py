@@ -1,4 +1,4 @@
-"""The full-screen view of `watch`: the service at a glance, once a second, and what just happened.
+"""The full-screen view of `watch`: the service at a glance, once a second, and the latest events.
 
 Guarantees: problems come first, and the end is cut if it does not fit; the terminal is restored however the
 view is left; a server that is away for a while is said to be, and the last that is known stays.

@@ -181,8 +181,8 @@ class CostRouterOptions:
     largest_capacity: int = 16_777_216
     """The most that is assumed, in tokens: it bounds the router's memory."""
     capacity_shrink: float = 0.9
-    """When a block is missing that the engine had, its capacity is estimated as this part of what it was believed to
-    hold (`test_a_capacity_that_is_not_stated_is_learned`)."""
+    """When a block is missing that the engine had, its capacity is estimated as this part of its supposed contents
+    (`test_a_capacity_that_is_not_stated_is_learned`)."""
     capacity_growth: float = 1.02
     """The estimate grows by this factor when an engine held more than was expected (same test)."""
     capacity_full: float = 0.9

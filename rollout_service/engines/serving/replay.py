@@ -93,7 +93,7 @@ class RecordedPolicy:
         messages: list[Message],  # noqa: ARG002
         reason: ForkReason = ForkReason.HISTORY_EDITED,
     ) -> None:
-        """Reject the change: the recording does not say what follows another history.
+        """Reject the change: the recording has no answer to another history.
 
         Raises:
             NotReplayableError: Always raised.

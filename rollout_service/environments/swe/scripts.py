@@ -48,7 +48,7 @@ def make_script(
 
     Args:
         folder: the repository.
-        command: what runs tests; `files` are added to it.
+        command: the program that runs tests; `files` are added to it.
         files: the files of tests.
         base: the commit whose tests `test_patch` changes.
         test_patch: the changes of the tests.

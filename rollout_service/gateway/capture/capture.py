@@ -55,7 +55,7 @@ class _ForkCause(NamedTuple):
 
 
 class PlannedTurn:
-    """An answer that is about to be sampled: its prompt, and the events of what is sampled on it."""
+    """An answer that is about to be sampled: its prompt, and the events of its completion."""
 
     def __init__(
         self,

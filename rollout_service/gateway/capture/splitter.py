@@ -1,15 +1,15 @@
 """Sampled ids as events of an answer, while they are sampled: reasoning, text and tool calls. Pure and synchronous.
 
-Guarantees: the events, joined, are the same however the ids were cut into pieces, and are what `ChatRenderer.parse`
-finds in all of them:
+Guarantees: the events, joined, are the same however the ids were cut into pieces, and equal to the parts that
+`ChatRenderer.parse` finds in all of them:
 
 - reasoning and text without the white space around them;
 - each well-formed call, its arguments as they were sampled if that was JSON;
 - each malformed call as text, after the text of the answer and as the chat format itself would render it; but a call
   that turns out to be malformed after its name was sent ends with its error.
 
-Where the tokens do not prove what comes next, events wait for the end. Two things differ from what the parser says: the
-text ends at a stop string of the client, and an answer that the parser cannot read at all keeps what was sent of it.
+Where the tokens do not prove what comes next, events wait for the end. Two things differ from the parser's result: the
+text ends at a stop string of the client, and an answer that the parser cannot read at all keeps the part that was sent.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ _TAGGED = frozenset({"glm-4.5", "glm-5", "glm-5.1", "glm-5.3"})
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """The control tokens between the parts of an answer, and what follows from them."""
+    """The control tokens between the parts of an answer, and the properties that follow from them."""
 
     think: int
     think_end: int

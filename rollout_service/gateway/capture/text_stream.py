@@ -1,6 +1,6 @@
 """Sampled ids as text, bit by bit. Pure and synchronous.
 
-Guarantees: what the streams of this module return, joined, is the text of all ids, whatever the pieces in which they
+Guarantees: the output of the streams of this module, joined, is the text of all ids, whatever the pieces in which they
 came; of a character that is not complete, nothing is returned.
 """
 

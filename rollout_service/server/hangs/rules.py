@@ -114,7 +114,7 @@ def judge(
         usual: how long such steps take.
         limit: the limit of the stage.
         own_limit: the limit of the step itself, if it has one.
-        signs: what is seen of what it waits for.
+        signs: the signs of the thing that it waits for.
     """
     if kind in HELD_KINDS:
         return HangVerdict.HELD if seconds > patience(kind, usual, limit) else None

@@ -6,7 +6,7 @@ JSON. A column is unpacked only when it is needed, so a batch can be sent withou
 
 Layout: the byte 1, the header's length (uint32, little-endian), the header (compressed JSON), then the compressed bytes
 of every column of every segment. The header contains their lengths and each segment's number of tokens. The functions
-that read take the record of a rollout too, and return what is of the rollout's own trajectory (`codec.record`).
+that read take the record of a rollout too, and return the part of the rollout's own trajectory (`codec.record`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A Redis is used only after it has been checked, and again after every lost connection.
 
-Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; what it
-holds under the prefix is this program's, of this release's schema; it has this release's functions; and a durable one
-that has lost everything, as with its files, is not used until the service starts again.
+Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; its keys
+under the prefix are this program's, of this release's schema; it has this release's functions; and a durable one that
+has lost everything, as with its files, is not used until the service starts again.
 """
 
 from __future__ import annotations

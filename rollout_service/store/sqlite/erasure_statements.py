@@ -1,7 +1,7 @@
 """The erasure of rollouts' contents, on a person's demand; each function runs inside one transaction, in the
 database's thread.
 
-Guarantees: what is erased is overwritten, and so is everything that the connection deletes from then on. A group that
+Guarantees: erased data is overwritten, and so is everything that the connection deletes from then on. A group that
 waits for a batch is dropped if too few usable samples are left in it; in a batch that is not acknowledged, the sample
 stays in its place, masked and without tokens. The batches that had it are returned.
 """

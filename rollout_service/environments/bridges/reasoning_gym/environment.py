@@ -74,7 +74,7 @@ class ReasoningTask(BaseModel):
 
 
 class ReasoningGym(AgentEnvironment):
-    """Instances: what `generate` makes."""
+    """Instances: the output of `generate`."""
 
     def __init__(
         self,

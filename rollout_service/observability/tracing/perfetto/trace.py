@@ -33,7 +33,7 @@ from rollout_service.observability.tracing.perfetto.events import (
 )
 
 SHORTEST_WAIT = 100
-"""Waits for what was free are left out: they are shorter than this many microseconds."""
+"""Waits for something that was free are left out: they are shorter than this many microseconds."""
 _WAITS = frozenset({StepKind.PLACE, StepKind.WORKER, StepKind.HOST, StepKind.STORE, StepKind.POOL_QUEUE})
 _EXTRAS_PER_LANE = 1_000
 REQUEST_CHARS = 8
