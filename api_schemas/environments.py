@@ -65,7 +65,7 @@ class EnvironmentSandbox(WireModel):
 
 
 class SubagentView(WireModel):
-    """What serves a sub-agent, and its limits."""
+    """The pool that serves a sub-agent, and the sub-agent's limits."""
 
     pool: str
     """The frozen pool that serves it."""

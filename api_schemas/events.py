@@ -8,7 +8,7 @@ from api_schemas.base import StrEnum, Timestamp, WireModel
 
 
 class EventKind(StrEnum):
-    """Every kind of event. What stands before the dot says what the event's subject is the id of, except for hangs."""
+    """Every kind of event. The part before the dot is the type of the event's subject, except for hangs."""
 
     ROLLOUT_STATE = "rollout.state"
     """A rollout came to a state. Data: `state`, `attempt`, and, if it has them, `reward`, `stop_reason` and `code`."""
@@ -19,7 +19,7 @@ class EventKind(StrEnum):
     RUN_STATE = "run.state"
     """A run was created, or came to another state. Data: `state`."""
     RUN_CHANGED = "run.changed"
-    """Something else of a run changed: its version, its request, its tasks, its problem, or what waits."""
+    """Something else of a run changed: its version, its request, its tasks, its problem, or its waiting work."""
     GROUP_CLOSED = "group.closed"
     """A group is complete. Data: `run`, `state` (`ready` or `dropped`), and the `reason` of a dropped one."""
     BATCH_LEASED = "batch.leased"
@@ -51,10 +51,10 @@ class EventKind(StrEnum):
     """Rollouts of a node began to wait for sandboxes, or no longer do. Data: `state` (`began` or `ended`), `resource`,
     `reason`, `waiting`, and the `seconds` of one that ended."""
     HANG_BEGAN = "hang.began"
-    """Something is stuck, slow or held back; the subject is what is waited for. Data: the fields of a `HangFinding`
+    """Something is stuck, slow or held back; the subject is the thing waited for. Data: the fields of a `HangFinding`
     without `usual`, `detail` and `stack`, and `at`."""
     HANG_WORSENED = "hang.worsened"
-    """What was slow or held back is stuck now. Data: likewise."""
+    """Something that was slow or held back is stuck now. Data: likewise."""
     HANG_ENDED = "hang.ended"
     """It is over. Data: likewise, as it was last."""
     NODE_STATE = "node.state"
@@ -80,5 +80,5 @@ class Event(WireModel):
     kind: str
     """The kind of event, one of `EventKind`; later releases may add others."""
     subject: str
-    """The id of what it concerns, such as a rollout or a backend."""
+    """The id of its subject, such as a rollout or a backend."""
     data: dict[str, JsonValue] = {}

@@ -63,8 +63,8 @@ class BackendSpec(WireModel):
     max_in_flight: Count | None = None
     """The most requests that the engine is given at once; if left out, the pool's setting."""
     trace: Annotated[Flag, Field(exclude_if=lambda trace: not trace)] = False
-    """Whether the engine is told of each request's trace, by a header `traceparent`: only if it exports traces itself.
-    Left out of JSON unless it is."""
+    """Whether requests to the engine carry a `traceparent` header, for an engine that exports traces itself. Left out
+    of JSON if false."""
 
     @field_validator("url")
     @classmethod
@@ -137,7 +137,7 @@ class AbortRequest(WireModel):
 
 
 class KvHandling(StrEnum):
-    """What happened to the KV of older weights when new ones were loaded."""
+    """The handling of the older weights' KV when new weights were loaded."""
 
     FLUSHED = "flushed"
     """It was dropped: every later token is sampled as if the new weights had read the whole prompt."""
@@ -202,7 +202,7 @@ class WeightsRequest(WireModel):
     """The version number of the new weights."""
     pool: Name = "policy"
     mode: PauseMode = PauseMode.ABORT
-    """What happens to the requests in flight."""
+    """The treatment of the requests in flight."""
     drain_seconds: SecondsOrZero = 60.0
     """How long the mode `drain` waits for the requests in flight."""
     timeout_seconds: Seconds = 900.0
@@ -275,7 +275,7 @@ class PoolOutcome(WireModel):
     changed: bool = True
     """Whether the order changed anything; false, for example, if the pool had these weights already."""
     kv: KvHandling | None = None
-    """What happened to the KV of the previous weights."""
+    """The handling of the previous weights' KV."""
     held: int = 0
     """Requests that were waiting when the order was complete."""
     held_seconds: float = 0.0

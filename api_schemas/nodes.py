@@ -55,7 +55,7 @@ class NodeState(StrEnum):
     DRAINING = "draining"
     """It claims no more; those under way continue."""
     DEAD = "dead"
-    """It has been silent for 10 seconds; what it held was queued again."""
+    """It has been silent for 10 seconds; its rollouts were queued again."""
 
 
 class NodeView(WireModel):
@@ -147,7 +147,7 @@ AtOnce = Annotated[int, Number, Field(ge=1, le=MAX_AT_ONCE)]
 
 
 class StagePatch(WireModel):
-    """Changes to a stage; what is left out stays."""
+    """Changes to a stage; fields that are left out stay."""
 
     workers: AtOnce | None = None
     queue: AtOnce | None = None

@@ -72,7 +72,10 @@ class SessionState(StrEnum):
 
 
 class SessionCounts(WireModel):
-    """What became of a session's turns. Every served turn is in exactly one of `delivered`, `dropped` and `waiting`."""
+    """The numbers of a session's turns, by outcome.
+
+    Every served turn is in exactly one of `delivered`, `dropped` and `waiting`.
+    """
 
     served: CountOrZero = 0
     recorded: CountOrZero = 0
@@ -147,13 +150,13 @@ class SessionPage(WireModel):
 
 
 class SessionFeedback(WireModel):
-    """What a user says of an answer. It wins over the judge; sending the same again changes nothing."""
+    """A user's feedback on an answer. It overrides the judge; sending the same again changes nothing."""
 
     turn: Integer | None = None
     """The turn; null means the last main turn that was delivered."""
     value: Annotated[float, Number] = Field(ge=-1.0, le=1.0)
     text: Annotated[str, StringConstraints(max_length=65_536)] | None = None
-    """What the user says. It is evidence for a hint, and never an instruction."""
+    """The user's comment. It is evidence for a hint, and never an instruction."""
 
 
 class FeedbackAnswer(WireModel):
@@ -177,14 +180,14 @@ class LeasedPart(WireModel):
 
 
 class DeletedSessions(WireModel):
-    """What a deletion removed, and what had left the service before."""
+    """The outcome of a deletion: the data removed, and the parts that a trainer had leased before."""
 
     sessions: int
     turns: int
     undelivered: int
     """The parts that were in a run and not leased yet; they were removed there."""
     leased: list[LeasedPart] = []
-    """What was leased before, so that a trainer can act."""
+    """The parts that were leased before, so that a trainer can act."""
 
 
 class Canary(WireModel):

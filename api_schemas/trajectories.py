@@ -1,4 +1,4 @@
-"""Trajectories: token-exact records of what a policy saw and sampled, ready to train on.
+"""Trajectories: token-exact records of a policy's prompts and completions, ready to train on.
 
 A trajectory is a list of segments. In a segment, every prompt extends the previous prompt and its output token by
 token, so a segment is one training sample: five lists of equal length. Token ids, log-probabilities and versions
@@ -159,5 +159,5 @@ class Trajectory(WireModel):
     """The versions that were loaded in place while a turn of this rollout was in flight. Their tokens in that turn
     attend to KV that older weights computed; all other tokens were sampled on KV of their own version only."""
     untrained: Annotated[list[Segment], Field(exclude_if=lambda segments: not segments)] = []
-    """What was sampled but is not to be trained on, masked as in `segments`: side calls, answers that their client did
-    not receive, and a client's sub-agents unless the run trains them. Left out of JSON if there is nothing."""
+    """Segments that are not to be trained on, masked as in `segments`: side calls, answers that their client did not
+    receive, and a client's sub-agents unless the run trains them. Left out of JSON if there are none."""

@@ -21,7 +21,7 @@ def load_lazily(namespace: dict[str, Any], homes: Mapping[str, str]) -> Callable
     """Return the `__getattr__` of a module whose names are loaded when they are first used.
 
     Args:
-        namespace: The module's globals, which keep what was loaded.
+        namespace: The module's globals, which keep the loaded names.
         homes: The module that each name is loaded from.
     """
 

@@ -196,7 +196,7 @@ class Connection:
 
 
 def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
-    """Return a context that trusts what the system trusts, and the certificates of a file.
+    """Return a context that trusts the system's certificates, and those of a file.
 
     Raises:
         CaFileError: The file cannot be used.

@@ -3,8 +3,8 @@
 Guarantees: the body is in memory once, and the event loop is free while it arrives; errors are those of the client's
 other calls; a cancelled call closes its connection.
 
-httpx copies what it receives several times on the event loop, which costs more than the network between two processes
-of one machine. It is still used through proxies, and with a transport that the caller provides.
+httpx copies the bytes that it receives several times on the event loop, which costs more than the network between two
+processes of one machine. It is still used through proxies, and with a transport that the caller provides.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
 
         Requests are read as they are needed. A request that the server refuses goes to `refused`; without `refused` the
         error is raised here and nothing more is submitted, as with any other error. If you leave the loop early, the
-        server finishes what was submitted and keeps the results.
+        server finishes the submitted rollouts and keeps the results.
 
         Raises:
             RuntimeError: The client is not open.

@@ -81,7 +81,7 @@ class WeightsError(OrderError):
     """At least one engine did not load the weights.
 
     If `outcome.changed` is true, some engines have them: these serve the new version, and the others are out of service
-    until they have it too. If it is false, the pool serves what it did before.
+    until they have it too. If it is false, the pool serves the same weights as before.
     """
 
 

@@ -167,7 +167,7 @@ async def open_external(
 
 
 async def _report_failure(external: ExternalRollout, failure: BaseException) -> None:
-    """Tell the service that the program failed; its own exception is what the caller sees."""
+    """Tell the service that the program failed; the caller sees its own exception."""
     why = f"{type(failure).__name__}: {failure}"
     with anyio.move_on_after(END_SECONDS, shield=True):
         try:

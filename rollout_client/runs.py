@@ -244,7 +244,7 @@ class ClientRun:
 
         Raises:
             GoneError: The run is over and every batch is acknowledged.
-            ConflictError: There will be no batch until a person mends what the run's problem says.
+            ConflictError: There will be no batch until a person solves the run's problem.
             ImportError: `arrays` is set and NumPy is missing.
         """
         if arrays:
@@ -298,7 +298,7 @@ class ClientRun:
 
         Raises:
             GoneError: The run took all its tasks and delivered no batch; its problem is in the message.
-            ConflictError: There will be no batch until a person mends what the run's problem says.
+            ConflictError: There will be no batch until a person solves the run's problem.
         """
         while True:
             try:

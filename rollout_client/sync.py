@@ -57,7 +57,7 @@ def blocking(
 def iterating(
     method: Callable[Concatenate[A_co, P], AsyncGenerator[T]],
 ) -> Callable[Concatenate[Blocking[A_co], P], Iterator[T]]:
-    """Return a method that iterates over what this one yields.
+    """Return a blocking method that iterates over the items of this one.
 
     The event loop's thread reads iterables among the arguments, so these should not block for long.
     """

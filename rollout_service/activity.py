@@ -1,4 +1,4 @@
-"""What rollouts under way do and wait for: noted at each boundary, for timelines, traces and the search for hangs."""
+"""The steps of rollouts under way, noted at each boundary for timelines, traces and the search for hangs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOTES: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
 
 
 class StepObserver:
-    """Is told of attempts and their steps, on the event loop; must be quick and must not raise.
+    """An observer of attempts and their steps, called on the event loop. It must be quick and must not raise.
 
     Every method does nothing by default.
     """
@@ -99,22 +99,22 @@ class OpenStep:
         self.traceparent: str | None = None
         """The step as a span, for those who are asked to continue its trace; None if there is no trace."""
         self.request: object = None
-        """What is asked for, as an object, until the step has ended; observers may read it."""
+        """The request, as an object, until the step has ended; observers may read it."""
         self.answer: object = None
-        """What the answer was, likewise."""
+        """The answer, likewise."""
 
     def move(self, **detail: Any) -> None:
-        """Note that something moved, and what is known now."""
+        """Note progress, with new details."""
         self.moved = time.perf_counter()
         self.detail.update(detail)
 
     def note(self, **detail: Any) -> None:
-        """Note what is known now; this is no progress."""
+        """Note new details; this is no progress."""
         self.detail.update(detail)
 
 
 class Activity:
-    """What one attempt does."""
+    """The steps of one attempt."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Activity:
 
 
 class waits_for:  # noqa: N801 - a context manager that reads like a statement
-    """Note within the block what the current attempt does or waits for; yields the step, for noting progress."""
+    """Note a step of the current attempt within the block; yields the step, for noting progress."""
 
     __slots__ = ("_activity", "_step")
 
@@ -337,7 +337,7 @@ class ActivityBoard:
                 observer.finished(activity)
 
     def find(self, rollout_id: str) -> Activity | None:
-        """Return what a rollout under way at this node does."""
+        """Return the activity of a rollout under way at this node."""
         return self._active.get(rollout_id)
 
     def all(self) -> list[Activity]:

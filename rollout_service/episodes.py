@@ -188,7 +188,7 @@ class SubagentSlot(Protocol):
 
 
 class SubagentHost(Protocol):
-    """What the sub-agents of one episode run on: the engines of frozen pools, slots, and sandboxes of their own."""
+    """The host of one episode's sub-agents: the engines of frozen pools, slots, and sandboxes of their own."""
 
     def model(self, pool: str) -> str:
         """Return the model that a pool serves.
@@ -230,11 +230,11 @@ class WorkClock:
         """When the clock would have shown zero, on the event loop's clock; None before its first use."""
         self._stopped_at: float | None = None
         self._limits: dict[anyio.CancelScope, float] = {}
-        """The open limits, and what the clock shows when they are reached."""
+        """The open limits, and the time on the clock at which they are reached."""
 
     @property
     def seconds(self) -> float:
-        """What the clock shows."""
+        """The time that the clock shows, in seconds."""
         if self._stopped_at is not None:
             return self._stopped_at
         if self._zero is None:
@@ -312,9 +312,9 @@ class Episode:
     notes: list[str] = field(default_factory=list)
     """Notes for people on the result, such as files of the agent that were left out."""
     ended: list[str] = field(default_factory=list)
-    """The command lines of what the agent left running, and was ended before the grading."""
+    """The command lines of the processes that the agent left running, which were ended before the grading."""
     grader_output: str = ""
-    """The end of what the grader printed. Its author may see it; it never becomes part of a result, since it may quote
+    """The end of the grader's output. Its author may see it; it never becomes part of a result, since it may quote
     hidden tests."""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     """The secrets of the stage under way (`EnvironmentSpec.init_secrets`, `evaluate_secrets`), by variable."""
@@ -333,7 +333,7 @@ class Episode:
     """Keeps the artifacts as they are now, to be scored on their own after the agent has ended. It ends the agent's
     processes. None unless the environment is scored in a fresh sandbox."""
     subagents: SubagentHost | None = None
-    """What sub-agents run on; None unless the environment has them (`EnvironmentSpec.parallel`), and in a trial."""
+    """The host of sub-agents; None unless the environment has them (`EnvironmentSpec.parallel`), and in a trial."""
     nodes: list[AgentNode] = field(default_factory=list)
     """The sub-agents so far, in the order in which they began."""
     work: Work | None = None
@@ -341,12 +341,12 @@ class Episode:
     session: SessionInfo | None = None
     """The live session that the episode is a part of; None for a task."""
     turn_marks: list[TurnMark] = field(default_factory=list)
-    """What became of each turn of that part."""
+    """The marks of that part's turns."""
     clock: WorkClock = field(default_factory=WorkClock)
     """Measures the agent's work; an agent's own time limits belong on it, so that a replay does not count."""
 
     def note_ended(self, reward: float) -> None:
-        """Note what was ended before the grading if the agent may have missed a reward of 1 without it."""
+        """Note the processes ended before the grading, if the agent may have missed a reward of 1 because of it."""
         if self.ended and reward < 1:
             ended = ", ".join(dict.fromkeys(self.ended))
             self.notes.append(
@@ -376,7 +376,7 @@ class Episode:
         return self.judge
 
     def require_sampler(self) -> TextSampler:
-        """Return what samples from other pools.
+        """Return the sampler of other pools.
 
         Raises:
             EnvironmentFailedError: There is none.
@@ -390,7 +390,7 @@ class Episode:
         return self.sampler
 
     def require_subagents(self) -> SubagentHost:
-        """Return what sub-agents run on.
+        """Return the host of sub-agents.
 
         Raises:
             EnvironmentFailedError: There is nothing.

@@ -23,7 +23,7 @@ class LimitDefaults(_Config):
     max_processes: PositiveInt = 512
     """Processes and threads at once."""
     disk_bytes: PositiveInt = 1 * GIB
-    """Total size of what it may write."""
+    """The total size of its writes."""
     cpus: PositiveFloat | None = None
     """CPUs' worth of time; None sets no limit, so that idle CPUs are used."""
 
@@ -46,8 +46,8 @@ class ApptainerConfig(_Config):
 
     user_range: str = "1879048192-2013265919"
     """When the service runs as root: the range of host user ids for sandboxes. Each sandbox runs as its own user, so
-    none can use up what the kernel counts by user. No user and no range of subordinate ids may overlap it. "none"
-    runs all sandboxes as `user`."""
+    none can use up resources that the kernel counts by user. No user and no range of subordinate ids may overlap it.
+    "none" runs all sandboxes as `user`."""
 
     fakeroot: bool = False
     """Run code as a root without rights on the host, for images that expect root. The user's range of subordinate ids
@@ -111,7 +111,7 @@ def parse_user_range(user_range: str) -> range | None:
 
 
 class DockerConfig(_Config):
-    """Sandboxes in Docker, for hosts with a running daemon; see `sandboxes.providers.docker` for what they isolate."""
+    """Sandboxes in Docker, for hosts with a running daemon; `sandboxes.providers.docker` describes their isolation."""
 
     provider: Literal["docker"]
     """Which provider this table is for."""

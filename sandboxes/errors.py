@@ -80,7 +80,7 @@ class ImagePathError(ImageError):
 
 
 class DockerfileError(ImageError):
-    """A Dockerfile cannot be understood, or asks for what cannot be had; the message begins with file and line."""
+    """A Dockerfile cannot be understood, or asks for something unsupported; the message begins with file and line."""
 
     code = "dockerfile"
 

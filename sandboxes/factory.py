@@ -17,7 +17,7 @@ def make_provider(
     `state_dir` is created when it is first used. `images_dir` holds the named images; None is the default folder.
 
     Raises:
-        ProviderUnavailableError: This host lacks what the provider needs; the hint says how to install it.
+        ProviderUnavailableError: This host lacks something that the provider needs; the hint says how to install it.
         SandboxConfigError: The settings contradict this host, for example a user that does not exist.
     """
     state = state_dir or default_state_dir()

@@ -240,7 +240,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         await self._upload(source, str(target.parent), target.name)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        """Copy what is in a folder into one of the sandbox, with modes and links."""
+        """Copy the contents of a folder into one of the sandbox, with modes and links."""
         await self._upload(Path(source_dir), target_dir, ".")
 
     async def _upload(self, source: Path, parent: str, name: str) -> None:
@@ -271,7 +271,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
             raise
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        """Copy what is in a folder of the sandbox; links that lead out of it are left out.
+        """Copy the contents of a folder of the sandbox; links that lead out of it are left out.
 
         Raises:
             FileNotFoundError: There is no such folder.

@@ -1,4 +1,4 @@
-"""What `--ek` tells of the sandboxes of Harbor's trials, and the one provider that trials with equal settings share.
+"""The settings that `--ek` gives to Harbor's sandboxes, and the one provider that trials with equal settings share.
 
 Guarantee: the provider, with its guard process, lives as long as a trial uses it, and no longer.
 """

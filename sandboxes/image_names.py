@@ -34,8 +34,8 @@ def read_image_name(text: str, *, prefix: str = "") -> str:
 
     Args:
         text: the whole name.
-        prefix: what an administrator has written at its beginning. If that names a folder, such as in `/images/swe-`,
-            the image may be a path below it.
+        prefix: the beginning of it that an administrator has written. If that names a folder, such as in
+            `/images/swe-`, the image may be a path below it.
 
     Raises:
         ImagePathError: The text is a path that data may not name, or no image's name at all.

@@ -63,7 +63,7 @@ class TokenExtras(WireModel):
     nodes: Annotated[NodeDetail, Field(exclude_if=lambda detail: detail is NodeDetail.NONE)] = NodeDetail.NONE
     """How much of the agent's sub-agents to return with the rollout, as its `nodes` and `work`."""
     turn_marks: Annotated[Flag, Field(exclude_if=lambda marks: not marks)] = False
-    """Whether to return what became of each turn with a part of a live session, as its `session` and `turn_marks`."""
+    """Whether to return a live session's part with its `session` and the `turn_marks` of its turns."""
 
 
 class RolloutState(StrEnum):
@@ -84,14 +84,14 @@ class RolloutState(StrEnum):
 
 
 class AgentProgram(WireModel):
-    """What became of a program that was the agent."""
+    """The outcome of a program that was the agent."""
 
     harness: Name
     exit_code: Integer | None = None
     """Null if it was ended at the limit of its time."""
     seconds: Real
     output: str
-    """The end of what it printed."""
+    """The end of its output."""
 
 
 class RolloutRequest(WireModel):
@@ -155,7 +155,7 @@ class Rollout(WireModel):
     session: Annotated[SessionInfo | None, Field(exclude_if=lambda session: session is None)] = None
     """The live session that it is a part of. Left out unless requested by `exports.turn_marks`."""
     turn_marks: Annotated[list[TurnMark], Field(exclude_if=lambda marks: not marks)] = []
-    """What became of each turn of this part, by turn id. Left out unless requested by `exports.turn_marks`."""
+    """The marks of this part's turns, ordered by turn id. Left out unless requested by `exports.turn_marks`."""
 
 
 class RolloutPage(WireModel):

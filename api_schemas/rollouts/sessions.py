@@ -1,4 +1,4 @@
-"""Live sessions in rollouts: what became of each turn of served traffic, and whose session it is.
+"""Live sessions in rollouts: the outcome of each turn of served traffic, and whose session it is.
 
 A part of a session is a rollout of the task `{"environment": "session"}`. Its trajectory is that of the session so far,
 with mask 1 on the usable turns of this part alone: an unusable turn stays in the context of later ones, with mask 0.
@@ -23,10 +23,10 @@ class RolloutKind(StrEnum):
 
 
 class TurnKind(StrEnum):
-    """What a turn of a session was for."""
+    """The purpose of a session's turn."""
 
     MAIN = "main"
-    """What the user is served by."""
+    """A turn that serves the user."""
     SIDE = "side"
     """A call beside it, such as one for a title: served, never judged, never trained."""
 
@@ -58,7 +58,7 @@ class MaskReason(StrEnum):
 
 
 class MarkReason(StrEnum):
-    """What a turn's value rests on."""
+    """The reason for a turn's value, or for the lack of one."""
 
     MAJORITY = "majority"
     """More of the judge's valid votes agree on it than on any other."""
@@ -95,7 +95,7 @@ class JudgedBy(WireModel):
 
 
 class NextState(WireModel):
-    """What followed a turn: all messages since its answer, up to the client's next request."""
+    """The messages that followed a turn's answer, up to the client's next request."""
 
     role: Literal["user", "tool", "mixed"]
     chars: Integer
@@ -106,12 +106,12 @@ class NextState(WireModel):
 
 
 class Hint(WireModel):
-    """What the next state tells about what the answer should have been, in hindsight."""
+    """A hint, taken from the next state, at how the answer should have been."""
 
     text: str
     prompt_ids: list[Integer]
     """The turn's prompt with the hint at the end of its last user message, by the policy's own chat format. Followed by
-    the turn's sampled ids, it is what a teacher reads."""
+    the turn's sampled ids, it is the input of a teacher."""
     candidates: Integer
     """The number of hints that the judge proposed."""
     selected_by: Literal["longest", "overlap"]
@@ -128,7 +128,7 @@ class Teacher(WireModel):
 
 
 class TurnMark(WireModel):
-    """What became of one turn of a session: its value, and whether it is trained on."""
+    """The value of one turn of a session, and whether it is trained on."""
 
     turn: Integer
     """The turn's id in the trajectory: it stands for all tokens with this `turn_ids`."""
@@ -140,7 +140,7 @@ class TurnMark(WireModel):
     value: Real | None = None
     """From -1 to 1; null if nobody judged it, which is not the same as 0."""
     reason: MarkReason | None = None
-    """What the value rests on, or why there is none; null if it was never to be judged."""
+    """The reason for the value, or for the lack of one; null if the turn was never to be judged."""
     source: str | None = None
     """`judge`, `explicit`, or `override:<name>`."""
     votes: Annotated[Votes | None, Field(exclude_if=lambda votes: votes is None)] = None

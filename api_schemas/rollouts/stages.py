@@ -1,4 +1,4 @@
-"""How an agent's work went: the stages that it passed, why it stopped, and what it used."""
+"""How an agent's work went: the stages that it passed, why it stopped, and its usage."""
 
 from __future__ import annotations
 

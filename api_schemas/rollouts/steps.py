@@ -1,4 +1,4 @@
-"""What a rollout does and waits for, step by step: what timelines, traces and the search for hangs are made of.
+"""The steps of a rollout: its actions and waits, from which timelines, traces and hang reports are made.
 
 A step is one wait of one of the rollout's tasks, from its beginning to its end. Steps of one lane do not overlap unless
 one contains the other; sub-agents and tools that run at once have lanes of their own.
@@ -13,7 +13,7 @@ from api_schemas.rollouts.stages import Stage
 
 
 class StepKind(StrEnum):
-    """What a rollout does or waits for."""
+    """The kind of a step: an action or a wait of a rollout."""
 
     PLACE = "place"
     """It waits for a place in the queue of a stage."""
@@ -53,7 +53,7 @@ class RolloutStep(WireModel):
 
     kind: StepKind
     name: str = ""
-    """What it was about: the tool, the backend, the image, the session, or the stage."""
+    """The name of the tool, backend, image, session or stage."""
     lane: str = ""
     """The lane of the rollout's timeline: empty for the agent's own, else a sub-agent's number or the call of a tool
     that ran beside others. A lane within another has the names of both: `3/call-1`."""
@@ -65,7 +65,7 @@ class RolloutStep(WireModel):
     error: str | None = None
     """The code of the error that ended it, if one did."""
     detail: dict[str, JsonValue] = {}
-    """What else is known. An engine's step has `request` (the id in the engine's log), `turn`, `segment`,
+    """More facts about the step. An engine's step has `request` (the id in the engine's log), `turn`, `segment`,
     `prompt_tokens`, `cached_tokens`, `tokens` (sampled ones) and `version`; a tool's has `call` and `command` (the
     first line of it); a sandbox's has `sandbox`; an evaluation's has `reward`."""
 

@@ -1,6 +1,6 @@
 """The sub-agents of a rollout: a tree whose root is the rollout itself, and how the work was divided in it.
 
-The root is the policy under training. A sub-agent is frozen: what it returns is an observation of the root, and none of
+The root is the policy under training. A sub-agent is frozen: its result is an observation of the root, and none of
 its tokens is to be trained on. So whoever knows nothing of sub-agents reads the rollout as a sample like any other.
 
 A *step* is one turn of a policy. The steps that follow each other on the longest path are the critical ones (Kimi K2.5,
@@ -27,7 +27,7 @@ class NodeDetail(StrEnum):
 
 
 class NodeRole(StrEnum):
-    """What a node of the tree is to its parent."""
+    """The role of a node of the tree, as seen from its parent."""
 
     SUBAGENT = "subagent"
 
@@ -75,7 +75,7 @@ class NodeParent(WireModel):
 
 
 class NodePrompt(WireModel):
-    """What a sub-agent was told."""
+    """The prompt of a sub-agent."""
 
     system: str
     user: str
@@ -130,11 +130,11 @@ class AgentNode(WireModel):
     sandbox: str | None = None
     """The id of the sandbox that its tools used; null without one."""
     trajectory: Trajectory | None = None
-    """What it saw and sampled, with a mask of zeros. Null unless requested by `exports.nodes` as `tokens`."""
+    """Its prompts and completions, with a mask of zeros. Null unless requested by `exports.nodes` as `tokens`."""
 
 
 class Assigns(WireModel):
-    """The calls of `assign_task` by what became of them, over the whole tree."""
+    """The calls of `assign_task` by their outcome, over the whole tree."""
 
     attempted: Integer = 0
     """All of them, malformed ones excepted."""
@@ -173,7 +173,7 @@ class Work(WireModel):
     critical_steps: Integer = 0
     """The steps that follow each other on the longest path, with any number of sub-agents at once."""
     scheduled_steps: Integer = 0
-    """The same with the waves that the limit of sub-agents at once made necessary; this is what a user waits for."""
+    """The same with the waves that the limit of sub-agents at once made necessary; a user waits for these."""
     total_steps: Integer = 0
     """All steps of the root and of every sub-agent."""
     waves: Integer = 0

@@ -158,7 +158,7 @@ class Advantages(StrEnum):
 
 
 class Surplus(StrEnum):
-    """What happens to groups beyond those that the next batch needs."""
+    """The treatment of groups that the next batch does not need."""
 
     CANCEL = "cancel"
     """Groups under way are cancelled as soon as the requested batch is complete, and count as dropped."""
@@ -207,7 +207,7 @@ class RunRequest(WireModel):
     prefetch_batches: CountOrZero = 1
     """The number of batches to prepare ahead of the one that is requested."""
     surplus: Surplus = Surplus.CARRY_OVER
-    """What happens to groups that the next batch does not need."""
+    """The treatment of groups that the next batch does not need."""
     stragglers: Stragglers | None = None
     """When to cut off slow rollouts; null means never."""
     overlong: OverlongPenalty | None = None
@@ -271,7 +271,7 @@ class RunState(StrEnum):
 
 
 class RunPatch(WireModel):
-    """Changes to a run that has not ended; what is left out stays."""
+    """Changes to a run that has not ended; fields that are left out stay."""
 
     state: Literal[RunState.RUNNING, RunState.PAUSED, RunState.ENDED] | None = None
     version: CountOrZero | None = None

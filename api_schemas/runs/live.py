@@ -25,13 +25,13 @@ class LiveDelivery(WireModel):
     judge_seconds: Seconds = 60.0
     """How long a part waits for turns of it whose judgment is due; then they are `judge_failed`."""
     zeros: Literal["drop", "keep", "at_least_one"] = "drop"
-    """What happens to turns that were judged ambiguous; `at_least_one` keeps one of a part that would have none, the
+    """The treatment of turns that were judged ambiguous; `at_least_one` keeps one of a part that would have none, the
     one with the longest prefix of judged turns."""
     max_user_share: Share = 0.25
     """The largest share of one user in a batch, but at least one part. A batch waits until other users fill it."""
     max_session_share: Share = 0.25
     """The same for one session."""
     next_state: Flag = False
-    """Whether to deliver the text of what followed each turn."""
+    """Whether to deliver the text of each turn's next state."""
     teacher: Flag = False
     """Whether to deliver the log-probabilities of a teacher that knows the hint."""

@@ -1,1 +1,1 @@
-"""What pages and terminals show: the service at a glance, rollouts as rows, and what is stuck."""
+"""The views that pages and terminals show: an overview of the service, rollouts as rows, and hangs."""

@@ -1,4 +1,4 @@
-"""What is slower than its own history says, what it waits for, and what a person can do about it."""
+"""Reports of rollouts that are slower than usual: the waits that hold them up, and the possible remedies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UsualTimes(WireModel):
 
 
 class StackFrame(WireModel):
-    """One frame of what a task is waiting in. It has no values of variables, which could be secrets."""
+    """One frame of the stack of a waiting task. It has no values of variables, which could be secrets."""
 
     file: str
     line: int
@@ -44,7 +44,7 @@ class StackFrame(WireModel):
 
 
 class OpenWait(WireModel):
-    """What a rollout under way does or waits for now."""
+    """A step that a rollout under way is in now."""
 
     kind: StepKind
     name: str = ""
@@ -59,7 +59,7 @@ class OpenWait(WireModel):
 
 
 class RolloutActivity(WireModel):
-    """What a rollout under way is doing, at the node that works on it."""
+    """The current steps of a rollout under way, at the node that works on it."""
 
     rollout_id: RolloutId
     node: str
@@ -69,7 +69,7 @@ class RolloutActivity(WireModel):
     since: Timestamp
     """When the attempt began."""
     waits: list[OpenWait]
-    """What it does or waits for, the outermost first."""
+    """The steps that it is in, the outermost first."""
     stack: list[StackFrame] = []
     """Where the task of the innermost wait is suspended, the outermost frame first."""
 
@@ -94,16 +94,16 @@ class HangFinding(WireModel):
     usual: UsualTimes | None = None
     """Null if there are too few earlier ones to tell."""
     responds: bool | None = None
-    """Whether what is waited for answers a probe: false for an engine or a sandbox that is gone; null if it cannot be
+    """Whether the thing waited for answers a probe: false for an engine or a sandbox that is gone; null if it cannot be
     asked."""
     rollouts: list[RolloutId] = []
     """The rollouts that wait, the oldest first, 20 at most."""
     count: int = 0
     """How many they are."""
     message: str
-    """What is stuck and why, in a sentence."""
+    """A sentence that names the subject and the cause."""
     hint: str
-    """What will end it, and what a person can do."""
+    """How it will end, and how a person can help."""
     detail: dict[str, JsonValue] = {}
     stack: list[StackFrame] = []
     """Where the task of the oldest is suspended; for `event_loop`, where the code is that does not yield."""
@@ -124,7 +124,7 @@ class StageWait(WireModel):
 
 
 class HangReport(WireModel):
-    """What is stuck, slow or held back at the nodes that were asked; empty lists are good news."""
+    """The hangs at the nodes that were asked; empty lists are good news."""
 
     node: str
     at: Timestamp

@@ -1,4 +1,4 @@
-"""The service at a glance: what `GET /v1/overview` answers, and what its stream sends once a second.
+"""The service at a glance: the answer of `GET /v1/overview`, which its stream sends once a second.
 
 Numbers are those of the node that answers, unless a field says otherwise.
 """
@@ -30,7 +30,7 @@ class StageOverview(WireModel):
     oldest_seconds: float = 0.0
     """How long the oldest has been in the stage."""
     waits_for: dict[StepKind, int] = {}
-    """What the rollouts that work in it do or wait for now."""
+    """The number of rollouts at work in it, by the kind of step that they are in now."""
 
 
 class BackendOverview(WireModel):
@@ -63,7 +63,7 @@ class RunOverview(WireModel):
 
 
 class BottleneckKind(StrEnum):
-    """What limits the throughput."""
+    """The limit of the throughput."""
 
     GRADERS = "graders"
     PAUSE = "pause"
@@ -81,13 +81,13 @@ class BottleneckKind(StrEnum):
 
 
 class Bottleneck(WireModel):
-    """What limits the throughput now."""
+    """The present limit of the throughput."""
 
     kind: BottleneckKind
     message: str
-    """What shows it, in a sentence."""
+    """The evidence, in a sentence."""
     hint: str
-    """What would change it, with the setting."""
+    """The change that would raise it, with the setting."""
 
 
 class Overview(WireModel):
@@ -97,7 +97,7 @@ class Overview(WireModel):
     version: str
     node: str
     role: Literal["read", "submit", "admin"] = "admin"
-    """What the caller's key allows; `admin` if no keys are set. Streams leave it as it is."""
+    """The role of the caller's key; `admin` if no keys are set. Streams leave it as it is."""
     uptime_seconds: float
     last_event: int
     """The id of the newest event, so that a page knows whether its lists are out of date."""
@@ -122,8 +122,8 @@ class Overview(WireModel):
     errors: list[ErrorGroup] = []
     """The last failures, grouped, 20 groups at most."""
     findings: list[HangFinding] = []
-    """What is stuck, slow or held back, without stacks."""
+    """The steps that are stuck, slow or held back, without stacks."""
     bottleneck: Bottleneck | None = None
-    """What limits the throughput of this node; null if it is idle, or something is stuck and comes first."""
+    """The limit of this node's throughput; null if the node is idle, or something is stuck and comes first."""
     sessions_open: int = 0
     """Live sessions that are open."""

@@ -24,7 +24,7 @@ def _of_a_run(group: int | None, info: ValidationInfo) -> int | None:
 
 
 class SummaryFilter(WireModel):
-    """Which rollouts to list: those that all these filters select; what is left out selects all."""
+    """Which rollouts to list: those that all these filters select; a filter that is left out selects all."""
 
     # These have a `description` for FastAPI, which takes those of parameters from the fields and not from a schema.
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)

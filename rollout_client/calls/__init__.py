@@ -1,1 +1,1 @@
-"""The calls of the client, by what they are for; `RolloutClient` has all of them."""
+"""The calls of the client, by purpose; `RolloutClient` has all of them."""

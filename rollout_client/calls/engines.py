@@ -57,8 +57,8 @@ class EngineCalls:
         """Load new weights into every engine of a pool.
 
         They come from a folder that the engines can read, or from a process group that they have joined. When this
-        returns, every engine in service has them; `changed` is false if they had them before. `mode` is what happens
-        to requests in flight: without it, `PauseMode.ABORT`.
+        returns, every engine in service has them; `changed` is false if they had them before. `mode` is the treatment
+        of requests in flight: without it, `PauseMode.ABORT`.
 
         Raises:
             WeightsError: Engines refused or failed.
@@ -78,7 +78,7 @@ class EngineCalls:
         return await self._order("/v1/weights/group", group.model_dump(mode="json"))
 
     async def pause(self, *, pool: str = "policy", mode: wire.PauseMode | None = None) -> wire.PoolOutcome:
-        """Pause the generation of a pool. `mode` is what happens to requests in flight: without it, `PauseMode.ABORT`.
+        """Pause the generation of a pool. `mode` is the treatment of requests in flight: without it, `PauseMode.ABORT`.
 
         Raises:
             OrderError: An engine did not pause.

@@ -44,7 +44,7 @@ class ListCalls:
     ) -> wire.SummaryPage:
         """Return a page of rollouts as short rows, those that all these filters select.
 
-        `text` is what the id begins with, and `error` the code of the error that ended the rollout, or its last
+        `text` is the beginning of the id, and `error` the code of the error that ended the rollout, or its last
         attempt. A page can be short, or empty, although there are more: go on while `next_cursor` is not None.
 
         Raises:
@@ -58,7 +58,7 @@ class ListCalls:
     async def summaries(
         self, *, order: Literal["newest", "oldest"] = "newest", **filters: Unpack[SummaryFilters]
     ) -> AsyncGenerator[wire.RolloutSummary]:
-        """Yield all rollouts that all these filters select, as short rows; `summary_page` says what they mean.
+        """Yield all rollouts that all these filters select, as short rows; `summary_page` explains them.
 
         Raises:
             InvalidRequestError: A filter cannot be used as it is.

@@ -1,4 +1,4 @@
-"""Calls for single rollouts: submit them, wait for them, and look at what they did.
+"""Calls for single rollouts: submit them, wait for them, and look at their steps.
 
 Guarantee: a request without an id gets one here, so sending it again starts no second rollout.
 """
@@ -126,7 +126,7 @@ class RolloutCalls:
         return await self._connection.call(wire.AgentNode, "GET", f"/v1/rollouts/{rollout_id}/nodes/{number}")
 
     async def steps(self, rollout_id: str) -> wire.RolloutSteps:
-        """Return what a rollout did and waited for so far, over all its attempts.
+        """Return the steps of a rollout so far, over all its attempts.
 
         Raises:
             NotFoundError: There is no such rollout.
@@ -157,7 +157,7 @@ class RolloutCalls:
             yield line
 
     async def activity(self, rollout_id: str) -> wire.RolloutActivity:
-        """Return what a rollout under way does or waits for now.
+        """Return the step that a rollout under way is in now.
 
         Raises:
             NotFoundError: There is no such rollout.

@@ -38,11 +38,11 @@ class ServiceCalls:
         return await self._connection.call(list[wire.SandboxView], "GET", "/v1/sandboxes")
 
     async def nodes(self) -> list[wire.NodeView]:
-        """Return the nodes that share the store: what each takes and works on, and what holds back new sandboxes."""
+        """Return the nodes that share the store, with their work and the reasons that hold back new sandboxes."""
         return await self._connection.call(list[wire.NodeView], "GET", "/v1/nodes")
 
     async def hangs(self, *, node: str | None = None) -> wire.HangReport:
-        """Return what is stuck, slow or held back at a node; by default, at the one that answers.
+        """Return the steps that are stuck, slow or held back at a node; by default, at the one that answers.
 
         Raises:
             NotFoundError: There is no such node.

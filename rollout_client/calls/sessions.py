@@ -25,7 +25,7 @@ class SessionCalls:
     _connection: Connection
 
     async def open_session(self, request: wire.SessionRequest | None = None) -> wire.OpenedSession:
-        """Open a live session: its `url` and `key` are what an agent is given in place of a provider's.
+        """Open a live session: an agent gets its `url` and `key` in place of a provider's.
 
         The key is shown only once: it is None if a session with the request's `session_id` was open before.
 
@@ -91,7 +91,7 @@ class SessionCalls:
         return await self._connection.call(wire.FeedbackAnswer, "POST", f"{_path(session_id)}/feedback", body)
 
     async def delete_session(self, session_id: str) -> wire.DeletedSessions:
-        """Delete a session and all that was recorded of it, and return what was leased before.
+        """Delete a session and all that was recorded of it, and return the parts that were leased before.
 
         Raises:
             NotFoundError: There is no such session.
@@ -99,7 +99,7 @@ class SessionCalls:
         return await self._connection.call(wire.DeletedSessions, "DELETE", _path(session_id))
 
     async def delete_sessions(self, *, user: str, tenant: str | None = None) -> wire.DeletedSessions:
-        """Delete all sessions of a user, and return what was leased before.
+        """Delete all sessions of a user, and return the parts that were leased before.
 
         Raises:
             InvalidRequestError: Several tenants have a user of this name: name one.

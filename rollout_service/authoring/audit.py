@@ -43,7 +43,8 @@ async def audit_environment(
 ) -> AuditReport:
     """Audit instances, each with its index, `at_once` of them at a time.
 
-    `runs` is how often each agent runs, to see whether its reward changes; `models` are what the environment asks.
+    `runs` is how often each agent runs, to see whether its reward changes; `models` are the models that the environment
+    uses.
 
     Raises:
         EnvironmentFailedError: There is no instance.
@@ -108,10 +109,10 @@ async def _trial(
 
 
 class _Probe(Environment):
-    """An environment whose agent does nothing, or what its solution does, with its stages measured."""
+    """An environment whose agent does nothing, or applies the solution, with its stages measured."""
 
     def __init__(self, environment: Environment, *, solves: bool, leaks: list[str] | None = None) -> None:
-        """`leaks` gets what the agent can read and should not; None looks for nothing."""
+        """`leaks` gets the paths that the agent can read and should not; None looks for nothing."""
         self._environment = environment
         self._solves = solves
         self._leaks = leaks

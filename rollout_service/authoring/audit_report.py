@@ -1,4 +1,4 @@
-"""What an audit found: for each instance the measurements, and for all of them what is wrong."""
+"""The report of an audit: the measurements of each instance, and the findings on all of them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class InstanceAudit:
     solved: list[TrialRecord] = field(default_factory=list)
     """Empty if the environment has no solution."""
     leaks: list[str] = field(default_factory=list)
-    """Where the agent can read what only the grader should know."""
+    """Places where the agent can read something that only the grader should know."""
     policy_rewards: list[float | None] = field(default_factory=list)
     """The rewards of a policy, if one was asked; None for a rollout that failed."""
 
     def findings(self) -> Iterator[str]:
-        """Yield what is wrong with this instance."""
+        """Yield the defects of this instance."""
         where = f"instance {self.index}"
         for kind, trials in (("an idle agent", self.idle), ("the solution", self.solved)):
             errors = [trial.error for trial in trials if trial.error]
@@ -56,7 +56,7 @@ class InstanceAudit:
         yield from (f"{where}: leak: {leak}" for leak in self.leaks)
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is unusual about the rewards of this instance."""
+        """Yield unusual observations on the rewards of this instance."""
         rewards = {trial.reward for trial in (*self.idle, *self.solved) if trial.reward is not None}
         if odd := sorted(reward for reward in rewards if not -1 <= reward <= 1):
             shown = ", ".join(f"{reward:g}" for reward in odd)
@@ -90,7 +90,7 @@ class AuditReport:
 
     @property
     def findings(self) -> list[str]:
-        """What is wrong, each with its instance."""
+        """The defects, each with its instance."""
         found = [finding for one in self.instances for finding in one.findings()]
         if self.refused:
             found.append(f"{self.refused} connections were refused by the list of hosts")

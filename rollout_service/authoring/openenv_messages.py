@@ -1,4 +1,4 @@
-"""What clients of OpenEnv send and get.
+"""The messages between OpenEnv's clients and the server.
 
 Guarantee: these models are the schemas that the server publishes, so a client can check an action before it sends it.
 """
@@ -56,7 +56,7 @@ class SeenMessage(_Strict):
 
 
 class TurnObservation(_Strict):
-    """What the policy is told next."""
+    """The policy's next observation."""
 
     messages: list[SeenMessage] = []
     """The messages since the last turn; after a reset, those that begin the conversation."""
@@ -95,7 +95,7 @@ def failure(code: str, message: str, **more: Any) -> dict[str, Any]:
 
 
 def invalid(errors: ValidationError | Sequence[FieldError]) -> dict[str, Any]:
-    """Return what is wrong with a message of the client."""
+    """Return the error message for an invalid message of the client."""
     if isinstance(errors, ValidationError):
         found = [
             {"type": one["type"], "loc": list(one["loc"]), "msg": one["msg"]}

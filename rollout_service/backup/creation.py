@@ -1,8 +1,8 @@
 """Makes a backup of services, which may be at work.
 
-Guarantees: the backup has everything as it was at one moment, of all its state folders and of what the services share;
-it is complete, or it has no manifest. Nothing of the services is changed, and none of them waits for longer than a
-moment.
+Guarantees: the backup has everything as it was at one moment, of all its state folders and of the stores that the
+services share; it is complete, or it has no manifest. Nothing of the services is changed, and none of them waits for
+longer than a moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The list of what is in a backup, with the hash of each file.
+"""The list of a backup's contents, with the hash of each file.
 
 Guarantees: a folder has a manifest only once everything else in it is complete and on the disk; nothing is restored
 from one whose files are not exactly those that were written.
@@ -201,7 +201,7 @@ def shared_files(folder: Path) -> Iterator[Path]:
         )
 
 
-# Where the state of services is: their state folders, and what they share.
+# Where the state of services is: their state folders, and the stores that they share.
 
 ONLY = "state"
 """The name of a state folder that is alone."""
@@ -209,7 +209,7 @@ ONLY = "state"
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places of what a backup has, or is to be restored to."""
+    """The places that a backup is made of, or restored to."""
 
     states: Mapping[str, Path]
     """State folders, by the names that they have in a backup."""

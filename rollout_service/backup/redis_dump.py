@@ -37,7 +37,7 @@ FEW = 256
 ROUNDS = 50
 """How often changed keys are read before that, until few are left."""
 PAUSE_SECONDS = 5.0
-"""The longest time without writes, half of what services wait for an answer."""
+"""The longest time without writes, half of the time that services wait for an answer."""
 _INVALIDATED = "__redis__:invalidate"
 ALWAYS = frozenset({"meta", "segments:mark"})
 """The keys of a store that nothing was stored in."""

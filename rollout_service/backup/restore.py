@@ -1,7 +1,7 @@
 """Restores a backup to where nothing is yet.
 
 Guarantees: nothing is written before the whole backup was compared with its manifest and every place was seen to be
-empty; what an error leaves unfinished is removed; no service can open what is being restored.
+empty; after an error, unfinished files are removed; no service can open a state folder that is being restored.
 """
 
 from __future__ import annotations

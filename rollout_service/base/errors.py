@@ -21,7 +21,7 @@ ServiceError
  |   `- LeadershipLostError       another service now does what one alone may do          503
  |- RecordLostError               one record of the store is gone or damaged            500
  |- UnavailableError              the service cannot do this now                        503
- |   `- TryLaterError             ... but will; the client is told when to come back
+ |   `- TryLaterError             ... but will; `Retry-After` says when
  |       `- TooManyBytesError     ... since the bodies of too many requests are being read       429
  |- StageTimeoutError             a stage's deadline passed
  |- AttemptsExhaustedError        the service crashed while running the rollout, too often
@@ -30,8 +30,8 @@ ServiceError
 Inference and token errors (`engines/errors.py`, `tokens/errors.py`) are ServiceErrors too. Those of the package
 `sandboxes` are not, since that package does not know this one; `describe` takes both.
 
-Every error says what happened and, in `hint`, what to do next. `describe` turns any exception into what the API, the
-log, and the metrics show.
+Every error says what happened and, in `hint`, what to do next. `describe` turns any exception into the form that the
+API, the log, and the metrics show.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class NotFoundError(RequestError):
 
 
 class ConflictError(RequestError):
-    """The request contradicts what already exists."""
+    """The request contradicts something that already exists."""
 
     code = "conflict"
     status = 409
@@ -340,7 +340,7 @@ def format_failure(info: ErrorInfo) -> str:
 
 
 def without_message(error: BaseException) -> dict[str, str]:
-    """Return what a log says of an error whose message may quote a user; a defect has its stack."""
+    """Return the log fields of an error whose message may quote a user; a defect has its stack."""
     told = {"code": describe(error).code, "error": type(error).__name__}
     if told["code"] == DefectError.code:
         told["stack"] = "".join(traceback.format_tb(error.__traceback__))

@@ -1,8 +1,8 @@
 """Ends the process if its shutdown takes too long, wherever it hangs.
 
 Guarantees: once ordered, the process ends within the given seconds, even if the event loop is stuck or nobody reads the
-log; before that, the log says what was still open. The guard then ends the remaining sandboxes, and the store hands out
-the rollouts again at the next start.
+log; before that, the log names the parts that are still open. The guard then ends the remaining sandboxes, and the
+store hands out the rollouts again at the next start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LastResort:
     """A thread that sleeps until it gets a deadline for the end of the process."""
 
     def __init__(self, still_open: Callable[[], list[str]]) -> None:
-        """`still_open` names what keeps the process from ending; the thread calls it."""
+        """`still_open` names the parts that keep the process from ending; the thread calls it."""
         self._still_open = still_open
         # Putting into a SimpleQueue is safe even in a signal handler.
         self._orders: SimpleQueue[tuple[float, int]] = SimpleQueue()

@@ -71,7 +71,7 @@ def _masked(data: object, values: Collection[str]) -> object:
 
 
 def mask_messages(messages: list[Message], values: Collection[str]) -> list[Message]:
-    """Return messages with the values replaced in what they say."""
+    """Return messages with the values replaced in their texts."""
     if not values:
         return messages
     return [

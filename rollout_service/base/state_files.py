@@ -1,4 +1,4 @@
-"""The files that a service keeps in its state folder, by what a backup has to do with each.
+"""The files that a service keeps in its state folder, by their treatment in a backup.
 
 Guarantee: whatever else is in a state folder matters only to the process that wrote it, or only on that machine.
 """

@@ -1,8 +1,7 @@
-"""A JSON parser that accepts only what can be stored and sent on unchanged.
+"""A JSON parser that accepts only documents that can be stored and sent on unchanged.
 
 Guarantees: no lone surrogates, which UTF-8 cannot encode; no NaN or Infinity, and no number that is too large to be
-told from it; bounded nesting, well below the limit of
-the programs that read what the service writes.
+told from it; bounded nesting, well below the limit of the programs that read the service's output.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NOT_FINITE = "NaN, or an infinite or too large number, which JSON cannot store; 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A string of a JSON document; one that does not end is the rest of it, so that no character is looked at twice."""
 _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
-"""What a document contains if one of its numbers is beyond the range of floats, about 1.8e308."""
+"""A pattern that every document matches which has a number beyond the range of floats, about 1.8e308."""
 
 
 def parse(content: bytes) -> JsonValue:

@@ -2,7 +2,7 @@
 
 Guarantees: the values are data and never read as a template, whatever braces they contain; a template cannot change the
 instance or reach Python behind it; a field that is missing, or that is null where it is written, raises an
-InvalidFieldError that names it. Booleans, lists and objects are written as JSON, which is what instances are.
+InvalidFieldError that names it. Booleans, lists and objects are written as JSON, as in the instances.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _is_null(value: object) -> bool:
 
 
 def _write(value: Any) -> Any:
-    """Return what an expression in a template writes."""
+    """Return the output of an expression in a template."""
     if value is None:  # not a field by its name: an element of a list in a loop, for example
         raise _NullError(missing, "")
     if isinstance(value, bool | list | tuple | dict):
@@ -116,7 +116,7 @@ def _write(value: Any) -> Any:
 
 
 def _plain(value: object) -> str | None:
-    """Return the JSON of what only templates know; an undefined value raises its error."""
+    """Return the JSON of values that only templates know; an undefined value raises its error."""
     return None if isinstance(value, _Null) else str(value)
 
 

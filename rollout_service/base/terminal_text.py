@@ -1,9 +1,9 @@
 """Escaping of untrusted text before it is shown on a terminal.
 
-A policy, a program in a sandbox, an engine, or a server may write what a terminal obeys: escape sequences that set its
-title, write its clipboard, or clear it; C1 controls that do the same in one character; and marks that reverse the order
-of the text that follows. Guarantee: the text that these functions return has none. Each is shown in Python's
-notation, such as `\\x1b`, so the reader sees that it was there.
+A policy, a program in a sandbox, an engine, or a server may write control sequences that a terminal obeys: escape
+sequences that set its title, write its clipboard, or clear it; C1 controls that do the same in one character; and marks
+that reverse the order of the text that follows. Guarantee: the text that these functions return has none. Each is shown
+in Python's notation, such as `\\x1b`, so the reader sees that it was there.
 """
 
 from __future__ import annotations

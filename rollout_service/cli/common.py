@@ -65,7 +65,7 @@ def print_json(value: Any) -> None:
 
 
 def print_line(document: str) -> None:
-    """Print a line of JSON or text unchanged, except for what a terminal would obey."""
+    """Print a line of JSON or text unchanged, except for characters that a terminal would obey."""
     from rollout_service.base.terminal_text import escape_controls_in_json
 
     typer.echo(escape_controls_in_json(document))
@@ -132,7 +132,7 @@ def run_blocking(command: Callable[[], int | None]) -> None:
 
 
 def explain(error: Exception) -> None:
-    """Print an error, and what to do next."""
+    """Print an error and its hint."""
     from rich.text import Text
 
     console = err()

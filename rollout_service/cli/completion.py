@@ -83,7 +83,7 @@ def _values(answer: Any, under: str | None, name: str) -> Iterator[str]:
 
 
 def _ask(ctx: typer.Context, path: str) -> Any:
-    """Return what the server that the command line names answers; None if it does not in time."""
+    """Return the answer of the server that the command line names; None if it does not in time."""
     import json
     from urllib.request import ProxyHandler, Request, build_opener
 
@@ -118,7 +118,7 @@ def _deadline() -> Iterator[None]:
 
 
 def _tls() -> list[Any]:
-    """Return what makes TLS trust the authority of `ROLLOUT_CA_FILE`; nothing if there is none."""
+    """Return the handlers that make TLS trust the authority of `ROLLOUT_CA_FILE`; nothing if there is none."""
     file = os.environ.get("ROLLOUT_CA_FILE")
     if not file:
         return []

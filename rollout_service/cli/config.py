@@ -27,7 +27,7 @@ app = typer.Typer(
 def show(context: typer.Context, as_json: AsJson = False) -> None:
     """Show every setting's value and source: a flag, a variable, a line of the file, or the default.
 
-    Takes the flags of `serve`, including --config, and shows what `serve` would use. Secrets are hidden.
+    Takes the flags of `serve`, including --config, and shows the values that `serve` would use. Secrets are hidden.
     """
     # Outside `main`, since typer reports a wrong flag as an error of its own.
     config, flags = _flags_of_serve(context.args)

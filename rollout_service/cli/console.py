@@ -33,7 +33,7 @@ class SafeConsole(Console):
             stderr=stderr, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto"
         )
         self.is_plain = plain or self.color_system is None
-        """Whether styles are left out, so that what they say has to be said otherwise."""
+        """Whether styles are left out, so that their meaning has to be written out."""
         if not (self.is_terminal and self.file.isatty()):  # FORCE_COLOR makes a pipe count as a terminal
             self.width = PIPE_WIDTH
 
@@ -71,7 +71,7 @@ class SafeTable(Table):
     """A table whose cells are measured after escaping."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row, escaping what a terminal would obey."""
+        """Add a row, escaping characters that a terminal would obey."""
         super().add_row(
             *(escape_controls(cell) if isinstance(cell, str) else cell for cell in cells), **options
         )

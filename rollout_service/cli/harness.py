@@ -45,7 +45,7 @@ def check(
     image: Annotated[str | None, typer.Option(help="The image that has it; by default the preset's.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a scripted model drive a harness in its sandbox, and look at what was recorded.
+    """Let a scripted model drive a harness in its sandbox, and look at the recorded rollout.
 
     It succeeds if the program took every step, its work was scored, and all its turns are in one segment.
     """

@@ -36,7 +36,7 @@ pathlib.Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({{"reward": rew
 
 @dataclass(frozen=True, slots=True)
 class HarnessCheck:
-    """What a check found."""
+    """The outcome of a check."""
 
     harness: str
     version: str
@@ -127,7 +127,7 @@ def write_environment(folder: Path, harness: str, turns: int, image: str | None)
 
 
 def judge(harness: str, version: str, turns: int, rollout: Rollout) -> HarnessCheck:
-    """Return what a finished rollout says of its harness."""
+    """Return a finished rollout's verdict on its harness."""
     trajectory = rollout.trajectory or Trajectory(segments=[], messages=[], finish_reasons=[], fork_counts={})
     sampled = [len(set(segment.turn_ids) - {-1}) for segment in trajectory.segments]
     continued = sum(sampled) - len([count for count in sampled if count])
@@ -161,7 +161,7 @@ def _problem(turns: int, rollout: Rollout, segments: int) -> str:
 
 
 def show_check(found: HarnessCheck) -> None:
-    """Print what a check found."""
+    """Print the outcome of a check."""
     for name, value in found.as_json().items():
         if value != "" and name != "problem":
             common.print_line(f"{name:<14} {json.dumps(value) if isinstance(value, dict) else value}")

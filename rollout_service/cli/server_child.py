@@ -2,7 +2,7 @@
 
 Guarantee: the child has ended when the block is left, however it is left: SIGTERM, time to drain, then SIGKILL, always
 by its own pid. If this process is killed, the kernel sends the child SIGTERM. Unless a settings file is among its
-flags, what the user's settings say of a service for others, such as keys, TLS or a shared store, does not hold for it.
+flags, the user's settings of a service for others, such as keys, TLS or a shared store, do not apply to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.05
 SAY_SECONDS = 2.0
-"""The time between the lines that say what the start waits for."""
+"""The time between the lines that give the reason for the wait, in seconds."""
 SHOWN_LOG_LINES = 15
 NOT_LISTENING = "it does not listen yet"
 
@@ -49,7 +49,7 @@ async def running_server(
 ) -> AsyncIterator[RolloutClient]:
     """Start `rollout-service serve` on a free loopback port, and yield a client once it is ready.
 
-    The server's log is `server.log` in `state_dir`. What the start waits for is told to `say` every two seconds.
+    The server's log is `server.log` in `state_dir`. `say` is called every two seconds with the reason for the wait.
 
     Raises:
         CommandError: The server does not start; the message has the end of its log.
@@ -120,7 +120,7 @@ async def _ready_address(
 
 
 async def _look(address: Path) -> tuple[str | None, str]:
-    """Return the server's URL if it can take work, else what that waits for."""
+    """Return the server's URL if it can take work, and else the reason why it cannot."""
     if (url := _read(address)) is None:
         return None, NOT_LISTENING
     try:

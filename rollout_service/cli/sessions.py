@@ -32,7 +32,7 @@ def list_sessions(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show sessions, the newest first, and what became of their turns."""
+    """Show sessions, the newest first, with the numbers of their turns."""
 
     async def main() -> None:
         from contextlib import aclosing

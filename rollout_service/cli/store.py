@@ -1,4 +1,4 @@
-"""`rollout-service store`: see what a store's shared folder lacks, and begin again where it is lost for good."""
+"""`rollout-service store`: show the losses of a store's shared folder, and replace one that is lost for good."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def new_folder(
     yes: Annotated[bool, typer.Option("--yes", help="Do it; otherwise only say what is lost.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Use the folder of the settings in place of the one before, which is lost, and say what was in it.
+    """Use the folder of the settings in place of the one before, which is lost, and show what was in it.
 
-    It may be empty, or hold what could be saved. Rollouts whose trajectories are lost keep their rewards; reading the
-    trajectories fails with `record_lost`. Services that run go on by themselves.
+    It may be empty, or hold the files that could be saved. Rollouts whose trajectories are lost keep their rewards;
+    reading the trajectories fails with `record_lost`. Services that run go on by themselves.
     """
 
     async def main() -> int:

@@ -27,7 +27,7 @@ def command(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Write what rollouts did and waited for, at which engines and in which sandboxes, as a trace for Perfetto."""
+    """Write the steps of rollouts, with their engines and sandboxes, as a trace for Perfetto."""
 
     async def main() -> None:
         from rollout_service.cli.trace_file import write_trace

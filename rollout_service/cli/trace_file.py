@@ -50,7 +50,7 @@ async def write_trace(client: RolloutClient, names: Sequence[str], output: Path)
 
 
 async def _find(client: RolloutClient, names: Sequence[str]) -> tuple[str | None, float]:
-    """Return the run, if it is one, and when the first of what is named was created, in Unix seconds."""
+    """Return the run, if it is one, and when the oldest of the named ones was created, in Unix seconds."""
     if len(names) == 1:
         with suppress(NotFoundError):
             run = await client.open_run(names[0]).view()
@@ -61,7 +61,7 @@ async def _find(client: RolloutClient, names: Sequence[str]) -> tuple[str | None
 
 @contextmanager
 def written(output: Path) -> Iterator[Write]:
-    """Yield what takes the pieces of the file; move it to its place if the block succeeds.
+    """Yield the function that takes the pieces of the file; move it to its place if the block succeeds.
 
     Raises:
         CommandError: The file cannot be written.

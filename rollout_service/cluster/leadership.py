@@ -1,4 +1,4 @@
-"""What only one node may do at a time: each kind of such work is a role with one leader.
+"""Work that only one node may do at a time: each kind of such work is a role with one leader.
 
 Guarantees: the work runs only while this node holds the role, is cancelled before the role can pass to another node,
 and gets a lease whose token lets the store refuse the writes of an earlier leader. A leader that leaves resigns, so
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 RUNS_ROLE = "runs"
 """Manages all runs."""
 RETENTION_ROLE = "retention"
-"""Deletes what has expired."""
+"""Deletes expired records."""
 
 Work = Callable[[RoleLease], Coroutine[Any, Any, None]]
 """Runs until it is cancelled; must end promptly then."""

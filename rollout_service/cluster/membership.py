@@ -52,7 +52,7 @@ class Membership:
         """
         Args:
             cluster: the membership in the store.
-            report: returns what to report now.
+            report: returns the report to send now.
             on_beat: called with the answer to each heartbeat.
             drop_work: cancels the rollouts under way, whose leases are lost, and waits until they have ended.
         """
@@ -160,7 +160,7 @@ class ClusterNodes:
 
     cluster: ClusterStore
     own: Callable[[], NodeReport]
-    """Returns what this node says of itself now."""
+    """Returns this node's report on itself."""
 
     async def list(self) -> list[NodeView]:
         """Return all nodes by name, dead ones included until they are removed."""

@@ -1,7 +1,7 @@
 """Commands to pools whose backends several services share: one of the services carries each command out.
 
 Guarantees:
-- Every backend is told once by one service, the one that leads the role `pool:NAME`; all others hold their requests
+- Every backend gets a command once, from the service that leads the role `pool:NAME`; all others hold their requests
   meanwhile, and take over the pause, the weights and the process groups that the command left.
 - A command outlives the service that was asked and the one that carries it out: another one repeats it, within
   `LEADER_SECONDS` and a heartbeat. Weights are then given only to backends that do not report their version.
@@ -218,7 +218,7 @@ class SharedCommands(PoolCommands):
         self._take_over(self._records[record.pool])
 
     async def _state_after(self, name: str) -> PoolState:
-        """Return the state for the other services; what was not told leaves service until it has been."""
+        """Return the state for the other services; a backend that did not get a command leaves service until it has."""
         state = self._pools[name].state()
         return state.model_copy(update={"out": [*state.out, *await self._missing(name)]})
 

@@ -261,7 +261,8 @@ class Backend(Protocol):
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
         """Stop sampling; requests that arrive now wait in the engine.
 
-        After `abort`, the open calls have returned what they had. `drain` is the pool's task and never passed here.
+        After `abort`, the open calls have returned the tokens that they had. `drain` is the pool's task and never
+        passed here.
         """
 
     async def resume(self) -> None:

@@ -82,7 +82,7 @@ class ExtraUnsupported(BackendRejected):
 
 
 class SchemaRefused(BackendRejected):
-    """The engine cannot make its text match the JSON schema, or does not constrain what it samples."""
+    """The engine cannot make its text match the JSON schema, or does not constrain its samples."""
 
     code = "json_schema_refused"
     status = 422

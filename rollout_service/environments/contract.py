@@ -291,7 +291,7 @@ class Environment(ABC):
     that they do not recreate, such as a service elsewhere."""
 
     has_solution: bool = False
-    """Whether `solve` can do what a perfect agent would, for checks of the grading."""
+    """Whether `solve` can act as a perfect agent, for checks of the grading."""
 
     uses_gateway: bool = False
     """Whether the agent is a program of its own that drives the policy through `Episode.gateway`. `Policy.respond` is
@@ -328,7 +328,7 @@ class Environment(ABC):
     def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
         """Return the environment of one task, if its image, limits or prompts depend on the instance.
 
-        Every rollout uses what this returns for its task, after `check`. Must be quick, as `check`.
+        Every rollout uses the result of this for its task, after `check`. Must be quick, as `check`.
 
         Raises:
             InvalidFieldError: The instance cannot be used; the paths start at `instance`.
@@ -348,7 +348,7 @@ class Environment(ABC):
         """Run the agent, put its answer in `episode.answer`, and return why it stopped."""
 
     async def solve(self, episode: Episode) -> StopReason:  # noqa: ARG002 - for environments that have one
-        """Do what a perfect agent would, in place of `run`; only if `has_solution`.
+        """Act as a perfect agent, in place of `run`; only if `has_solution`.
 
         Raises:
             EnvironmentFailedError: The task has no solution, or its solution failed.
@@ -356,7 +356,7 @@ class Environment(ABC):
         raise EnvironmentFailedError(f"the environment {self.spec.name!r} brings no solution of its tasks")
 
     async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:  # noqa: ARG002 - a default
-        """Score what the agent had left at a checkpoint; return whether those after it matter.
+        """Score the artifacts of a checkpoint; return whether those after it matter.
 
         Called in order, before `evaluate`, for each `Episode.checkpoint` that `run` made; `number` counts from 0. Each
         has a fresh sandbox of its own, with the artifacts of that moment. Keep the outcome in `episode.state`.

@@ -77,7 +77,7 @@ class Library:
         """Make the environment unless it is there, and return its folder. It takes seconds, so call it in a thread.
 
         Raises:
-            ConfigurationError: The packages cannot be installed; the message has the end of what the installer said. Or
+            ConfigurationError: The packages cannot be installed; the message has the end of the installer's output. Or
                 this machine has no Python that is new enough.
         """
         folder = self.folder
@@ -150,7 +150,7 @@ class AddedPackages:
         """Install them unless they are there, and return their folder; the library keeps its own versions.
 
         Raises:
-            ConfigurationError: They cannot be installed; the message has the end of what the installer said.
+            ConfigurationError: They cannot be installed; the message has the end of the installer's output.
         """
         python = self.library.python()
         if self.folder.is_dir():
@@ -201,7 +201,8 @@ def find_interpreter(name: str, oldest: tuple[int, int]) -> str:
 
 
 def _interpreters(oldest: tuple[int, int]) -> Iterator[str]:
-    """Yield what may be a Python: on PATH, installed by pyenv (whose commands on PATH may not work), or known to uv."""
+    """Yield the paths that may be a Python: on PATH, installed by pyenv (whose commands on PATH may not work), or known
+    to uv."""
     major, minor = oldest
     folders = os.environ.get("PATH", "").split(os.pathsep)
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
@@ -218,7 +219,7 @@ def _starts(path: str, oldest: tuple[int, int]) -> bool:
 
 
 def _output(command: list[str]) -> str:
-    """Return what a command printed, or nothing if it failed."""
+    """Return the output of a command, or nothing if it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

@@ -230,7 +230,7 @@ def _from_plugin(plugin: EntryPoint) -> Environment:
 
 
 def _make(load: Callable[[], object], where: str) -> Environment:
-    """Make an environment of what is loaded: an environment, or a class or function that returns one."""
+    """Make an environment of a loaded object: an environment, or a class or function that returns one."""
     try:
         loaded = load()
         environment = loaded() if callable(loaded) else loaded

@@ -1,4 +1,5 @@
-"""Secrets of environments: read on the host when a stage begins, for that stage alone, and masked in what is shown.
+"""Secrets of environments: read on the host when a stage begins, for that stage alone, and masked in everything that is
+shown.
 
 Guarantees: an environment gets no variable or file of the host that the operator has not allowed; an error names the
 environment, the key and the source, never the value.
@@ -54,7 +55,7 @@ class HostSecrets:
     """The variables and files of this host that environments may have."""
 
     def __init__(self, settings: SecretsSettings | None = None, host: Mapping[str, str] = os.environ) -> None:
-        """Allow what the settings name; without settings, nothing."""
+        """Allow the variables and files that the settings name; without settings, nothing."""
         self._settings = settings or SecretsSettings()
         self._host = host
         self.given: set[str] = set()

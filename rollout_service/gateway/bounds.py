@@ -33,7 +33,7 @@ MAX_SCHEMA_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BoundedFields:
-    """Where an API has what is bounded, for errors; empty where it has no such field."""
+    """The path of the bounded field in an API, for errors; empty where it has no such field."""
 
     messages: str
     tools: str
@@ -94,7 +94,7 @@ def _refuse(path: str, message: str, hint: str = "") -> Never:
     raise InvalidFieldError([FieldError(path=path, message=message)], hint=hint)
 
 
-# Threads for what takes long, so that neither the event loop nor other work of the service waits for it.
+# Threads for work that takes long, so that neither the event loop nor other work of the service waits for it.
 
 THREADS = 4
 """The most requests that are read or rendered at once: each may take some hundred MB while it lasts."""

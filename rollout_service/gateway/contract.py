@@ -1,4 +1,4 @@
-"""A client's call and its answer in one form for every dialect: what `dialects`, `capture` and `app` share.
+"""A client's call and its answer in one form for every dialect: the types that `dialects`, `capture` and `app` share.
 
 A dialect reads a request into a `ModelCall` and writes `AnswerEvent`s as its own body or stream. Capture finds the
 recorded turn that a call continues, and turns sampled ids into events. Neither knows the other.
@@ -32,7 +32,7 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClientToolCall:
-    """A tool call in a client's history: what became of one that we sent."""
+    """A tool call in a client's history: the client's version of one that we sent."""
 
     id: str | None
     """The id that we gave it; None from clients that leave ids out."""
@@ -67,14 +67,14 @@ class DeclaredTool:
     """How a client declared a tool that the model sees as a function; its calls go back in the client's form."""
 
     kind: Literal["function", "custom", "local_shell", "tool_search"]
-    """What the calls are to the client; `custom` has one text as its input, and no JSON."""
+    """The kind of the calls in the client's API; `custom` has one text as its input, and no JSON."""
     name: str
     namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What a client's headers and body tell of the conversation that a call belongs to; empty texts where nothing."""
+    """The conversation that a call belongs to, by its client's headers and body; unknown fields are empty."""
 
     client: str = ""
     """The name of the client, such as `codex`, by its user agent."""
@@ -83,7 +83,7 @@ class Lane:
     """The id of a sub-agent; empty for the main one."""
     parent: str = ""
     purpose: Literal["", "side", "compaction", "subagent"] = ""
-    """What the client itself says that the call is for."""
+    """The call's purpose, as the client declares it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class ModelCall:
     fingerprint: bytes = b""
     """A hash of everything that makes a repeated request the same one: not of `stream`, nor of the limit of tokens."""
     kind: Literal["", "main", "side"] = ""
-    """What the client of a live session says that the call is for; empty if it does not say."""
+    """The kind of call, as the client of a live session declares it; empty if it does not."""
     train: bool | None = None
     """Whether the client of a live session agrees that the turn is trained on; None if it does not say."""
     size: int = 0
@@ -130,7 +130,7 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerUsage:
-    """What an answer cost, in tokens."""
+    """The numbers of tokens of an answer and its prompt."""
 
     prompt_tokens: int
     """All of the prompt, cached ones included."""
@@ -224,7 +224,7 @@ class TurnObserver(Protocol):
         Called once, while nothing else is planned or recorded. `delivered` is as for `TurnCapture.record`.
 
         Raises:
-            ServiceError: It cannot be kept. The client is told so, and gets no last event.
+            ServiceError: It cannot be kept. The client gets an error in place of the last event.
         """
 
     def sent(self) -> None:
@@ -235,7 +235,7 @@ class CallObserver(Protocol):
     """Sees the calls of one session, such as to keep their turns beyond this process."""
 
     async def planned(self, call: ModelCall, planned: PlannedTurn) -> TurnObserver:
-        """Note a call whose prompt was made, and return what keeps its turn. Must be quick.
+        """Note a call whose prompt was made, and return the observer that keeps its turn. Must be quick.
 
         Raises:
             ServiceError: It cannot be noted; the call fails.

@@ -2,7 +2,7 @@
 
 RequestError
  |- InvalidFieldError
- |   |- RefusedParameterError      a parameter that would have to change what is sampled
+ |   |- RefusedParameterError      a parameter that would have to change the sampling
  |   `- UnsupportedContentError    images, sounds and files
  |- ContextOverflowError           the prompt is longer than the model's context
  |- RolloutEndedError              the key names a rollout that has ended

@@ -34,21 +34,21 @@ from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 
 DESCRIPTOR_SHARE = 4
-"""The gateway's connections take at most this part of what the service may open, beside the API's."""
+"""The gateway's connections take at most this part of the descriptors that the service may open, beside the API's."""
 ONE_PROGRAM = ConnectionLimits(admitted=256, pending=64)
 """The connections of a program that has a listener of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayParts:
-    """What a gateway works with."""
+    """The parts of the service that a gateway uses."""
 
     settings: GatewaySettings
     policies: PolicyServing
     make_capture: Callable[[ChatRenderer], TurnCapture]
     metrics: GatewayMetrics
     observe: Observe
-    """Told why a connection was refused."""
+    """Called with the reason for each refused connection."""
 
 
 class Gateway:
@@ -63,11 +63,11 @@ class Gateway:
         self.bodies = BodiesInFlight(parts.settings.max_bytes_in_flight, parts.settings.max_body_bytes)
         """The bodies that are read for all sessions, live ones included."""
         self.url = ""
-        """The address that programs are told, once the gateway runs."""
+        """The address for programs, once the gateway runs."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Listen until the block is left; then cut off what is still being answered.
+        """Listen until the block is left; then cut off the answers under way.
 
         Raises:
             ConfigurationError: The address cannot be bound.
@@ -130,7 +130,7 @@ class Gateway:
             self._others.remove(app)
 
     def close(self, session: GatewaySession) -> None:
-        """End a session: its key becomes invalid, and what is being answered is cut off. Idempotent."""
+        """End a session: its key becomes invalid, and the answers under way are cut off. Idempotent."""
         if self._sessions.remove(session):
             self._parts.metrics.count_sessions(-1)
         session.close()

@@ -27,7 +27,7 @@ _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 
 
 class CallOutcome(StrEnum):
-    """What became of a call."""
+    """The outcome of a call."""
 
     ANSWERED = "answered"
     """A turn was sampled for it, and recorded."""
@@ -122,7 +122,7 @@ class GatewayMetrics:
         self._prompt_seconds.labels(call.dialect).observe(seconds)
 
     def count_report(self, report: CaptureReport) -> None:
-        """Count what the conversations of a rollout that has ended show."""
+        """Add the counts of an ended rollout's capture."""
         for standing, count in report.standings.items():
             self._standings.labels(standing).inc(count)
         for reason, count in report.forks.items():

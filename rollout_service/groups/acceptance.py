@@ -6,8 +6,8 @@ dropped group is replaced at once, without waiting for others.
 A group under way counts with its probability of being kept. That is learned in two steps: the acceptance rate of the
 run, and how it changes with a group's progress. A group of eight in which five rollouts have ended with equal rewards
 is more likely to be dropped than a group in which none has ended; a group with two different rewards is almost certain
-to be kept. All rates are means of Beta posteriors whose older evidence fades, since a learning policy changes what it
-finds hard.
+to be kept. All rates are means of Beta posteriors whose older evidence fades, since tasks become easier or harder as a
+policy learns.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class RewardFilter(GroupFilter):
     """The part to look at. Rewards for handing on work vary almost always, so by default it is that of the outcome."""
 
     def rewards(self, group: GroupOutcome) -> tuple[float, ...]:
-        """Return what this filter looks at, of the usable samples in order."""
+        """Return the rewards that this filter looks at, of the usable samples in order."""
         return group.values(self.part)
 
 

@@ -1,6 +1,6 @@
-"""The figures that show how well rollouts use sub-agents, and what goes wrong.
+"""The figures that show how well rollouts use sub-agents, and their failures.
 
-`work_sums` adds up what the rollouts did, in whole numbers, so that sums can be added and stored; `parallel_figures`
+`work_sums` adds up the work of rollouts, in whole numbers, so that sums can be added and stored; `parallel_figures`
 turns sums into ratios.
 
 Guarantees: the sums of two lists of rollouts add up to those of both. A ratio without data is None, never 0, and a

@@ -26,7 +26,7 @@ class Owner:
 
 
 class Owned(Protocol):
-    """A group, or what becomes one."""
+    """A group, or a future one."""
 
     @property
     def owners(self) -> Collection[Owner]:

@@ -98,7 +98,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 def soft_overlong_penalty(
     sampled_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
 ) -> float:
-    """Return what to add to a reward for its length, from 0 down to `-penalty`.
+    """Return the addition to a reward for its length, from 0 down to `-penalty`.
 
     This is `penalty` times DAPO's equation 13 with L_max = `max_tokens` and L_cache = `buffer_tokens`: 0 up to
     L_max - L_cache, then a straight line to -1 at L_max, and -1 beyond.
@@ -118,7 +118,7 @@ def _moments(rewards: Sequence[float]) -> tuple[float, float]:
 # How the rollouts of a group went, as sums: what the history of a run is made of.
 
 PHASES = ("queued", "init", "engine", "tool", "rollout", "evaluate")
-"""What the time of a rollout is divided into; `rollout` is the rest of that stage."""
+"""The phases into which a rollout's time is divided; `rollout` is the rest of that stage."""
 
 
 @dataclass(frozen=True, slots=True)

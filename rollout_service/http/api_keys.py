@@ -1,4 +1,4 @@
-"""The API's keys, and what their roles allow.
+"""The API's keys, and the permissions of their roles.
 
 Guarantees: a key is too long to be guessed; its value appears in no message and no representation. A route that is not
 listed here needs the role `admin`, so a new route is never open by mistake.
@@ -118,7 +118,7 @@ def read_keys(path: Path) -> list[ApiKey]:
     """Read the keys of a TOML file, whose `[[keys]]` tables have `name`, `role`, and `key`.
 
     Raises:
-        ConfigurationError: The file cannot be used; the message says where it is wrong, and never what it holds.
+        ConfigurationError: The file cannot be used; the message says where it is wrong, and never quotes it.
     """
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text())

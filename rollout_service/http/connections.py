@@ -167,7 +167,7 @@ class Connections:
 
 
 def network_of(address: str) -> str:
-    """Return what a peer is counted by: its IPv4 address, or the network of its IPv6 address."""
+    """Return the key by which a peer is counted: its IPv4 address, or the network of its IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -39,7 +39,7 @@ class Keyring:
         *,
         reloaded: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """Read the file; `reloaded` is told whether each later reading succeeded.
+        """Read the file; `reloaded` is called after each later reading with whether it succeeded.
 
         Raises:
             ConfigurationError: The file cannot be used.

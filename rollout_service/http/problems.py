@@ -1,4 +1,4 @@
-"""Turns every error into an RFC 9457 problem, with a code, the paths of invalid fields, and what to do next."""
+"""Turns every error into an RFC 9457 problem, with a code, the paths of invalid fields, and a hint."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_head_size()
 
     def _check_head_size(self) -> None:
-        """Refuse a head that is too large, counting also what the parser still buffers."""
+        """Refuse a head that is too large, counting also the bytes that the parser still buffers."""
         if self._head_bytes + self._silent_bytes > self._limits.max_head_bytes:
             raise HeadTooLargeError(f"the request's head is larger than {self._limits.max_head_bytes} bytes")
 

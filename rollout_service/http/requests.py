@@ -1,6 +1,6 @@
 """Bounds the bytes of the request bodies that are being read at once.
 
-Guarantee: a sender is given no more than what is then left for all others. So a flood under one key, or under several,
+Guarantee: a sender is given no more than is then left for all others. So a flood under one key, or under several,
 does not keep out the usual requests of another.
 """
 
@@ -17,21 +17,21 @@ from rollout_service.base.errors import TooManyBytesError
 from rollout_service.base.signals import ChangeSignal
 
 WAIT_SECONDS = 10.0
-"""How long a body waits for room. Its sender is not read meanwhile, so it need not repeat what it has sent."""
+"""How long a body waits for room. Its sender is not read meanwhile, so nothing has to be sent again."""
 
 
 class BodiesInFlight:
     """The bytes of the bodies that are being read."""
 
     def __init__(self, most: int, largest: int, *, wait_seconds: float | None = None) -> None:
-        """Hold at most `most` bytes, or what it takes to admit one body of the `largest` size."""
+        """Hold at most `most` bytes, or enough to admit one body of the `largest` size."""
         self._left = max(most, 2 * largest)
         self._wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._held: Counter[Hashable] = Counter()
         self._released = ChangeSignal()
 
     def reading(self, owner: Hashable) -> HeldBytes:
-        """Return what is held of a body that an owner, such as a key, sends: nothing so far."""
+        """Return the held bytes of a body that an owner, such as a key, sends: none so far."""
         return HeldBytes(self, owner)
 
     async def take(self, owner: Hashable, size: int) -> None:

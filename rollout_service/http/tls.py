@@ -1,7 +1,7 @@
 """The API's TLS certificate, which is checked before the server starts and reloaded when it is renewed.
 
 Guarantees: a certificate that cannot be used is a `ConfigurationError` at the start; later it changes nothing, and the
-log says why. Connections keep what they were opened with.
+log says why. Connections keep the certificate that they were opened with.
 """
 
 from __future__ import annotations

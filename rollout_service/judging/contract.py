@@ -50,7 +50,7 @@ class JudgeTimeoutError(JudgeError):
 
 
 class VoteOutcome(StrEnum):
-    """What became of one call of the judge."""
+    """The outcome of one call of the judge."""
 
     VALID = "valid"
     UNREADABLE = "unreadable"
@@ -64,7 +64,7 @@ class VoteOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledText:
-    """What a model said to a prompt."""
+    """A model's completion of a prompt."""
 
     text: str
     """Without the reasoning that its chat format marks as such."""
@@ -114,7 +114,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What a judge decided."""
+    """A judge's decision."""
 
     value: float
     """The value of the label that has the majority, or the mean of the values of all labels that were chosen."""

@@ -1,7 +1,7 @@
 """Metrics of judges.
 
-Guarantee: every call is counted once, by what became of it, so a judge that cannot be understood is told apart from one
-that cannot be reached.
+Guarantee: every call is counted once, by its outcome, which separates a judge that cannot be understood from one that
+cannot be reached.
 """
 
 from __future__ import annotations

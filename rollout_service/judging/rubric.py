@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its answers become a value.
+"""The question to a judge, and the rules by which its answers become a value.
 
 Guarantees: a rubric that contradicts itself is refused when it is made. Two rubrics with the same `digest` ask the same
 and decide alike.
@@ -96,7 +96,7 @@ class Rubric:
         self._system = f"{guard}\n\n{settings.system}" if settings.system else guard
         self._ending = _ending(settings)
         self.digest = sha256(f"{guard}{self._ending}{settings.model_dump_json()}".encode()).hexdigest()
-        """Identifies everything that decides what is asked, and what follows from the answers."""
+        """Identifies everything that decides the question, and the value of the answers."""
         self.prompt_hash = sha256(
             f"{self._system}\0{settings.template}\0{self._ending}".encode()
         ).hexdigest()[:16]
@@ -199,7 +199,7 @@ def read_box(answer: str, labels: Iterable[str]) -> str | None:
 
 
 def without_reasoning(answer: str) -> str | None:
-    """Return what stands after the reasoning, or None if the reasoning does not end."""
+    """Return the text after the reasoning, or None if the reasoning does not end."""
     _, closed, after = answer.rpartition("</think>")
     return None if not closed and "<think>" in answer else after
 

@@ -35,7 +35,7 @@ class Canaries:
     """The canaries of one node."""
 
     def __init__(self, path: Path, is_served: Callable[[str], bool]) -> None:
-        """Read what is saved in `path`; `is_served` tells whether a pool has an engine in service.
+        """Read the shares saved in `path`; `is_served` tells whether a pool has an engine in service.
 
         Raises:
             ConfigurationError: The file cannot be read.
@@ -65,7 +65,7 @@ class Canaries:
         return self._saved.candidates.get(pool, pool)
 
     async def set(self, canary: Canary) -> None:
-        """Send a share of a pool's new sessions to a candidate, in place of what was set for the pool before.
+        """Send a share of a pool's new sessions to a candidate, in place of the pool's former share.
 
         Raises:
             InvalidFieldError: The candidate is the pool itself, has a candidate of its own, or serves another pool.

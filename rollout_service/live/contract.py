@@ -128,7 +128,7 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingTurn:
-    """What is known of a turn that is in no part, without anything that it says."""
+    """The state of a turn that is in no part, without its content."""
 
     turn: int
     kind: TurnKind
@@ -160,7 +160,7 @@ class PartRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deleted:
-    """What a deletion removed."""
+    """The data that a deletion removed."""
 
     sessions: tuple[str, ...]
     turns: int

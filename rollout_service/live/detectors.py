@@ -1,6 +1,6 @@
-"""Detectors: what looks for secrets and personal data in texts before they are stored.
+"""Detectors: the search for secrets and personal data in texts before they are stored.
 
-Guarantees: what is found is counted by its kind, and leaves this module as nothing else. The built-in detectors take
+Guarantees: findings are counted by their kind, and leave this module in no other form. The built-in detectors take
 time linear in the length of a text, whatever it is, and look at it in windows, so that other threads get their turn. A
 plug-in that fails counts as a find: a text that could not be searched is not taken for a clean one.
 """
@@ -143,7 +143,7 @@ class Detectors:
         return dict(counts)
 
     async def search(self, texts: Iterable[str]) -> dict[str, int]:
-        """Do what `find` does, in a thread if it may take long."""
+        """Call `find`, in a thread if it may take long."""
         texts = list(texts)
         if sum(map(len, texts)) <= INLINE_CHARS and self._detectors.keys() <= BUILT_IN.keys():
             return self.find(texts)

@@ -1,7 +1,7 @@
-"""The metrics of live sessions: the funnel from a served turn to a batch, and what slows it down.
+"""The metrics of live sessions: the funnel from a served turn to a batch, and the delays on the way.
 
 Guarantees: the turns that were delivered, dropped and that wait add up to those that were served, since all of them are
-read at once. Nothing of what is said in a session becomes a label or a value.
+read at once. No text of a session becomes a label or a value.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LiveMetrics:
         self._held.labels(pool, "refused" if refused else "served").observe(seconds)
 
     def redacted(self, kinds: Mapping[str, int]) -> None:
-        """Count what detectors found in a turn."""
+        """Count the detectors' findings in a turn."""
         for kind, count in kinds.items():
             self._redactions.labels(kind).inc(count)
 

@@ -48,7 +48,7 @@ INLINE_IDS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class RecordingParts:
-    """What the recorders of all sessions share."""
+    """The parts of the service that the recorders of all sessions share."""
 
     store: SqliteLiveStore
     detectors: Detectors
@@ -57,9 +57,9 @@ class RecordingParts:
     tasks: TaskGroup
     """Runs the writes that no client waits for."""
     followed: Callable[[], None] = lambda: None
-    """Is told that a turn has got its next state."""
+    """Called when a turn has got its next state."""
     rated: Callable[[str, int], None] = lambda *_: None
-    """Is told the session and the turn that a user has rated."""
+    """Called with the session and the turn that a user has rated."""
     clock: Callable[[], float] = time.time
 
     def later(self, write: Callable[[], Awaitable[object]]) -> None:
@@ -90,7 +90,7 @@ class SessionRecorder:
     calls: int = 0
 
     async def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
-        """Note what a request says of the answer before it, and return what keeps its turn.
+        """Note a call whose prompt was made, and return the recorder of its turn.
 
         Raises:
             StoreError: It is not to be stored, and that cannot be noted: then it is not answered either.
@@ -111,7 +111,7 @@ class SessionRecorder:
         return turn
 
     async def refused(self, call: ModelCall) -> None:
-        """Note what is not to be stored of a request that is not answered.
+        """Note the opt-outs of a request that is not answered.
 
         Raises:
             StoreError: It cannot be noted.
@@ -135,7 +135,7 @@ class SessionRecorder:
         return TurnKind.MAIN if is_main else TurnKind.SIDE
 
     async def opt_out(self, added: OptOuts) -> None:
-        """Remember what was not to be stored.
+        """Remember further opt-outs.
 
         Raises:
             StoreError: The store failed.
@@ -297,7 +297,7 @@ _READ_CHARS: Final = 1_000_000
 def next_state(
     messages: Sequence[ClientMessage], arrived_at: float, calls: Mapping[str, str] | None = None
 ) -> NextStateRecord | None:
-    """Return what the messages since an answer say of it, or None if no user and no tool says anything.
+    """Return the next state that the messages since an answer are, or None if no user and no tool says anything.
 
     `calls` are the names of the answer's tool calls by the ids that the client knows, for results that come without the
     tool's name.

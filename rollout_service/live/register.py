@@ -104,11 +104,11 @@ class SessionRegister:
         return is_new
 
     def conversation_of(self, record: SessionRecord) -> str:
-        """Return under what the store remembers what was not to be stored of a session's conversation."""
+        """Return the key under which the store remembers the opt-outs of a session's conversation."""
         return self._users.of_conversation(record.session_id, record.client)
 
     async def opt_outs_of(self, session_id: str) -> OptOuts:
-        """Return what of a session's conversation was not to be stored, whether the session is still there or not."""
+        """Return the opt-outs of a session's conversation, whether the session is still there or not."""
         record = await self._store.session(session_id)
         client = "" if record is None else record.client
         found = await self._store.opt_outs(self._users.of_conversation(session_id, client))
@@ -135,7 +135,7 @@ class SessionRegister:
 
 
 def hash_of(key: str) -> bytes:
-    """Return what is stored of a session's key."""
+    """Return the hash of a session's key, which alone is stored."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -1,8 +1,8 @@
 """Recorded turns as bytes, and a session's capture anew from them.
 
 Guarantees: a rebuilt capture has the same trajectory as the one that was encoded, id for id and bit for bit, and
-continues conversations as that one would. What a turn shares with the one that it extends or follows is not stored
-again, so a session's size grows with what is new in it. A turn without a body keeps its id, and nothing else.
+continues conversations as that one would. A turn is stored without the parts that it shares with the one that it
+extends or follows, so a session's size grows with its new parts. A turn without a body keeps its id, and nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    """What a turn's answer was sampled on."""
+    """The prompt of a turn's answer, and the answer."""
 
     messages: list[Message]
     """The conversation, each answer of the policy as it was sampled."""
@@ -71,7 +71,7 @@ class PackedTurn:
 def pack(
     capture: TurnCapture, planned: PlannedTurn, generation: Generation, *, delivered: bool
 ) -> PackedTurn:
-    """Return what is to be stored of a turn that is complete, and about to be recorded in a capture."""
+    """Return the record to store of a turn that is complete, and about to be recorded in a capture."""
     prompt, call = planned.prompt, planned.call
     base = prompt.parent or prompt.after
     shared = _shared_ids(prompt, base)
@@ -118,7 +118,7 @@ def rebuild(renderer: ChatRenderer, turns: Sequence[TurnRecord]) -> TurnCapture:
 
 
 def prompt_of(renderer: ChatRenderer, turns: Sequence[TurnRecord], turn: int) -> TurnPrompt:
-    """Return what a turn's answer was sampled on, from the turns of its session. Slow: call it in a thread.
+    """Return the prompt of a turn's answer, from the turns of its session. Slow: call it in a thread.
 
     Raises:
         RecordLostError: A turn cannot be read, or nothing is kept of this one.

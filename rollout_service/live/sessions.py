@@ -1,7 +1,7 @@
 """The live sessions of one node, for their owners: opened, looked at, judged, ended and deleted.
 
-Guarantees: a session survives a restart. One that is idle or too old is closed, and what need not be kept any longer is
-removed. `serving.served` has the sessions as agents call them.
+Guarantees: a session survives a restart. One that is idle or too old is closed, and expired records are removed.
+`serving.served` has the sessions as agents call them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PRUNE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LiveSessionParts:
-    """What live sessions work with."""
+    """The parts of the service that live sessions use."""
 
     settings: LiveSettings
     store: SqliteLiveStore
@@ -203,7 +203,7 @@ class LiveSessions:
     async def delete(
         self, *, session_id: str | None = None, user: str | None = None, tenant: str | None = None
     ) -> DeletedSessions:
-        """Delete a session, or all of a user, and return what had left the service before.
+        """Delete a session, or all of a user, and return the parts that had left the service before.
 
         `user` is the name with which sessions were opened, or the hash that they show.
 
@@ -220,7 +220,7 @@ class LiveSessions:
         return await self._parts.deletion.delete(user=hashed)
 
     async def _hash_of(self, user: str, tenant: str | None) -> str:
-        """Return the hash of the user that has had sessions under a name; what is none is taken for a hash."""
+        """Return the hash of the user that has had sessions under a name; any other text is taken for a hash."""
         configured = (DEFAULT_TENANT, *(key.tenant for key in self._settings.keys))
         tenants = [tenant] if tenant is not None else {*configured, *await self._store.tenants()}
         hashes = {each: self._parts.users.hash(user, each) for each in sorted(tenants)}
@@ -267,7 +267,7 @@ class LiveSessions:
                 await self._close(session_id, because)
 
     async def prune(self) -> None:
-        """Remove what need not be kept any longer; runs until it is cancelled."""
+        """Remove expired records; runs until it is cancelled."""
         pause = min(max(self._settings.retention_seconds / 4, _SHORTEST_LOOK), PRUNE_SECONDS)
         while True:
             with _trying_again():
@@ -290,7 +290,7 @@ def _trying_again() -> Iterator[None]:
 
 
 async def take_feedback(parts: RecordingParts, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
-    """Set a turn's value to what its user says.
+    """Set a turn's value to its user's.
 
     Raises:
         NotFoundError: There is no such turn.

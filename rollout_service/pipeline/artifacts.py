@@ -61,11 +61,11 @@ class Artifacts:
     checkpoints: list[list[tuple[str, SpooledTemporaryFile[bytes]]]] = field(default_factory=list)
     """Archives of earlier moments."""
     paths: list[str] = field(default_factory=list)
-    """What was to be taken, whether it was there or not."""
+    """The paths to take, whether they existed or not."""
     notes: list[str] = field(default_factory=list)
     """Notes for people on artifacts that were left out."""
     ended: list[str] = field(default_factory=list)
-    """The command lines of what ran when the agent's processes were ended."""
+    """The command lines of the agent's processes that were ended."""
     _reserved: int = 0
     _used: int = 0
 

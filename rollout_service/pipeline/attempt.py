@@ -51,7 +51,7 @@ class NotServedError(Exception):
 
 
 class ElsewhereError(NotServedError):
-    """Another node has what the rollout needs; the rollout waits in the store until that one leases it."""
+    """Another node can run the rollout; the rollout waits in the store until that one leases it."""
 
 
 class Attempt:
@@ -123,7 +123,7 @@ class Attempt:
         self._state = state
 
     async def release(self) -> None:
-        """Close what is open and give back the worker; shielded and idempotent."""
+        """Close all open resources and give back the worker; shielded and idempotent."""
         if self._runner is not None:
             await self._runner.release()
         self._slot.free()
@@ -269,7 +269,7 @@ class AttemptPolicy:
             await self._session.end()
 
     def close(self) -> None:
-        """Free what the policy holds; idempotent."""
+        """Free the policy's resources; idempotent."""
         if self._session is None:
             self._context.policies.close(self._request)
         elif self._context.gateway is not None:

@@ -1,6 +1,6 @@
-"""What this node claims from the store: as the cluster decides it, and as long as sub-agents are served.
+"""The rules by which this node claims rollouts: the cluster's decision, and the pools of sub-agents in service.
 
-Guarantee: whoever changes what may be claimed wakes the pipeline, so that nothing polls.
+Guarantee: a change of the rules wakes the pipeline, so that nothing polls.
 """
 
 from __future__ import annotations

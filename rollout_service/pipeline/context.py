@@ -63,6 +63,6 @@ class AttemptContext(EpisodeContext):
     external: ExternalAgents = field(default_factory=ExternalAgents)
     """The agents that run elsewhere."""
     activities: ActivityBoard = field(default_factory=ActivityBoard)
-    """What the attempts under way do and wait for."""
+    """The steps of the attempts under way."""
     is_stopping: Callable[[], bool] = lambda: False
     """Whether the service has begun to end."""

@@ -1,10 +1,10 @@
-"""The pipeline: leases rollouts from the store, sends them through the stages, and hands back what has not ended.
+"""The pipeline: leases rollouts, sends them through the stages, and hands back those that have not ended.
 
 Guarantees:
 - Every lease is settled exactly once, as completed, failed, cancelled, or queued again for another attempt.
 - A rollout is never worked on twice at a time, even if the store cannot be written for longer than a lease.
-- If the store has lost its last writes, as in a failover, what it gave away is dropped, and what it says is held and is
-  not worked on is queued again.
+- If the store has lost its last writes, as in a failover, rollouts that it no longer knows as leased are dropped, and
+  those that it believes are held here but are not at work are queued again.
 - A rollout begins only while its pool has a backend in service, and that of its sub-agents too. Waiting for one uses no
   attempt and counts against no deadline.
 - Only failures that may pass are retried, within a budget.
@@ -60,7 +60,7 @@ class Pipeline:
     def __init__(
         self, context: AttemptContext, settings: PipelineSettings, claims: ClaimRules | None = None
     ) -> None:
-        """`claims` is what may be claimed; without it, everything whose pool is in service."""
+        """`claims` are the rules for claiming; without it, everything whose pool is in service."""
         self._context = context
         self._claims = claims or ClaimRules()
         self._rules_changed = self._claims.changed.next
@@ -215,7 +215,7 @@ class Pipeline:
         return await retry_until_stored("lease work", claim)
 
     async def _reconcile(self) -> None:
-        """If the store may have lost writes, make what it holds in this service's name what is worked on here.
+        """If the store may have lost writes, make its leases of this service equal to the rollouts at work here.
 
         No claim may be under way, since its leases are not yet worked on.
         """

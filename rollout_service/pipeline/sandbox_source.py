@@ -188,7 +188,7 @@ class SandboxSource:
 
 
 async def _end(sandbox: Sandbox, notes: list[str], ended: list[str]) -> bool:
-    """End every process of the agent; add what ran to `ended`, or a note if its sandbox has ended already."""
+    """End every process of the agent; add the command lines to `ended`, or a note if the sandbox has ended before."""
     try:
         ended += await sandbox.list_running()
         await sandbox.end_processes()

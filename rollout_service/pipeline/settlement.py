@@ -1,6 +1,6 @@
 """Settles how attempts end: completed, failed, or queued again for another attempt.
 
-Guarantees: every attempt that still holds its lease is settled exactly once, and has freed what it held before its
+Guarantees: every attempt that still holds its lease is settled exactly once, and has freed its resources before its
 result is written. Only failures that may pass are retried, within a budget. A defect in one result takes no other
 rollout with it.
 """
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 FLUSH_SECONDS = 1.0
 SIGNAL_SECONDS = 0.1
-"""Within what time a signal reaches the service and its sandboxes alike."""
+"""The seconds within which a signal reaches the service and its sandboxes alike."""
 _RUNS_IN_SANDBOXES = frozenset({Boundary.SANDBOX, Boundary.ENVIRONMENT})
 
 
@@ -45,7 +45,7 @@ class Settlement:
         claims: ClaimRules,
         on_finished: Callable[[Rollout], None],
     ) -> None:
-        """`on_finished` is told of each result that was written."""
+        """`on_finished` is called with each rollout whose result was written."""
         self._context = context
         self._settings = settings
         self._claims = claims
@@ -158,7 +158,7 @@ class Settlement:
             )
 
     async def finish(self, attempt: Attempt, result: Rollout) -> None:
-        """Free what an attempt holds, and write its result.
+        """Free the resources of an attempt, and write its result.
 
         Raises:
             LeaseLostError: The lease was lost; nothing was written.
@@ -186,7 +186,7 @@ class Settlement:
             raise LeaseLostError(attempt.lease.rollout_id)
 
     async def give_up(self, lease: Lease, error: Exception) -> None:
-        """Fail a rollout whose result may be what cannot be written: record the defect alone.
+        """Fail a rollout whose result may be the cause of failed writes: record the defect alone.
 
         A defect must not take other rollouts with it.
         """
@@ -212,7 +212,7 @@ def keeps_turns(error: ErrorInfo) -> bool:
     """Return whether the next attempt continues from the turns of one that failed.
 
     It does if the failure says nothing about the agent's work: engines that were gone, or an attempt or its sandbox
-    that did not start. A sandbox that failed later may have failed because of what the agent did, which a replay would
+    that did not start. A sandbox that failed later may have failed because of the agent's actions, which a replay would
     repeat.
     """
     return error.boundary is Boundary.INFERENCE or error.stage in (None, Stage.INIT)

@@ -69,7 +69,7 @@ class PolicySource(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the policy holds, as soon as the agent has ended; idempotent."""
+        """Free the policy's resources, as soon as the agent has ended; idempotent."""
         ...
 
 
@@ -292,7 +292,7 @@ class StageRunner:
             self.spans.append(timer.span())
 
     async def release(self) -> None:
-        """Close what is open and give back the worker; shielded and idempotent."""
+        """Close all open resources and give back the worker; shielded and idempotent."""
         try:
             await self._sandboxes.release()
         finally:

@@ -1,8 +1,8 @@
-"""What the sub-agents of one episode run on; implements `episodes.SubagentHost`.
+"""The engines, slots and sandboxes of one episode's sub-agents; implements `episodes.SubagentHost`.
 
 Guarantees: sub-agents take no place of the pipeline's stages, so an agent that waits for them holds up none of them; a
 sandbox of their own is admitted as a grader's is, from a reserved place, since an agent that has one may wait for it;
-`close` frees what the pool keeps for the episode.
+`close` frees the pool's resources for the episode.
 """
 
 from __future__ import annotations

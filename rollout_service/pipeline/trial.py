@@ -44,12 +44,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class OtherModels:
-    """What an environment asks besides the policy; None where there is nothing."""
+    """The models that an environment uses besides the policy; None where there is none."""
 
     judge: Judge | None = None
     sampler: TextSampler | None = None
     policies: PolicyServing | None = None
-    """What sub-agents are sampled from."""
+    """The policies of sub-agents."""
 
 
 NO_MODELS = OtherModels()

@@ -62,8 +62,8 @@ class Delivery:
             NotFoundError: There is no such run.
             RunOverError: The run is over, and all its batches are acknowledged.
             RunWithoutBatchesError: The run is over, and it had none.
-            RunStoppedError: There is none within `timeout` seconds, and there will be none until a person mends what
-                the run's problem says.
+            RunStoppedError: There is none within `timeout` seconds, and there will be none until a person solves the
+                run's problem.
             StoreError: The store failed.
         """
         if version is not None:

@@ -34,7 +34,7 @@ class RunEstimates:
     _epoch: int | None = None
     _paths: dict[int, list[GroupProgress]] = field(default_factory=dict)
     _work: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """What each of the last rollouts did with sub-agents."""
+    """The use of sub-agents by each of the last rollouts."""
     oldest_version: int | None = None
     """That of the tokens of the group that closed last."""
     newest_error: ErrorInfo | None = None

@@ -1,6 +1,6 @@
 """A run as JSON Lines, group by group.
 
-Guarantees: reading an export returns exactly what the service holds. One group is in memory at a time, and nothing is
+Guarantees: reading an export returns exactly the service's data. One group is in memory at a time, and nothing is
 compressed on the event loop. The export of a run that is still running contains the groups that were closed when the
 export started. A run that asks for neither sub-agents nor live sessions is exported in the format 1.
 """

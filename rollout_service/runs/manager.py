@@ -1,6 +1,6 @@
 """The manager of all runs: starts groups as they are needed, retries failed samples, closes groups that have ended.
 
-Guarantees: decisions depend only on what is in the store. A crash at any moment neither repeats nor skips a task, and
+Guarantees: decisions depend only on the store. A crash at any moment neither repeats nor skips a task, and
 an interrupted step is simply repeated. A run that cannot continue, for example because the store lost part of it, is
 paused with its problem and left alone until its state is changed. It stops no other run.
 """
@@ -316,7 +316,7 @@ class RunManager:
         return tasks
 
     async def prune(self, lease: RoleLease | None = None) -> None:
-        """Delete what has expired, until cancelled; the store refuses it once `lease` is another service's."""
+        """Delete expired records, until cancelled; the store refuses it once `lease` is another service's."""
         runs = self._store.runs if lease is None else self._store.runs.fenced(lease)
 
         async def prune() -> None:

@@ -1,6 +1,6 @@
-"""The groups of runs that have begun: failed samples are retried, stragglers cancelled, and what has ended is closed.
+"""The groups of runs that have begun: failed samples are retried, stragglers cancelled, and ended groups closed.
 
-Guarantees: a group closes once, with all its samples, or with what is left of one that was cancelled. A sample that the
+Guarantees: a group closes once, with all its samples, or with the rest of one that was cancelled. A sample that the
 run's trainer would refuse as too old trains nobody.
 """
 

@@ -121,7 +121,7 @@ def sample_seed(seed: int, number: int, sample: int) -> int:
 
 # Runs that keep none of their groups: the problem that they report, and when they are paused for it.
 #
-# Guarantees: pure functions of what the store counts, so a restart changes nothing. Groups of equal rewards never
+# Guarantees: pure functions of the store's counters, so a restart changes nothing. Groups of equal rewards never
 # pause a run that sets no limit to them: a policy may need time to learn.
 
 REPORT_AFTER = 20
@@ -151,7 +151,7 @@ class GroupsFailedError(EnvironmentFailedError):
 
 
 class RunStoppedError(ConflictError):
-    """The run delivers nothing until a person has mended what its problem says."""
+    """The run delivers nothing until a person has solved its problem."""
 
     code = "run_stopped"
 
@@ -168,7 +168,7 @@ def reason_to_pause(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedErro
 
 
 def reason_to_report(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedError | None:
-    """Return what to say of a run that goes on; `last` is the newest error of a sample, if it is known."""
+    """Return the error to report for a run that goes on; `last` is the newest error of a sample, if it is known."""
     return _dropped(run, last, at_least=REPORT_AFTER)
 
 
@@ -204,7 +204,7 @@ def problem_of(run: RunRecord) -> ErrorInfo | None:
 
 
 def warnings_of(run: RunRecord) -> list[str]:
-    """Return what keeps a run from delivering although nothing is wrong."""
+    """Return the conditions that keep a run from delivering although nothing is wrong."""
     if not waits_for_version(run):
         return []
     return [
@@ -238,6 +238,6 @@ def _reasons(reasons: Mapping[str, int]) -> str:
 
 
 def _hint(run: RunRecord, reasons: Mapping[str, int]) -> str:
-    """Return what to do about the most frequent reason."""
+    """Return advice on the most frequent reason."""
     most = max(reasons, key=lambda reason: reasons[reason], default="")
     return _HINTS.get(most, _HINT).format(run=run.run_id)

@@ -53,7 +53,7 @@ class Announcer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Write events within the block, and what waits at its end, for `CLOSE_SECONDS` at most."""
+        """Write events within the block, and those that wait at its end, for `CLOSE_SECONDS` at most."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._write)
             try:
@@ -80,7 +80,7 @@ class Announcer:
 # Which events a reader wants: of some kinds, about some subjects.
 
 PREFIXES = frozenset(f"{kind.partition('.')[0]}." for kind in EventKind)
-"""What may stand for all kinds that begin with it."""
+"""The prefixes that may stand for all kinds that begin with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +198,11 @@ class EventTail:
 
 PERIOD_SECONDS = 1.0
 CALM_SECONDS = 5.0
-"""How long nothing must hold sandboxes back before the hold is told to have ended."""
+"""How long nothing must hold sandboxes back before the hold is reported as ended."""
 
 
 class StateWatcher:
-    """Compares what is with what was."""
+    """Compares the present state with the one before."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ MAX_KEPT_TOKENS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Viewed:
-    """A trajectory, and what else is needed to show it."""
+    """A trajectory, and the other data needed to show it."""
 
     trajectory: Trajectory
     pool: str

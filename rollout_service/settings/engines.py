@@ -43,7 +43,7 @@ class PoolSettings(Section):
     """A pool of engines."""
 
     router: Literal["cost", "least_loaded"] = "cost"
-    """How a backend is chosen: `cost` expects what each would take, prefix caches included; `least_loaded` only counts
+    """How a backend is chosen: `cost` estimates the time on each, prefix caches included; `least_loaded` only counts
     rollouts and requests, for engines that share no prefixes."""
     max_in_flight: int | None = Field(None, ge=1)
     """The most requests in flight at all backends together; more wait, and those of the oldest rollouts go first."""

@@ -15,12 +15,12 @@ class GatewaySettings(Section):
     host: str = "127.0.0.1"
     """The address to listen on. Each rollout has a key, so it may be one beyond loopback."""
     port: int = Field(0, ge=0, le=65_535)
-    """The port to listen on; 0 picks a free one, which rollouts are told."""
+    """The port to listen on; 0 picks a free one, which rollouts get in their URL."""
     public_url: str | None = Field(None, pattern="^https?://[^/]+(/.*)?$")
     """The URL at which programs on other machines reach the gateway, such as that of a proxy in front of it. Left out,
     made of `host` and `port`."""
     unknown_model: Literal["serve", "refuse"] = "serve"
-    """What a program gets that asks for another model than the policy: the policy all the same, or an error."""
+    """The answer to a program that asks for a model other than the policy: the policy's own, or an error."""
     obey_sampling: bool = False
     """Whether temperature, `top_p`, `top_k` and `min_p` of a program's requests count; otherwise, the rollout's do."""
     keep_alive_seconds: float = Field(15.0, gt=0, le=100)

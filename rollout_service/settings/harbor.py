@@ -8,10 +8,10 @@ from rollout_service.settings.values import Hosts, Names, Section
 
 
 class HarborSettings(Section):
-    """What tasks in Harbor's format may have, and how those are graded that ask for no verifier of their own."""
+    """The rights of tasks in Harbor's format, and the grading of those without a verifier of their own."""
 
     public_network: Hosts = "none"
-    """What a task gets that asks for a public network: nothing, the hosts of a list, or `full`, which includes this
+    """The network of a task that asks for a public one: `none`, a list of hosts, or `full`, which includes this
     machine's own services."""
     harness: str | None = None
     """The program that is the agent of all tasks, such as `codex`; their images must have it. None: the built-in."""
@@ -21,7 +21,7 @@ class HarborSettings(Section):
     """Where a shared verifier runs: in a fresh sandbox with the working folder and `artifacts`, which an agent cannot
     forge, or in the agent's own, as Harbor has it."""
     agent_processes: Literal["keep", "end"] = "keep"
-    """Whether what the agent left running, such as a server, goes on while a shared verifier runs in its own sandbox,
-    as Harbor has it, or is ended. What goes on can forge the reward."""
+    """Whether processes that the agent left running, such as a server, go on while a shared verifier runs in its own
+    sandbox, as Harbor has it, or are ended. A process that goes on can forge the reward."""
     artifacts: Names = ["/app", "/data", "/home", "/srv"]
-    """What a shared verifier in a fresh sandbox gets besides the working folder and the task's own artifacts."""
+    """Paths that a shared verifier in a fresh sandbox gets besides the working folder and the task's own artifacts."""

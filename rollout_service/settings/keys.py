@@ -45,7 +45,7 @@ class Table:
     about: str
     keys: list[Key]
     tag: str = ""
-    """What tells it from other tables at the same path, such as `provider = "apptainer"`."""
+    """The distinction from other tables at the same path, such as `provider = "apptainer"`."""
     repeated: bool = False
     """Whether it is a list entry, `[[table]]` in TOML."""
 

@@ -68,7 +68,7 @@ class LiveSettings(Section):
     train: bool = False
     """Whether sessions that don't say may be stored, judged and trained on."""
     turn_kind: Literal["main", "side"] = "main"
-    """What a request is for that does not say, in sessions that were not opened by a request of their own."""
+    """The kind of a request that does not declare one, in sessions that were not opened by a request of their own."""
     keys: list[LiveKey] = []
     """Keys for clients that send `X-Session-Id`."""
     max_sessions: int = Field(10_000, ge=1)
@@ -92,8 +92,9 @@ class LiveSettings(Section):
     retention_bytes: int | None = Field(None, ge=1)
     """The most bytes that are kept for one user; the oldest closed sessions go first. Left out sets no limit."""
     detectors: Names = ["secrets"]
-    """What is looked for before a turn is stored: names of built-in detectors, or of plug-ins. A turn with a match is
-    not trained on, and its text is not stored."""
+    """The detectors that search a turn before it is stored: names of built-in ones, or of plug-ins. A turn with a match
+    is not trained on, and its text is not stored."""
     share_prefixes: bool = False
-    """Whether tenants may share cached prefixes on an engine, which can tell one of them what another has sent."""
+    """Whether tenants may share cached prefixes on an engine, which can reveal to one of them the prompts of
+    another."""
     judge: LiveJudgeSettings = LiveJudgeSettings()

@@ -48,7 +48,7 @@ class PipelineSettings(Section):
 
 
 class SecretsSettings(Section):
-    """What environments may have of this host as `secrets`. Any environment may name it, a downloaded one too."""
+    """The host's secrets that environments may use. Any environment may name them, a downloaded one too."""
 
     variables: Names = []
     """The variables of the service that environments may name, such as `["GRADER_KEY"]`. Names are listed one by one,

@@ -1,4 +1,4 @@
-"""All settings of the service, and what follows from several of them.
+"""All settings of the service, and the values that follow from several of them.
 
 Guarantee: a service that listens beyond loopback without a key does not start.
 """
@@ -94,10 +94,10 @@ class Settings(BaseSettings):
     layers_budget_bytes: int | None = Field(50 * 2**30, ge=0)
     """The most space for layers of Dockerfiles: the least recently used are removed after a build."""
     sandbox: ProviderConfig = Field(default_factory=ApptainerConfig)
-    """What runs untrusted code. `provider = "local"` isolates nothing, and is never the default."""
+    """The sandbox provider, for untrusted code. `provider = "local"` isolates nothing, and is never the default."""
     sandboxes: SandboxesSettings = SandboxesSettings()
     engine: DefaultEngine = DefaultEngine.EMBEDDED
-    """What serves the policy when no backend is configured: the small CPU engine, or nothing until one is
+    """The engine that serves the policy when no backend is configured: the small CPU engine, or none until one is
     registered."""
     embedded: EmbeddedSettings = EmbeddedSettings()
     backends: Backends = []
@@ -150,7 +150,7 @@ class Settings(BaseSettings):
 
     @property
     def sandbox_ceiling(self) -> int:
-        """The most sandboxes alive at once: the setting, or what the stages and the warm pool can hold."""
+        """The most sandboxes alive at once: the setting, or the capacity of the stages and the warm pool."""
         stages, warm = self.pipeline, self.sandboxes.warm
         bound = stages.init_workers + stages.rollout_queue + stages.rollout_workers
         bound += stages.evaluate_workers + stages.evaluate_queue

@@ -174,7 +174,7 @@ def is_shared(variable: str) -> bool:
 
 
 def without_shared(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a table of the file without what is in `SHARED`."""
+    """Return a table of the file without the keys in `SHARED`."""
     kept = {name: value for name, value in table.items() if above + name not in SHARED}
     return {
         name: without_shared(value, f"{above}{name}.") if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""The settings of the store, of the nodes that share it, and of how long it keeps what has ended."""
+"""The settings of the store, of the nodes that share it, and of how long it keeps ended rollouts and runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoreSettings(Section):
     """The folder for trajectories, which are too large for the Redis; all nodes share it, under any path. Left out,
     they are in the Redis."""
     redis_durability: Literal["strict", "relaxed"] = "strict"
-    """`strict` refuses a Redis that could lose what it acknowledged: it needs `appendonly yes` and `appendfsync
+    """`strict` refuses a Redis that could lose acknowledged writes: it needs `appendonly yes` and `appendfsync
     always`. `relaxed` accepts that a crash of Redis loses work."""
     disk: Literal["local", "network"] = "local"
     """Where the state folder is: on a disk of this host, or on a file system that other hosts see too, such as NFS or
@@ -53,8 +53,8 @@ class ClusterSettings(Section):
     name: Name | None = None
     """The name of this node; every node that shares the store needs its own. Left out, the host name."""
     labels: Labels = []
-    """What this node has that environments may require, such as `large-disk`: it runs only those whose `[sandbox]
-    requires` it has."""
+    """Labels of this node that environments may require, such as `large-disk`. It runs only environments whose
+    `[sandbox] requires` it has."""
     address: str | None = Field(None, pattern="^https?://[^/]+$")
     """The URL at which others reach this node's API, as `GET /v1/nodes` shows it. Left out, made of `host` and
     `port`."""

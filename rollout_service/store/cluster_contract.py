@@ -1,4 +1,4 @@
-"""The contract of what the nodes that share a store know of each other: who is here, and who leads.
+"""The contract between the nodes that share a store: who is here, and who leads.
 
 Guarantees:
 - A node's name belongs to one live service at a time.
@@ -67,7 +67,7 @@ def live_node(name: str) -> ConflictError:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node says of itself with every heartbeat."""
+    """A node's report on itself, sent with every heartbeat."""
 
     name: str
     owner: str
@@ -154,7 +154,7 @@ class ClusterStore(Protocol):
         ...
 
     async def leave(self, owner: str) -> None:
-        """End a membership: queue again what the node still holds, resign its roles and free its name. Idempotent."""
+        """End a membership: queue the node's rollouts again, resign its roles and free its name. Idempotent."""
         ...
 
     async def nodes(self) -> Sequence[NodeRecord]:

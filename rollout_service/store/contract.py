@@ -76,7 +76,7 @@ class Lease:
 # The store does not look into an attempt's data.
 
 MAX_RECORDS = 64
-"""The most attempts whose steps a rollout keeps: more than can fail, and few of what may be handed back."""
+"""The most attempts whose steps a rollout keeps: more than can fail, and few of those that may be handed back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class StepStore(Protocol):
         ...
 
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
-        """Return what is stored of these rollouts, in the order in which it was; those without any are left out."""
+        """Return the stored steps of these rollouts, the earliest stored first; those without any are left out."""
         ...
 
 
@@ -175,7 +175,7 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
 
     @property
     def rewinds(self) -> int:
-        """A number that grows whenever the store may have lost the last of what it acknowledged, as in a failover."""
+        """A number that grows whenever the store may have lost its last acknowledged writes, as in a failover."""
         ...
 
     @property
@@ -236,7 +236,7 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
         ...
 
     async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
-        """Requeue what this owner holds, or only these rollouts; return how many that was.
+        """Requeue this owner's rollouts, or only these; return how many that was.
 
         Attempts that had begun are not counted, since an orderly shutdown is not a failure.
         """

@@ -1,4 +1,4 @@
-"""The contract of what services that share a store agree on about engines: which there are, and the commands to pools.
+"""The contract on engines between services that share a store: which there are, and the commands to pools.
 
 Guarantees:
 - A backend that one service puts here is followed by all, until one of them removes it.

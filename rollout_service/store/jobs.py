@@ -1,4 +1,4 @@
-"""The jobs that a store does many at a time: what came of each, and how long it took to make them durable.
+"""The jobs that a store does many at a time: the result of each, and the time to make them durable.
 
 Guarantee: any thread may record a time, and any other may read them.
 """
@@ -19,7 +19,7 @@ class Job(Protocol):
 
     @property
     def future(self) -> asyncio.Future[Any]:
-        """What the caller waits for."""
+        """The future that the caller awaits."""
         ...
 
 

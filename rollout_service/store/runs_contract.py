@@ -98,7 +98,7 @@ class GroupMember:
     is_straggler: bool
     """Whether it is being cut off as a straggler."""
     is_erased: bool = False
-    """Whether what it contained was erased on a person's demand."""
+    """Whether its contents were erased on a person's demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class GroupClosure:
     figures: GroupFigures | None = None
     """How its rollouts went, for the history of the run."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What to add to the run's counters when the group is closed, and not when it is closed again."""
+    """The increments of the run's counters when the group is closed, and not when it is closed again."""
 
     @property
     def state(self) -> str:
@@ -263,7 +263,7 @@ class RunStore(RunLists, Protocol):
         request: RunRequest | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
-        """Change what is given and return the run.
+        """Change the given fields and return the run.
 
         A version only grows. Resuming clears the problem, and the counters of groups in a row.
 
@@ -399,7 +399,7 @@ class RunStore(RunLists, Protocol):
         ...
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
-        """Erase what rollouts that have ended contain, on a person's demand; return the batches that had them.
+        """Erase the contents of rollouts that have ended, on a person's demand; return the batches that had them.
 
         Each is the first rollout of a sample, and those that replaced it are erased with it: tokens, marks, session,
         reward, notes and steps are overwritten as far as the store can, and no steps are stored any more. The sample is

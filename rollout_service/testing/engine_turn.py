@@ -161,7 +161,7 @@ class ChunkStream:
         return self.sent + self.interval if self.sent else 1
 
     async def advance(self, turn: EngineTurn) -> None:
-        """Send all whole chunks of what was sampled; the turn's last token stays for the end.
+        """Send all whole chunks of the sampled ids; the turn's last token stays for the end.
 
         Raises:
             EndOfStreamError: A fault has ended the stream.

@@ -1,6 +1,6 @@
-"""Parts of a gateway that a test controls: engines that say what they are told, and conversations of single characters.
+"""Parts of a gateway that a test controls: engines with scripted answers, and conversations of single characters.
 
-A character is a token here, so what a client must receive is known without a tokenizer.
+A character is a token here, so the expected answers need no tokenizer.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class CharacterAnswer:
         return [TextDelta("".join(map(chr, ids)))] if ids else []
 
     def finish(self, generation: Generation) -> list[AnswerEvent]:
-        """Return what was not fed yet, and the end.
+        """Return the events of the ids that were not fed yet, and the end.
 
         Raises:
             ValueError: The generation was aborted.

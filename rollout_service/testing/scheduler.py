@@ -1,4 +1,4 @@
-"""The turns of a scripted engine: how long each takes, and what aborts, pauses and weight updates do to it.
+"""The turns of a scripted engine: how long each takes, and the effect of aborts, pauses and weight updates.
 
 Guarantees: a turn takes its time however many there are, or as long as simulated hardware needs; an abort ends a turn
 with the tokens sampled so far, and the request that resumes it gets the others; a pause stops the clock; a turn knows

@@ -30,7 +30,7 @@ class Reply:
 
 
 class Script(Protocol):
-    """Decides what an engine answers."""
+    """Decides an engine's answers."""
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
         """Return the turn that follows this prompt; the engine cuts it at `budget` tokens."""

@@ -1,8 +1,8 @@
 """A scripted engine with SGLang's HTTP protocol, for tests, benchmarks and fault injection.
 
-It costs little per request and keeps the protocol's promises; `TurnScheduler` decides how long turns take, and what
-aborts, pauses and weight updates do to them. With `hardware` it has a prefix cache and takes time per token, like a
-real engine; without it, nothing is cached and `cached_tokens` is 0. Its logprobs are made up.
+It costs little per request and keeps the protocol's promises; `TurnScheduler` decides how long turns take, and the
+effect of aborts, pauses and weight updates. With `hardware` it has a prefix cache and takes time per token, like a real
+engine; without it, nothing is cached and `cached_tokens` is 0. Its logprobs are made up.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class ScriptedEngine(TurnScheduler):
     Args:
         script: decides the answers.
         latency: seconds per turn, without `hardware`.
-        hardware: decides how long turns take and what is cached.
+        hardware: decides how long turns take and which tokens are cached.
         vocab_size: as reported; ids from here on do not exist.
         routing: layers and experts per token of a simulated mixture of experts; None for a dense model.
         context_length: longer requests are a 400.

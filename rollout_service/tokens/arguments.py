@@ -138,7 +138,7 @@ class Tag:
     def of(cls, begins: str, rest: str, close: str, end: str = "") -> Tag:
         """Make a tag that begins with a text, and goes on with a pattern whose group is the name.
 
-        `end` is a pattern of what may stand between the last close and the end.
+        `end` is a pattern of the text that may stand between the last close and the end.
         """
         begin = re.escape(begins)
         return cls(

@@ -57,7 +57,7 @@ class Conversation:
         self._segments: list[GrowingSegment] = []
         self._fork: ForkReason | None = ForkReason.FIRST
         self._refused = False
-        """Whether the chat format has refused to extend what was sampled."""
+        """Whether the chat format has refused to extend the sampled ids."""
         self._answered = 0  # messages that the last turn's prompt and the turn itself cover
         self._last: tuple[list[int], list[int]] | None = None
         """The last turn's prompt and output, until the next prompt is made."""

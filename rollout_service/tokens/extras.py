@@ -73,7 +73,7 @@ class GrowingExtras:
             self._experts.append(turn.routed_experts)
 
     def add_context(self, turn: TurnExtras | None, *, before: int, end: int) -> None:
-        """Add what is known of the tokens that a turn read and sampled, in a segment where they are context.
+        """Add the extras of the tokens that a turn read and sampled, in a segment where they are context.
 
         The segment had `before` tokens and has `end` with them. Log-probabilities of tokens that were sampled are
         unknown here: those of the engine are not at temperature 1.

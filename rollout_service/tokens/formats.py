@@ -1,4 +1,4 @@
-"""Which chat format a model has, by its name or by what its folder says of it.
+"""Which chat format a model has, by its name or by its folder.
 
 Guarantee: a format is never guessed; a model that may have several must have its own named.
 """

@@ -3,8 +3,8 @@
 With `formats`, the only module that uses the `renderers` library. It guarantees that
 
 - `bridge` returns ids that start with exactly those of the previous prompt and output, or None;
-- `parse` never raises, whatever the ids, tells well-formed tool calls from malformed ones, and keeps what was sampled
-  in their arguments, white space and types included;
+- `parse` never raises, whatever the ids, tells well-formed tool calls from malformed ones, and keeps the sampled text
+  of their arguments, white space and types included;
 - no text of a message becomes a control token, whatever it looks like: a tool's output cannot end its own turn. In a
   system message, which the environment's author writes, this holds only for tokens marked as special.
 """
@@ -42,7 +42,8 @@ _AFTER_A_STOP = {"laguna-xs.2": "\n", "laguna-m.1": "\n"}
 """Text after a sampled end of turn that the library's render writes and its bridge omits."""
 
 _READ_LAST_TURN = frozenset({"qwen3", "qwen3-vl", "qwen3.5"})
-"""Formats that read of a prompt only what follows its last end of turn; the rest of a long one is not copied."""
+"""Formats that read only the part of a prompt that follows its last end of turn; the rest of a long one is not
+copied."""
 
 _USUAL_CHARS = 4
 """How many characters a token has in most texts; shorter texts are not counted before they are rendered."""
@@ -158,7 +159,7 @@ class ChatRenderer:
         """Return about how many tokens texts have if that is surely more than `most`, and else None.
 
         Long texts are encoded in pieces, and no further than until there are too many. So to refuse a text costs time
-        and memory by what is allowed, not by its length.
+        and memory by the limit, not by its length.
         """
         trimmed = [text.strip() for text in texts]  # as many formats do
         chars = sum(map(len, trimmed))
@@ -261,7 +262,7 @@ class ChatRenderer:
         return ParsedTurn(parsed.content, parsed.reasoning_content, tuple(calls.values()), closed)
 
     def begins_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether what is sampled on a prompt is reasoning until it says otherwise."""
+        """Return whether a completion of the prompt begins in reasoning."""
         end = tuple(prompt_ids[self._read_from(prompt_ids) :])
         return self._known_begin(end) if len(end) <= _REMEMBERED_END else self._find_begin(end)
 

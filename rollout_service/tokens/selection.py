@@ -1,8 +1,7 @@
 """A trajectory that is trained on some of its turns alone.
 
-Guarantees: mask 1 stays on the tokens of the chosen turns and is on no other; what they were sampled on stays, id for
-id; turns keep their ids. Segments without a chosen turn are left out, as is what follows the last chosen turn of a
-segment.
+Guarantees: mask 1 stays on the tokens of the chosen turns and is on no other; their prompts stay, id for id; turns keep
+their ids. Segments without a chosen turn are left out, as is the rest of a segment after its last chosen turn.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NOT_SAMPLED: dict[str, Any] = {
     "top_ids": [],
     "top_logprobs": [],
 }
-"""What each list has at a token that is not trained on."""
+"""The value of each list at a token that is not trained on."""
 
 
 def train_on(trajectory: Trajectory, turns: Collection[int]) -> Trajectory:

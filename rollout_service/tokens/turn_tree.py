@@ -2,8 +2,8 @@
 
 Where `Conversation` is one lane, here a turn may be continued several times, by parallel calls, retries and agents that
 an agent starts. Guarantees: the prompt of a turn that extends another starts with exactly the ids of that turn's prompt
-and output, and only what is new is rendered. In the trajectory each sampled token is in one segment, with mask 1 there;
-other segments that contain it hold it as context.
+and output, and only the new messages are rendered. In the trajectory each sampled token is in one segment, with mask 1
+there; other segments that contain it hold it as context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout_service.tokens.trajectory import GrowingSegment, shared_length
 class TreeTurn:
     """One turn of the policy, and where it is in the tree.
 
-    `role` and `trained` may be changed at any time, since what a turn was for may show only later.
+    `role` and `trained` may be changed at any time, since the purpose of a turn may show only later.
     """
 
     turn_id: int
@@ -159,7 +159,7 @@ class TurnTree:
     ) -> TreeTurn:
         """Record the engine's answer to a prompt; the three lists have one entry per sampled token.
 
-        `parsed` is what the renderer finds in the answer, if that is known; its calls need ids that no other turn has.
+        `parsed` is the renderer's parse of the answer, if it is known; its calls need ids that no other turn has.
         `extras` starts at `prompt.known` for log-probabilities of the prompt, and at `prompt.routed` for experts.
 
         Raises:
@@ -293,7 +293,7 @@ def _grown(chain: Sequence[TreeTurn]) -> GrowingSegment:
 
 
 def _add_ancestors(segment: GrowingSegment, turn: TreeTurn) -> None:
-    """Add what the turns before a branch read and sampled, as context with what is known of it."""
+    """Add the tokens that the turns before a branch read and sampled, as context with their extras."""
     ancestors: list[TreeTurn] = []
     while turn.parent is not None:
         turn = turn.parent

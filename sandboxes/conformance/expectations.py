@@ -1,4 +1,4 @@
-"""The type of a check, and the functions that state what it expects."""
+"""The type of a check, and the functions that state its expectations."""
 
 from collections.abc import Awaitable, Callable
 

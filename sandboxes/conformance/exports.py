@@ -88,7 +88,7 @@ async def exported_within_limits(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def exported_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """No link leads to what only the host can see or to the kernel's own files, and circular links end."""
+    """No link leads to files that only the host can see or to the kernel's own, and circular links end."""
     commands = (
         "ln -s /proc/1/root/etc proc; ln -s ring ring; ln -s /proc/self/root self; mkdir real; touch real/f; "
         "ln -s /sys sys; ln -s /proc kernel"

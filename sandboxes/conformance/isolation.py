@@ -1,4 +1,4 @@
-"""Isolation: what code inside must not see, reach or do. Some of these checks attack; see `ATTACKS`."""
+"""Isolation: the limits on what code inside can see, reach and do. Some of these checks attack; see `ATTACKS`."""
 
 import asyncio
 import os

@@ -19,7 +19,7 @@ async def processes_end(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def background_goes_on(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """What a program that has ended leaves in the background goes on."""
+    """Processes left in the background go on after the program that started them has ended."""
     for _number in range(5):
         left = await sandbox.exec(["bash", "-c", "sleep 100 > /dev/null 2>&1 & echo $!"])
         alive = ["bash", "-c", f"kill -0 {left.stdout.decode()}"]

@@ -59,7 +59,7 @@ async def exec_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def program_answers(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A running program answers what it is sent, sees the end of its input, and ends with its block."""
+    """A running program answers its input, sees the end of its input, and ends with its block."""
     script = 'echo started >&2; while read -r line; do echo "got $line"; done; echo end; exit 3'
     async with sandbox.program(["bash", "-c", script]) as program:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""The contract of a sandbox: what a provider implements, and what the rest of the service relies on.
+"""The contract of a sandbox: the interface that a provider implements, and on which the rest of the service relies.
 
 Every provider guarantees the following, and `sandboxes.conformance` checks it:
 - a session keeps its state (working folder, variables, imports) between calls, even after a timeout;

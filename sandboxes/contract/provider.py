@@ -22,8 +22,8 @@ class SandboxProvider(ABC):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """The limits that hold here for a whole sandbox: "memory", "processes", "cpus", "disk", and "users" for what
-        the kernel counts by user of the host."""
+        """The limits that hold here for a whole sandbox: "memory", "processes", "cpus", "disk", and "users" for
+        resources that the kernel counts by user of the host."""
         return frozenset()
 
     async def identity(self, spec: SandboxSpec) -> str:
@@ -49,7 +49,7 @@ class SandboxProvider(ABC):
         return 0
 
     async def egress_counts(self) -> EgressCounts:
-        """Return what all sandboxes sent and received through their allow lists since the provider was created."""
+        """Return the traffic of all sandboxes through their allow lists since the provider was created."""
         return EgressCounts()
 
     @abstractmethod
@@ -66,7 +66,7 @@ class SandboxProvider(ABC):
 
     @abstractmethod
     async def sweep(self) -> SweepReport:
-        """End and remove what dead services left on this host; live services are left alone."""
+        """End the processes and remove the files that dead services left on this host; live services are left alone."""
 
     @abstractmethod
     def live(self) -> list[SandboxInfo]:

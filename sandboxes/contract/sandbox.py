@@ -38,7 +38,7 @@ class RunningProgram(ABC):
 
     @abstractmethod
     def errors(self) -> str:
-        """Return what is known of its standard error, the middle left out if there is much; all of it after `wait`."""
+        """Return its standard error so far, the middle left out if there is much; all of it after `wait`."""
 
     @abstractmethod
     async def wait(self) -> int:
@@ -134,7 +134,7 @@ class Sandbox(ABC):
         """Run one program outside the sessions. Several may run at once.
 
         A program that does not exist gives exit code 127, as in a shell. At the timeout its process group is
-        ended; what a program that ends by itself leaves in the background goes on. `output_limit` applies to each of
+        ended; background processes of a program that ends by itself go on. `output_limit` applies to each of
         the two streams.
 
         Raises:
@@ -158,7 +158,7 @@ class Sandbox(ABC):
         """
 
     async def list_running(self) -> list[str]:
-        """Return the command lines of what runs inside besides the sessions, each once and shortened, for people.
+        """Return the command lines of the processes inside besides the sessions, each once and shortened, for people.
 
         They are the processes' own words. Empty where the provider does not see them.
         """
@@ -190,7 +190,7 @@ class Sandbox(ABC):
     def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
         """Read a file of any size in chunks of at most 64 KiB, as fast as the caller takes them.
 
-        They hold what the file had when it was opened; anything appended later is left out. Memory use here does
+        They hold the contents of the file when it was opened; anything appended later is left out. Memory use here does
         not grow with the file. Close the generator (`contextlib.aclosing`) if you leave it before its end.
 
         Raises:
@@ -262,7 +262,7 @@ class Sandbox(ABC):
         Raises:
             FileMissingError: There is no such path.
             FileTooLargeError: The tree is larger than `limit`. A file counts with its whole size, holes included,
-                and every entry with at least 4 KiB. Discard what came before.
+                and every entry with at least 4 KiB. Discard the output before.
             SandboxFileError: The tree cannot be read.
             SandboxClosedError: The sandbox is closed or has ended.
         """
@@ -280,9 +280,9 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything inside and remove what belongs to the sandbox.
+        """End everything inside and remove the sandbox's resources.
 
-        Idempotent and shielded. It never raises because of what code inside did.
+        Idempotent and shielded. It never raises because of anything that code inside did.
         """
 
     async def __aenter__(self) -> Self:

@@ -32,7 +32,7 @@ class BashSession(ABC):
     async def interrupt(self) -> None:
         """Interrupt the running command, as Ctrl-C does; do nothing if none is running.
 
-        Its `run` returns what was printed and the shell's exit code, 130 for most commands, and the session lives on,
+        Its `run` returns the output and the shell's exit code, 130 for most commands, and the session lives on,
         as do processes in the background. A command that goes on gets a second SIGINT after one second; one that
         ignores both runs until its timeout.
 

@@ -13,7 +13,7 @@ environment's proxy variables name. "full" is the host's own network, including 
 code."""
 
 LISTENER_ADDRESS = ("127.0.0.1", 47747)
-"""Where a sandbox with its own network finds its owner; always the same, so that what programs print of it is too."""
+"""Where a sandbox with its own network finds its owner; always the same, so that programs print the same."""
 
 DEFAULT_WORKDIR = "/workspace"
 """The working folder in images that name none."""
@@ -43,7 +43,7 @@ class SandboxSpec:
 
     cpus: float | None = None
     disk_bytes: int | None = None
-    """Total size of what the sandbox may write outside memory file systems."""
+    """The total size of the sandbox's writes outside memory file systems."""
 
     lifetime_seconds: float | None = None
     """How long it may live, whatever it does. After that it is closed, and every call raises LimitExceededError."""
@@ -160,7 +160,7 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """The result of `sweep`: counts of what it removed, and each thing it could not remove, with the reason."""
+    """The result of `sweep`: counts of the removed things, and each that could not be removed, with the reason."""
 
     sandboxes: int = 0
     processes: int = 0

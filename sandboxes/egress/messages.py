@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 PACKET_BYTES = 192 * 1024
-"""Less than what an ordinary user's socket takes at once on Linux."""
+"""Less than an ordinary user's socket takes at once on Linux."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Ports for servers that are told where to listen.
+"""Ports for servers that must know their port before they start.
 
-Guarantee: where the kernel's own range leaves room below it, a port is one that no program gets which asks for any. A
-server may take a minute to listen; until then its port must not be given to another.
+Guarantee: where the kernel's own range leaves room below it, a port is below that range, so no program that asks for
+any port gets it. A server may take a minute to listen, and its port must not be given to another until then.
 """
 
 import random

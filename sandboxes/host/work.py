@@ -21,7 +21,7 @@ class WorkDone:
     cpu_seconds: float = 0.0
     """The processor time, with that of collected children."""
     bytes: int = 0
-    """What the processes have read and written; 0 where the kernel does not tell."""
+    """The bytes that the processes have read and written; 0 where the kernel does not tell."""
 
 
 def work_below(pids: Iterable[int]) -> dict[int, WorkDone]:

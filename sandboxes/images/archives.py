@@ -1,4 +1,4 @@
-"""Archives of images: OCI image layouts, and what `docker save` writes; told apart by what is in them.
+"""Archives of images: OCI image layouts, and the output of `docker save`; told apart by their contents.
 
 Apptainer takes no tag for a part of an archive, refuses names that begin with "./", and unpacks no compressed archive
 of the OCI's kind. So the chosen image is copied into an archive of its own where that is needed.
@@ -19,7 +19,7 @@ from sandboxes.errors import ImageError, ImageNotFoundError
 INDEX, LAYOUT, MANIFEST, REPOSITORIES = "index.json", "oci-layout", "manifest.json", "repositories"
 REF_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 BROKEN = (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError)
-"""What reading a broken archive raises."""
+"""The exceptions that reading a broken archive raises."""
 
 DOCUMENT_LIMIT = 8 * 1024 * 1024
 
@@ -60,7 +60,7 @@ class ImageArchive:
 
 
 def read_archive(path: Path) -> ImageArchive:
-    """Read what is in an archive.
+    """Read the index of an archive.
 
     Raises:
         ImageNotFoundError: There is no such file.

@@ -215,7 +215,7 @@ def _without_passwords(line: str) -> str:
 
 
 def hint_for(output: str) -> str:
-    """Return what to do about a failure, given the builder's output."""
+    """Return advice on a failure, given the builder's output."""
     for signs, hint in HINTS:
         if any(sign.lower() in output.lower() for sign in signs):
             return hint.format(give_ids=subordinate_ids_command())

@@ -33,7 +33,7 @@ REGISTRY = (
 
 @dataclass(frozen=True, slots=True)
 class BuildOutcome:
-    """What became of one of many builds: an image, or an error."""
+    """The outcome of one of many builds: an image, or an error."""
 
     source: Source
     name: str
@@ -69,7 +69,7 @@ def find_bases(
         progress: called with each line of a pull.
 
     Raises:
-        DockerfileError: The file asks for what cannot be had.
+        DockerfileError: The file asks for something unsupported.
         ImagePathError: The file names a path of this machine as a base; only `given` may.
         ImageNotFoundError: A given base does not exist.
         ImageBuildError: A base cannot be pulled.

@@ -1,4 +1,4 @@
-"""Chooses what to evict when all items together exceed a budget: least recently used first."""
+"""Chooses the items to evict when all together exceed a budget: least recently used first."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ def choose_evictions(
 ) -> list[EvictionCandidate]:
     """Return all candidates in the order of eviction, with `evicted` set for as few as the budget requires.
 
-    Items that must stay count too, so the budget may be exceeded. Without a budget (None) only what is useless is
+    Items that must stay count too, so the budget may be exceeded. Without a budget (None) only useless items are
     evicted.
     """
     ordered = sorted(candidates, key=lambda one: (not one.useless, one.rank, one.last_used, one.name))

@@ -1,4 +1,4 @@
-"""Reads from an image's files what it offers to the service and what it lacks; nothing of it is started.
+"""Reads an image's features for the service from its files; nothing of it is started.
 
 Sessions need bash; file operations need the core utilities and tar. The Python tool needs a python3 with ipykernel. The
 image's own is used if its files show that it can run here; otherwise the toolkit takes its place.

@@ -67,7 +67,7 @@ class SharedFolder:
             self._remove(folder)
 
     def remove_dead_drafts(self) -> list[Path]:
-        """Remove the drafts of dead makers; return what was removed."""
+        """Remove the drafts of dead makers; return the removed items."""
         dead = [path for path in self.drafts.glob("*~*") if self._dead(path)]
         for path in dead:
             self._remove(path)

@@ -228,7 +228,7 @@ class DockerfileSource:
 
         Raises:
             ImageNotFoundError: The file cannot be read.
-            DockerfileError: It asks for what cannot be had.
+            DockerfileError: It asks for something unsupported.
         """
         try:
             text = self.path.read_text(encoding="utf-8")
@@ -243,7 +243,7 @@ class DockerfileSource:
 
         Raises:
             ImageNotFoundError: The file, the context, a base, or a file that is copied does not exist.
-            DockerfileError: The file asks for what cannot be had.
+            DockerfileError: The file asks for something unsupported.
         """
         plan = self.plan()
         context = BuildContext(self.context, self.path)
@@ -258,7 +258,7 @@ class DockerfileSource:
 
 
 def _state(path: Path) -> str:
-    """Return what tells whether a base has changed."""
+    """Return a text that changes when a base does."""
     try:
         found = path.resolve().stat()
     except OSError as error:

@@ -2,7 +2,7 @@
 
 Guarantees:
 - A name's file is complete at every moment: an image appears, and is replaced, by one rename.
-- An image is identified by what it is made from (source, arguments, builder), so making it again is a look-up.
+- An image is identified by its inputs (source, arguments, builder), so making it again is a look-up.
 - A builder that fails, or is killed at any moment, leaves the names as they were.
 - No file is removed that another node has used within the grace period: it may have it mounted.
 
@@ -60,7 +60,7 @@ class StoredImage:
     """Seconds since the epoch."""
 
     key: str
-    """A hash of what it was made from: equal keys are equal images. It is "" for a file that was put there by hand."""
+    """A hash of its inputs: equal keys are equal images. It is "" for a file that was put there by hand."""
 
     source: str
     """The definition, reference or folder; "" if it is not known."""
@@ -101,7 +101,7 @@ class ImageStore:
         raise ImageNotFoundError(f"there is no image {text!r}; images here: {names}", hint=hint)
 
     def find(self, image: str | os.PathLike[str]) -> Path | None:
-        """Return what `resolve` does, or None if there is no such image.
+        """Return the path as `resolve` does, or None if there is no such image.
 
         Raises:
             ImageError: The text cannot be an image's, or is a reference with a password in it.
@@ -114,7 +114,7 @@ class ImageStore:
         return path
 
     def _find(self, text: str) -> tuple[Path | None, str]:
-        """Return where the image would be, and what to do if it is not there."""
+        """Return the path where the image would be, and advice if it is not there."""
         if REFERENCE.fullmatch(text):
             return self._pulled(text), f"rollout-service image pull {text}"
         if "/" in text or text.endswith(SUFFIX):

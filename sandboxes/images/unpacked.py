@@ -33,7 +33,7 @@ GRACE_SECONDS = 600.0
 """Long enough for any start to have mounted its image."""
 
 FORMAT = "5"
-"""A version that changes with what is read from an image."""
+"""A version that changes with the facts that are read from an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +183,14 @@ class UnpackedImages:
         return self._seen[name]
 
     def _identity(self, image: str) -> list[str | int]:
-        """Return what tells an image file from one that replaces it; nothing if it is not there."""
+        """Return the identity of an image file, which no file that replaces it has; nothing if it is not there."""
         try:
             return list(identity_of(Path(image)))
         except OSError:
             return []
 
     def _descriptor(self, image: str) -> Mapping[str, object]:
-        """Return what an image file says besides its files; nothing for other things that are unpacked."""
+        """Return the descriptor of an image file; nothing for other things that are unpacked."""
         if not Path(image).is_file():
             return {}
         return squashfs.read_descriptor(self._apptainer, Path(image))
@@ -223,7 +223,7 @@ class UnpackedImages:
             yield EvictionCandidate("unpacked", folder.name, size, used, image, useless=gone, kept=reason)
 
     def _image_of(self, name: str) -> tuple[str, bool]:
-        """Return what a folder was made from, and whether that is an image file that is gone or was replaced."""
+        """Return a folder's image, and whether that is an image file that is gone or was replaced."""
         try:
             known = json.loads(self._facts_file(name).read_text())
         except (OSError, ValueError):

@@ -176,7 +176,7 @@ class LimitViolations:
     def drain_with_call(
         self, timeout: float | None, output_limit: int | None
     ) -> tuple[LimitExceededError, ...]:
-        """Return what `drain` does, and the call's own limits that were reached: its timeout and its output limit."""
+        """Return the errors of `drain`, and those of the call's own limits: its timeout and its output limit."""
         found = self.drain()
         if timeout is not None:
             self._monitor.tally["time"] += 1

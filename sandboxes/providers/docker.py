@@ -228,7 +228,7 @@ class ContainerResources(LauncherResources):
 
 
 class DockerSandbox(ControlledSandbox):
-    """Asks the daemon for what only it can see, since a service that is not root may not look into containers."""
+    """Asks the daemon for facts that only it can see, since a service that is not root may not look into containers."""
 
     def __init__(
         self,

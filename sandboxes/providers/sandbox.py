@@ -62,7 +62,7 @@ DRAIN_SECONDS = 3.0
 END_SECONDS = 25.0
 END_PAUSE = 0.02
 SHELL, KERNEL = " ".join(ARGV), f"/{PROGRAM_INSIDE} "
-"""What the command lines of the sessions end with, and contain."""
+"""The end of the command line of a bash session, and a part of that of a Python session."""
 MAX_LOOKED_AT = 64
 """How many processes `list_running` looks at: it takes the host about 50 us for each."""
 MAX_RUNNING, RUNNING_CHARS = 10, 80
@@ -71,7 +71,7 @@ MAX_RUNNING, RUNNING_CHARS = 10, 80
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSandbox:
-    """A running control shell, and what its sessions need to know about its environment."""
+    """A running control shell, and the facts about its environment that sessions need."""
 
     id: str
     provider: str

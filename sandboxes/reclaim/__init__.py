@@ -1,1 +1,1 @@
-"""Removes what sandboxes leave behind, even after a crash. Standard library only."""
+"""Removes the remains of sandboxes, even after a crash. Standard library only."""

@@ -1,4 +1,4 @@
-"""The guard of a service: a process that outlives it for as long as it takes to remove what the service left.
+"""The guard of a service: a process that outlives it for as long as it takes to remove the service's remains.
 
 It waits for the end of a pipe whose other end only the service holds. A word on the pipe is a goodbye after a clean
 close; an end without one means that the service died, by whatever cause. Until then the guard is a waiting `sh` of
@@ -73,7 +73,7 @@ class Guard:
     def dismiss(self, *, clean: bool) -> None:
         """Close the pipe, with a goodbye if nothing is left to do, and collect a guard that ends at once.
 
-        Call it once. Without the goodbye the guard sweeps what it can, even after this process has ended.
+        Call it once. Without the goodbye the guard sweeps as much as it can, even after this process has ended.
         """
         with suppress(BrokenPipeError):
             if clean:
@@ -85,7 +85,7 @@ class Guard:
 
 
 def main(folder: str, *groups: str) -> None:
-    """Sweep what the service left until nothing is left. Its lock is free as soon as it is dead."""
+    """Sweep the service's remains until there are none. Its lock is free as soon as it is dead."""
     deadline = time.monotonic() + GUARD_SECONDS
     while time.monotonic() < deadline:
         swept = sweep_service(Path(folder), groups)

@@ -82,7 +82,7 @@ class ServiceResources:
         return [guard.process.pid for guard in self._guards if guard.alive]
 
     async def sweep(self, groups: ControlGroups) -> reaper.ReclaimResult:
-        """Reclaim what dead services of this user left.
+        """Reclaim the remains of this user's dead services.
 
         Raises:
             SandboxConfigError: The host has no place for the folder of this service: told now, not at each start.
@@ -99,7 +99,7 @@ class ServiceResources:
         return await anyio.to_thread.run_sync(sweep_all)
 
     async def close(self) -> None:
-        """Remove what closed sandboxes could not, then the folder. Idempotent; if it fails, the guard goes on."""
+        """Remove the remains of closed sandboxes, then the folder. Idempotent; if it fails, the guard goes on."""
         async with self._lock:
             self._closed = True
             await anyio.to_thread.run_sync(self._close)
@@ -200,7 +200,7 @@ class LauncherResources:
         return self._group.paths if self._group else []
 
     def _remove(self) -> None:
-        """Remove what the sandbox had, after its launcher has been collected."""
+        """Remove the sandbox's resources, after its launcher has been collected."""
         paths = self._paths
         reaper.kill_groups(paths)
         if remove_groups(paths, GROUP_SECONDS):

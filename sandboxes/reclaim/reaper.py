@@ -1,4 +1,4 @@
-"""Ends and removes what dead services left on this host.
+"""Ends the processes and removes the files that dead services left on this host.
 
 Every service has one folder (`run_folders.ServiceFolder`), created before anything else and removed last. Sandbox ids,
 process marks and control groups begin with the folder's name. The service holds a lock on the folder, which the kernel
@@ -27,7 +27,7 @@ from sandboxes.limits.cgroups import group_members, remove_groups
 from sandboxes.reclaim.rmtree import remove_tree
 
 OWNER = "owner"
-"""The file that says what the folder's name does not: the host, the pid and the control groups. It may be missing."""
+"""The file with the facts that the folder's name lacks: the host, the pid and the control groups. It may be missing."""
 NAME = re.compile("[0-9a-f]{8}")
 CGROUPS = "/sys/fs/cgroup/"
 RECLAIM_SECONDS = 30.0
@@ -37,7 +37,7 @@ PAUSE = 0.02
 
 
 class ReclaimResult(NamedTuple):
-    """Counts of what was removed, and each failure with its reason."""
+    """Counts of the removed items, and each failure with its reason."""
 
     sandboxes: int = 0
     processes: int = 0
@@ -60,7 +60,7 @@ def write_owner(folder: Path, groups: Iterable[str]) -> None:
 
 
 def sweep(base: Path, groups: Iterable[str] = ()) -> ReclaimResult:
-    """Reclaim what dead services left below a folder. It blocks for as long as the kernel needs.
+    """Reclaim the remains of dead services below a folder. It blocks for as long as the kernel needs.
 
     `groups` are the parents of control groups, for folders that do not say where theirs are.
     """
@@ -74,7 +74,7 @@ def sweep(base: Path, groups: Iterable[str] = ()) -> ReclaimResult:
 
 
 def sweep_service(folder: Path, groups: Iterable[str] = ()) -> ReclaimResult | None:
-    """Reclaim what one service left; return None if it lives, is not ours, or another process is reclaiming it."""
+    """Reclaim the remains of one service; return None if it lives, is not ours, or another process is reclaiming it."""
     with claim(folder) as owner:
         if owner is None:
             return None
@@ -101,7 +101,7 @@ def claim(folder: Path) -> Iterator[dict[str, object] | None]:
 def reclaim(
     folder: Path, groups: Iterable[str], seconds: float = RECLAIM_SECONDS, rounds: int = QUIET_ROUNDS
 ) -> ReclaimResult:
-    """End what a service started and remove what it created; the caller holds its lock.
+    """End the processes that a service started and remove the files that it created; the caller holds its lock.
 
     It is done once nothing was found `rounds` times. One round is enough for a service that starts nothing more.
     """

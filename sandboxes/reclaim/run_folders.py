@@ -123,7 +123,7 @@ class ServiceFolder:
         return RunFolder(self.path / str(next(self._numbers)))
 
     def close(self) -> None:
-        """Release the lock, after which anyone may sweep what is left. Call it once."""
+        """Release the lock, after which anyone may sweep the rest. Call it once."""
         os.close(self._handle)
 
 

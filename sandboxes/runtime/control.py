@@ -297,7 +297,7 @@ class Child:
         self.release()
 
     def release(self) -> None:
-        """Close the pipes, and leave what is in the group alone. Idempotent."""
+        """Close the pipes, and leave the processes of the group alone. Idempotent."""
         self.status.close()
         self.pipes.unlink()
         self.pipes.close()

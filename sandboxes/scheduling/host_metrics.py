@@ -93,7 +93,7 @@ def _find_own_groups(proc: Path, cgroups: Path) -> list[Path]:
 
 
 def _read_group_memory(group: Path, total: int | None) -> Iterator[tuple[int, int]]:
-    """Yield what a control group has left of its memory limit, and the limit. Its cached files count as free."""
+    """Yield a control group's free memory, cached files included, and its memory limit."""
     for most, current, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

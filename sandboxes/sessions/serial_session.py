@@ -1,4 +1,4 @@
-"""What both kinds of sessions have in common: one process, started when it is needed, and one call at a time.
+"""The base of both kinds of sessions: one process, started when it is needed, and one call at a time.
 
 The death of a process is raised once, with its cause if the sandbox knows one. The next call starts another process.
 """

@@ -46,7 +46,7 @@ def main() -> None:
 def watch_children() -> int:
     """Return a descriptor that is readable once a child has ended.
 
-    The terminal alone does not tell: what the command left in the background may still have it open.
+    The terminal alone does not tell: background processes of the command may still have it open.
     """
     ended, told = os.pipe()
     os.set_blocking(told, False)
@@ -95,7 +95,7 @@ def take_frames(data: bytes, master: int) -> "tuple[bytes, bytes]":
 
 
 def set_size(terminal: int, lines: int, columns: int) -> None:
-    """Set the size of a terminal's window, which its programs are told of."""
+    """Set the size of a terminal's window; its programs get a SIGWINCH."""
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
 

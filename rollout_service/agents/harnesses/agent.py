@@ -33,7 +33,7 @@ KEPT_CHARS = 16 * 1024
 """How much of a program's output is kept with the rollout: its end."""
 QUOTED_CHARS = 2_000
 QUICK_SECONDS = 60.0
-"""The limit for what precedes the program: to look at the image, and to ask it for its version."""
+"""The limit for the steps before the program: to look at the image, and to ask it for its version."""
 LARGEST_ARGUMENT = 120_000
 """The kernel takes no argument of 128 KiB or more."""
 
@@ -204,7 +204,7 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 
 def _end_of(result: ExecResult, chars: int) -> str:
-    """Return the end of what a program wrote: to its standard output, then to its standard error."""
+    """Return the end of a program's output: to its standard output, then to its standard error."""
     parts = (result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace"))
     return "\n".join(part.strip() for part in parts if part.strip())[-chars:]
 

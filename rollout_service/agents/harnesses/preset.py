@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from api_schemas.base import Name
 
 PLACEHOLDERS = frozenset({"prompt", "url", "key", "model", "workdir"})
-"""What `$name` may stand for in a command, a variable or a file: `url` is the gateway's, without a path."""
+"""The names of the placeholders (`$name`) of commands, variables and files. `url` is the gateway's, without a path."""
 Text = Annotated[str, Field(max_length=256 * 1024)]
 
 
@@ -25,7 +25,7 @@ class HarnessModel(BaseModel):
 
 
 class InstallTable(HarnessModel):
-    """`[install]`: what its image has besides the base image."""
+    """`[install]`: the additions of its image to the base image."""
 
     npm: list[str] = []
     """Packages of the npm registry, with their versions."""
@@ -51,22 +51,22 @@ ServerForm = Literal["claude", "codex", "gemini", "opencode"]
 
 
 class ServersTable(HarnessModel):
-    """`[mcp]`: how the program is told of MCP servers."""
+    """`[mcp]`: the form in which the program's settings name MCP servers."""
 
     form: ServerForm
     file: str
     """The file of its settings, one of `files` or another."""
     arguments: list[str] = []
-    """What follows the program's name in its command, then."""
+    """Arguments to insert after the program's name if there are MCP servers."""
 
 
 class HarnessProgram(HarnessModel):
-    """What `[harness]` of an `environment.toml` may set, and a preset sets first."""
+    """The settings of `[harness]` in an `environment.toml`; a preset has their defaults."""
 
     command: list[Text] = []
     """The program and its arguments, with placeholders such as `$prompt`."""
     stdin: Text | None = None
-    """What it reads from its standard input."""
+    """The text of its standard input."""
     env: dict[str, Text] = {}
     files: dict[str, Text] = {}
     """Files to write before it starts, by their paths: absolute, or below `~/`."""
@@ -107,11 +107,11 @@ class HarnessPreset(HarnessProgram):
     check: CheckTable | None = None
     mcp: ServersTable | None = None
     known_limits: list[str] = []
-    """Sentences for people on what does not work, or works otherwise than one expects."""
+    """Sentences for people on features that do not work, or work otherwise than one expects."""
 
 
 class HarnessSettings(HarnessProgram):
-    """`[harness]` of an `environment.toml`: which program is the agent, and what differs from its preset."""
+    """`[harness]` of an `environment.toml`: which program is the agent, and the changes to its preset."""
 
     name: Name
     """A preset (`rollout-service harness list`), or `command` for any program."""

@@ -2,5 +2,5 @@
 
 The small part of the protocol that tools need is spoken here and not by the package `mcp`: its releases change their
 interface and are pinned to different ones by the trainers and environments that this service is installed beside, and
-what a server in a sandbox sends is hostile, so every read has to be bounded here anyway.
+the messages of a server in a sandbox are hostile, so every read has to be bounded here anyway.
 """

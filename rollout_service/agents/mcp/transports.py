@@ -1,7 +1,7 @@
 """How messages get to a server and back: over the pipes of a program in the sandbox, or by HTTP from inside it.
 
 Guarantees: a message has a largest size; messages that answer nothing which was asked are dropped; requests of the
-server are refused, except `ping`. Whoever calls sets the deadline, and may leave at it: what arrives late is dropped.
+server are refused, except `ping`. Whoever calls sets the deadline, and may leave at it: late messages are dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Transport(Protocol):
         """Send a request, and return the message that answers it.
 
         Raises:
-            McpServerError: The server has ended, or says what no server may say.
+            McpServerError: The server has ended, or sends a message that no server may send.
         """
         ...
 
@@ -78,7 +78,7 @@ class PipeTransport:
         self._writing = False
 
     async def _refuse(self, asked: JsonObject) -> None:
-        """Answer a request of the server; it is told of no capability that would allow one but `ping`."""
+        """Answer a request of the server. Only `ping` is supported; no capability that allows others is advertised."""
         if "id" in asked:
             await self.tell({"jsonrpc": "2.0", "id": asked["id"], **_answer_to(asked)})
 
@@ -126,7 +126,7 @@ class HttpTransport:
         await self._post(message)
 
     async def _post(self, message: JsonObject) -> JsonObject | None:
-        """Send a message; return what answers it, if anything does."""
+        """Send a message; return its answer, if there is one."""
         url, name = str(self._settings.url), self._settings.name
         try:
             content = orjson.dumps(message)
@@ -209,7 +209,7 @@ def _answering(data: bytes, asked: object) -> JsonObject | None:
 
 
 def _parse(data: bytes) -> JsonObject | None:
-    """Return a message, or None for what is none: servers print other things by mistake."""
+    """Return a message, or None for other output: servers print other things by mistake."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:

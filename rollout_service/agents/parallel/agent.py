@@ -1,6 +1,6 @@
 """The built-in agent with sub-agents: the policy decides whether, when and how widely to hand on work.
 
-Guarantee: `Episode.nodes` and `Episode.work` tell what was done, however the agent ends.
+Guarantee: `Episode.nodes` and `Episode.work` record the work, however the agent ends.
 """
 
 from __future__ import annotations

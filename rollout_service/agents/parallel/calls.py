@@ -329,7 +329,7 @@ class SubagentRegistry:
         return created_text(wanted.name)
 
     def assignment(self, call: ToolCall) -> tuple[Assignment, str]:
-        """Return what a call assigns, and the system prompt of its sub-agent.
+        """Return the assignment of a call, and the system prompt of its sub-agent.
 
         Raises:
             ToolInputError: There is no such sub-agent, or a field is empty or too long.

@@ -1,6 +1,6 @@
-"""What one agent has spent: the steps of its turns, and the time of its waves of sub-agents.
+"""The costs of one agent: the steps of its turns, and the time of its waves of sub-agents.
 
-Guarantee: a wave that was cut short is in it with what its sub-agents had spent until then.
+Guarantee: a wave that was cut short is included, with the costs of its sub-agents until then.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from api_schemas.inference import FROZEN_NAMES, is_frozen
 
 
 class SubagentSettings(BaseModel):
-    """`[parallel.subagent]`: what serves a sub-agent, and its limits."""
+    """`[parallel.subagent]`: the pool that serves a sub-agent, and its limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

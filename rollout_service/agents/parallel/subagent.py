@@ -5,7 +5,7 @@ Guarantees:
 - None of its tokens has mask 1.
 - A failure of its engine or its own sandbox is retried alone; if it stays, the rollout fails, and no text blames the
   policy. What the sub-agent itself did wrong is a result that is not valid, with the reason.
-- It is in the tree however it ends, with what it has used.
+- It is in the tree however it ends, with its costs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _INVALID = {
 
 
 MakeCalls = Callable[[str, int | None, SubagentSlot], "ParallelCalls"]
-"""Makes what runs the calls of a sub-agent, from its id, its allowance of steps, and its slot."""
+"""Makes the runner of a sub-agent's calls, from its id, its allowance of steps, and its slot."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Branch:
     """The steps that may follow each other; None sets no limit."""
     times: BranchTimes = field(default_factory=BranchTimes)
     steps: Steps = field(default_factory=Steps)
-    """What it has cost, once it has ended."""
+    """Its costs, once it has ended."""
     result: str = ""
     _number: int = 0
     _model: str = ""
@@ -94,7 +94,7 @@ class Branch:
     _versions: list[int] = field(default_factory=list)
 
     async def run(self, clock: WaitingClock) -> str:
-        """Do the task, and return what the parent reads; `clock` is the parent's.
+        """Do the task, and return the text for the parent; `clock` is the parent's.
 
         Errors of the engine, the renderer and the sandbox are raised as they are, once they were retried.
         """

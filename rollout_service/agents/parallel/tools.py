@@ -19,7 +19,7 @@ MAX_NAME_CHARS = 64
 
 _RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 RESULT_RULE = "Put your result in <result></result>."
-"""What is added to the system prompt of every sub-agent, after an empty line."""
+"""The sentence that is added to every sub-agent's system prompt, after an empty line."""
 
 
 def _tool(tool: str, description: str, *fields: str) -> ToolSpec:
@@ -43,7 +43,7 @@ ASSIGN_SPEC = _tool(
 
 
 def marked_result(text: str) -> str | None:
-    """Return what a sub-agent's last message marks as its result: the last block; None without any."""
+    """Return the marked result in a sub-agent's last message: the last block; None without any."""
     blocks = _RESULT.findall(text)
     return blocks[-1].strip() if blocks else None
 
@@ -54,7 +54,7 @@ def created_text(name: str) -> str:
 
 
 def result_text(result: str, invalid_because: InvalidBecause | None) -> str:
-    """Return what the policy reads of a sub-agent's result: if it is not valid, with a line that says why."""
+    """Return the policy's view of a sub-agent's result: if it is not valid, with a line that says why."""
     if invalid_because is None:
         return result
     note = f"[{_WHY[invalid_because]}]"

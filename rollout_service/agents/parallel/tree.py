@@ -1,4 +1,4 @@
-"""The tree of one rollout: its sub-agents as they begin and end, and what was spent on them.
+"""The tree of one rollout: its sub-agents as they begin and end, and their costs.
 
 Guarantees: a sub-agent is in `Episode.nodes` from the moment it begins, whatever ends the rollout; the versions that
 serve sub-agents do not change within a rollout, or it fails.
@@ -57,7 +57,7 @@ class AgentTree:
     def is_new(self, system: str, prompt: str) -> bool:
         """Note a task for an agent with these instructions; return whether the like has not been assigned before.
 
-        The name of an agent makes no difference, and neither does what cannot be seen: tasks that differ by nothing
+        The name of an agent makes no difference, and neither do invisible characters: tasks that differ by nothing
         else would be paid as parallel work.
         """
         task = (_visible(system), _visible(prompt))
@@ -71,7 +71,7 @@ class AgentTree:
         self.assigns["duplicate"] += duplicate
 
     def put(self, number: int, node: AgentNode) -> None:
-        """Add a sub-agent that begins, or replace what was known of it; numbers begin at 1."""
+        """Add a sub-agent that begins, or replace its node; numbers begin at 1."""
         self.episode.nodes[number - 1 : number] = [node]
 
     def check_versions(self, pool: str, versions: list[int]) -> None:

@@ -41,7 +41,7 @@ class ToolCallingAgent:
     """Runs a policy with a set of tools."""
 
     def __init__(self, tools: Sequence[Tool] = (), *, calls: CallRunner | None = None) -> None:
-        """Pass the tools, or what runs their calls."""
+        """Pass the tools, or the runner of their calls."""
         self._calls = calls or ToolCalls(tools)
 
     @property
@@ -80,7 +80,7 @@ class ToolCallingAgent:
 
 
 def final_answer(messages: Sequence[Message]) -> str | None:
-    """Return the agent's answer in a finished conversation: what it passed to `finish`, or its last message."""
+    """Return the agent's answer in a finished conversation: the text passed to `finish`, or its last message."""
     last = next((message for message in reversed(messages) if message.role == "assistant"), None)
     if last is None:
         return None

@@ -27,9 +27,9 @@ from sandboxes.errors import LimitExceededError
 from sandboxes.task_groups import open_task_group
 
 TOOL_STATE = "tools"
-"""The key of what tools keep in `Episode.state`."""
+"""The key of the tools' state in `Episode.state`."""
 COMMANDS = ("command", "code")
-"""The arguments of tools that run what the policy writes."""
+"""The arguments that tools run as the policy's commands or code."""
 COMMAND_CHARS = 200
 GRACE_SECONDS = 5.0
 """Time beyond its limit for a tool to end by itself, which leaves a better result than cutting it off."""
@@ -126,7 +126,7 @@ class ToolCalls:
 
 
 def _detail(call: ToolCall, context: ToolContext) -> dict[str, str]:
-    """Return what is noted of a call: the first line of what it runs, not more."""
+    """Return the details to note of a call: the first line of its command or code, not more."""
     detail = {"call": call.id}
     for name in COMMANDS:
         if isinstance(text := (call.arguments or {}).get(name), str):

@@ -3,7 +3,7 @@
 `read`, `write` and `edit` do the same in three small tools. This one adds line numbers, insertion and undo.
 
 Guarantees: a file is changed completely or not at all; the history for `undo_edit` is bounded for each episode, and is
-lost with it; what is left out of a view is said, with the argument that shows it.
+lost with it; a view that leaves lines out says so, with the argument that shows them.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ async def _insert(sandbox: Sandbox, arguments: _Editor, context: ToolContext) ->
 async def _save(
     sandbox: Sandbox, path: str, before: str, after: str, place: tuple[int, int], context: ToolContext
 ) -> str:
-    """Write the file, remember what it was, and return the lines around the change."""
+    """Write the file, remember its former text, and return the lines around the change."""
     await sandbox.write_file(path, after)
     _history(context).add(_absolute(sandbox, path), before.encode())
     lines = _lines(after)

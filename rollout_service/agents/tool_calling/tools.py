@@ -37,7 +37,7 @@ class ToolContext:
     limit_violations: list[LimitExceededError] = field(default_factory=list)
     """Takes the limits of the sandbox that the call reached."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What tools keep from one call to the next; one for each episode, with the tools' names as keys."""
+    """The state that tools keep between calls of one episode, by the tool's name."""
     instance: Mapping[str, JsonValue] = field(default_factory=dict)
     """The data of the task."""
     episode: Episode | None = None
@@ -169,7 +169,7 @@ def _lean(value: Any, *, named: bool = False) -> Any:
 
 
 def explain(error: ValidationError) -> str:
-    """Return what is wrong with a call's arguments, for the policy."""
+    """Return the errors in a call's arguments, for the policy."""
     parts = []
     for item in error.errors(include_url=False, include_input=False):
         name = ".".join(str(part) for part in item["loc"])

@@ -1,6 +1,6 @@
 """The text of an HTML page, for a policy: one pass over the source, in time that grows with its length alone.
 
-This is no parser. It keeps what a reader needs: text, headings, list items, links and their addresses.
+This is no parser. It keeps the parts that a reader needs: text, headings, list items, links and their addresses.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _PageWriter:
         self._link = ""
 
     def part(self, part: str) -> None:
-        """Read what follows a "<", up to the next one."""
+        """Read the text that follows a "<", up to the next one."""
         if self._hidden == "--" or part.startswith("!--"):
             _, closed, rest = part.partition("-->")
             self._hidden = "" if closed else "--"
@@ -110,7 +110,7 @@ class _PageWriter:
             self._out.append(_plain(text))
 
     def finish(self) -> str:
-        """Return what was collected, without empty lines in a row."""
+        """Return the collected text, without empty lines in a row."""
         self._anchor("", closing=True)
         lines = [SPACES.sub(" ", line).strip() for line in "".join(self._out).split("\n")]
         kept = [line for line, before in zip(lines, ["", *lines], strict=False) if line or before]

@@ -29,7 +29,7 @@ GET_SECONDS: Final = 30.0
 PAUSES: Final = (0.5, 2.0)
 """How many seconds pass before each further attempt."""
 _BAD_QUERY: Final = frozenset({400, 413, 414, 422})
-"""What a service answers to a query that it cannot take."""
+"""The statuses with which a service refuses a query."""
 
 
 class SearchFailedError(ServiceError):
@@ -94,7 +94,7 @@ def search_tool(settings: SearchSettings) -> FunctionTool[_Search]:
 
 
 async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
-    """Return what the service answers, as parsed JSON.
+    """Return the service's answer, as parsed JSON.
 
     Raises:
         ToolInputError: The service cannot take the query.
@@ -116,7 +116,7 @@ async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
 
 
 async def _get_patiently(settings: SearchSettings, query: str, headers: dict[str, str]) -> bytes:
-    """Return the body of an answer; what may pass a moment later is tried again."""
+    """Return the body of an answer; temporary failures are tried again."""
     for seconds in PAUSES:
         try:
             return await _get(settings, query, headers)

@@ -221,5 +221,5 @@ def _is_loopback(host: str) -> bool:
 
 @lru_cache(maxsize=1)
 def tls_context() -> ssl.SSLContext:
-    """Return the settings of TLS for what agents ask; the first call reads files, so make it in a thread."""
+    """Return the TLS settings for agents' requests; the first call reads files, so make it in a thread."""
     return httpx.create_ssl_context()

@@ -81,7 +81,7 @@ class AttackReport:
 
     @property
     def causes(self) -> dict[str, list[str]]:
-        """The attacks that succeeded and should not have, by what probably let them: one mend may hold them all."""
+        """The attacks that succeeded and should not have, by the probable cause: one mend may hold them all."""
         found: dict[str, list[str]] = {}
         for outcome in self.outcomes:
             if outcome.verdict is AttackVerdict.FORGED:
@@ -117,7 +117,8 @@ async def attack_environment(
 ) -> AttackReport:
     """Run the attacks against one instance: by default, the first of the environment's data set.
 
-    `models` are what the environment asks. `on_outcome` is called after each attack, with the number of those done.
+    `models` are the models that the environment uses. `on_outcome` is called after each attack, with the number of
+    those done.
 
     Raises:
         EnvironmentFailedError: There is no instance, or not even an idle agent gets a reward.

@@ -1,7 +1,7 @@
-"""`rollout-service doctor`: check this machine, and name the commands that fix what it lacks.
+"""`rollout-service doctor`: check this machine, and name the commands that add missing parts.
 
 With a batch and a model, it checks instead whether the batch's log-probabilities are the model's. With `--live`, it
-asks a service that runs what is wrong there.
+asks a service that runs for its problems.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def command(
     stacks: Annotated[bool, typer.Option("--stacks", help="With --live: show where each waits.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that this machine has what the service needs, and show how to fix what it lacks.
+    """Check that this machine has everything that the service needs, and show how to add missing parts.
 
     `missing` keeps the service from running rollouts, and makes the exit code 1; `limited` works, with reduced
     functionality. With --batch and --model, recompute the log-probability of every sampled token with transformers

@@ -86,7 +86,7 @@ def check_apptainer(facts: HostFacts) -> Check:
 
 
 def check_mounts(facts: HostFacts) -> Iterator[Check]:
-    """Check what Apptainer needs to mount images and isolate processes: as root a capability, else FUSE and ids."""
+    """Check that Apptainer can mount images and isolate processes: as root a capability, else FUSE and ids."""
     if facts.is_root:
         if facts.mounts_images:
             yield Check("mounting images", "ok", "as root")
@@ -125,7 +125,7 @@ def check_limits(facts: HostFacts) -> Iterator[Check]:
 
 
 def check_sharing(settings: Settings) -> Iterator[Check]:
-    """Check that one sandbox cannot use up, or reach, what others need."""
+    """Check that one sandbox cannot use up, or reach, the resources of others."""
     if not isinstance(settings.sandbox, ApptainerConfig):
         return
     try:

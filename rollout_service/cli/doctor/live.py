@@ -1,4 +1,4 @@
-"""`rollout-service doctor --live`: what is wrong with a service that runs, and why.
+"""`rollout-service doctor --live`: the problems of a service that runs, and their causes.
 
 Guarantee: it answers even if the service's event loop is blocked: the service's watchdog has then written its last
 report to the state folder, which is read if the service does not answer within `ANSWER_SECONDS`.
@@ -29,7 +29,7 @@ STALE_SECONDS = 15.0
 def check_live(
     url: str, key: str | None, state_dir: Path | None, config: Path | None, *, stacks: bool, as_json: bool
 ) -> int:
-    """Print what is wrong with a service; return 1 if anything is.
+    """Print the problems of a service; return 1 if there are any.
 
     Raises:
         CommandError: The service does not answer, and there is no report in its state folder.

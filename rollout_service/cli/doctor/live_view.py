@@ -1,4 +1,4 @@
-"""`doctor --live` as text: what is wrong first, and where each rollout waits.
+"""`doctor --live` as text: the problems first, and then where each rollout waits.
 
 Guarantee: it says that all is well only if the exit code does.
 """

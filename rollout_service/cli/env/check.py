@@ -54,7 +54,7 @@ class AskedSecret:
 
     @classmethod
     def of(cls, secret: Secret, problem: SecretMissingError | None) -> AskedSecret:
-        """Return what the report says of a secret."""
+        """Return the report's entry for a secret."""
         return cls(secret.table, secret.key, str(secret.source), problem is None)
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class EnvironmentReport:
     harness: str | None
     """The program that is the agent; None for the built-in one."""
     tools: list[str]
-    """The built-in tools and the environment's own, as the policy is told of them."""
+    """The names of the built-in tools and the environment's own, as the policy sees them."""
     instances: int
     splits: dict[str, int]
     """The number of instances in each split of the data set."""
@@ -135,7 +135,7 @@ def _spec(environment: Environment) -> dict[str, JsonValue]:
 
 
 def tool_names(environment: Environment) -> list[str]:
-    """Return the names of all tools that the policy is told of."""
+    """Return the names of all tools that the policy sees."""
     told = [str(tool["function"]["name"]) for tool in environment.tool_definitions()]
     return [*environment.spec.tools, *(name for name in told if name not in environment.spec.tools)]
 
@@ -268,7 +268,7 @@ def with_solutions(
 
 
 def instance_name(instance: dict[str, JsonValue]) -> str:
-    """Return what tells an instance from others to a person: its id, or all of it."""
+    """Return a name by which a person knows an instance: its id, or all of it."""
     name = instance.get("instance_id")
     return name if isinstance(name, str) else json.dumps(instance)
 

@@ -57,7 +57,7 @@ class PoolModels:
         url: str | None = None,
         key: str | None = None,
     ) -> PoolModels:
-        """Return what the options `--pool-model`, `--pool-script`, `--url` and `--key` name.
+        """Return the models named by the options `--pool-model`, `--pool-script`, `--url` and `--key`.
 
         Raises:
             CommandError: One is not valid, or two name the same pool.
@@ -73,7 +73,7 @@ class PoolModels:
 
     @asynccontextmanager
     async def engines(self) -> AsyncIterator[list[BackendSpec]]:
-        """Start what has to be started, and yield the engines with their pools.
+        """Start an engine for each model and script, and yield these and the server's, with their pools.
 
         Raises:
             CommandError: A script is not valid, or the server does not answer.
@@ -103,7 +103,7 @@ class PoolModels:
 
     @asynccontextmanager
     async def opened(self, state: Path) -> AsyncIterator[OtherModels]:
-        """Yield what plays for these pools in a trial; `state` is a folder for the time of the block."""
+        """Yield the models of these pools for a trial; `state` is a folder for the time of the block."""
         with _quiet():
             async with self.engines() as specs, Pools() as pools:
                 serving = _NamedPools(pools, FileBackends(state / "backends.json", backend_id_of_spec))

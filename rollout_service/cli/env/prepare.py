@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Preparation:
-    """What was asked for, and what became of it."""
+    """The numbers of instances and images of a preparation, and its failures."""
 
     instances: int = 0
     images: int = 0
@@ -98,7 +98,7 @@ class MissingImage:
 
 
 def _missing(part: DatasetPart, store: ImageStore, done: Preparation) -> dict[str, MissingImage]:
-    """Look at all instances, count what is there, and return the images that are not."""
+    """Look at all instances, count the images that exist, and return the missing ones."""
     missing: dict[str, MissingImage] = {}
     seen: set[str] = set()
     with common.err().status("looking at the instances") as status:
@@ -147,7 +147,7 @@ def _look_for(
 
 
 def _source_of(image: str, environment: Environment, store: ImageStore) -> Source:
-    """Return what an image can be made from.
+    """Return the source of an image.
 
     Raises:
         ImageNotFoundError: Nothing says how it is made.
@@ -171,7 +171,7 @@ def _failure(instance: str, image: str | None, error: Exception | None) -> Failu
 
 
 class Room:
-    """The room that images may take: the disk's, less what sandboxes need, and the images' budget."""
+    """The room that images may take: the disk's, less the need of sandboxes, and the images' budget."""
 
     def __init__(self, store: ImageStore, settings: Settings) -> None:
         self._store = store

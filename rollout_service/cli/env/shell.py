@@ -283,7 +283,7 @@ async def _pass_sizes(terminal: SandboxTerminal) -> None:
 
 
 async def _show(terminal: SandboxTerminal) -> bool:
-    """Show what the sandbox's terminal shows, to its end; return False if this one was closed before."""
+    """Show the output of the sandbox's terminal, to its end; return False if this one was closed before."""
     while shown := await terminal.receive():
         try:
             while shown:

@@ -36,7 +36,7 @@ PRINTED_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class TriedTask:
-    """What became of one task."""
+    """The outcome of one task."""
 
     instance: dict[str, JsonValue]
     solved: float | None

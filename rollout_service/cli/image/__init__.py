@@ -151,7 +151,7 @@ def build(
 def _named_source(
     name: str, definition: Path | None, tree: Path | None, harness: list[str], arguments: dict[str, str]
 ) -> Source:
-    """Return what an image with this name is made from."""
+    """Return the source of an image with this name."""
     from rollout_service.agents.harnesses.registry import harness_image, joint_image
     from sandboxes.images.sources import Definition, Tree
     from sandboxes.images.store import packaged
@@ -228,7 +228,7 @@ def list_images(as_json: AsJson = False) -> None:
 
 @app.command("inspect", epilog="Example: rollout-service image inspect base")
 def inspect(image: Image, as_json: AsJson = False) -> None:
-    """Show what an image offers, and what it lacks for sandboxes, without running anything in it.
+    """Show the features of an image, and those that sandboxes miss, without running anything in it.
 
     The exit code is 1 if it lacks something that sessions or files need.
     """
@@ -351,7 +351,7 @@ def provide(source: Source, name: str | None, *, force: bool, as_json: bool) -> 
 
 
 def _prune_to_budgets(store: ImageStore, settings: Settings, made: set[str]) -> None:
-    """Remove what exceeds the budgets, except the images that were just made."""
+    """Remove images beyond the budgets, except those that were just made."""
     if settings.layers_budget_bytes is not None:
         image_builder(settings).layers.prune(settings.layers_budget_bytes)
     if settings.images_budget_bytes is None:

@@ -1,4 +1,4 @@
-"""Images, what they offer, and what was pruned, as tables or as JSON."""
+"""Images, their features, and the outcome of pruning, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def image_as_dict(image: StoredImage) -> dict[str, Any]:
 
 
 def show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
-    """Show what an image offers and lacks."""
+    """Show the features that an image has and lacks."""
     if as_json:
         more = {"path": str(path), "missing": list(facts.missing), "needs_toolkit": facts.needs_toolkit}
         common.print_json({**facts.as_json(), **more, "advice": list(facts.advice)})
@@ -78,7 +78,7 @@ def show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
 
 
 def show_pruned(decided: Sequence[EvictionCandidate], *, dry_run: bool, as_json: bool) -> None:
-    """Show what was removed and kept, and why."""
+    """Show which items were removed or kept, and why."""
     from dataclasses import asdict
     from datetime import UTC, datetime
 

@@ -64,8 +64,8 @@ def command(
 
     With --html, all of that and its conversation and timeline are saved as a page in one file, to send or to keep.
 
-    Control characters and other invisible ones are shown as escapes. Through a pipe, or without colors, brackets say
-    what colors would.
+    Control characters and other invisible ones are shown as escapes. Through a pipe, or without colors, brackets
+    replace the colors.
     """
 
     async def main() -> None:

@@ -1,6 +1,6 @@
-"""What the colors of tokens say, and how it is said where there are none.
+"""The colors of tokens, and the brackets and labels that replace them.
 
-Guarantee: whatever a color says, brackets and labels say too, so nothing is lost without colors.
+Guarantee: brackets and labels say all that colors say, so nothing is lost without colors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Coloring(StrEnum):
-    """What tokens are colored by."""
+    """The property by which tokens are colored."""
 
     MASK = "mask"
     LOGPROB = "logprob"
@@ -43,7 +43,7 @@ class Mark:
     key: Hashable
     style: str
     label: str | None = None
-    """What is said in brackets without colors; None for no brackets, "" for brackets alone."""
+    """The text in brackets without colors; None for no brackets, "" for brackets alone."""
 
 
 CONTEXT = Mark("context", "dim")
@@ -68,7 +68,7 @@ def mark(coloring: Coloring, token: Token, segment: SegmentOutline) -> Mark:
 
 
 def legend(coloring: Coloring) -> list[tuple[str, str]]:
-    """Return what each style says, as pairs of a text and its style."""
+    """Return the meaning of each style, as pairs of a text and its style."""
     if coloring is Coloring.SEGMENT:
         return [("read in an earlier segment", CONTEXT.style), ("one color for each segment", PALETTE[0])]
     context = ("context", CONTEXT.style)
@@ -86,7 +86,7 @@ def legend(coloring: Coloring) -> list[tuple[str, str]]:
 
 
 def plain_legend(coloring: Coloring) -> str:
-    """Return what brackets say without colors."""
+    """Return the meaning of brackets without colors."""
     return {
         Coloring.MASK: "⟦sampled⟧, the rest is context",
         Coloring.LOGPROB: "⟦sampled with less than 50 %, and its log-probability⟧",

@@ -1,4 +1,4 @@
-"""Prints what may be longer than the screen: through a pager on a terminal, and at once everywhere else."""
+"""Prints output that may be longer than the screen: through a pager on a terminal, and at once everywhere else."""
 
 from __future__ import annotations
 

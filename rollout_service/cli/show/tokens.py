@@ -1,4 +1,4 @@
-"""Shows a trajectory token by token, colored by what a person wants to see.
+"""Shows a trajectory token by token, colored by a property of choice.
 
 Guarantee: no text of a policy or a tool reaches a terminal as anything but text: whatever a terminal would obey, or
 hide, is shown as an escape.
@@ -53,7 +53,7 @@ async def render(
 
 
 def head(outline: TrajectoryOutline, coloring: Coloring, *, plain: bool) -> list[Segment]:
-    """Return the legend, and what cannot be shown."""
+    """Return the legend, and notes on anything that cannot be shown."""
     parts = [Segment(f"{coloring}: ")]
     if plain:
         parts.append(Segment(plain_legend(coloring)))

@@ -1,4 +1,4 @@
-"""Renders a trajectory for people: what the policy read, what it sampled, and how sure it was of each token."""
+"""Renders a trajectory for people: the policy's prompts and completions, and how sure it was of each token."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool
 
 
 def render_head(rollout: Rollout) -> RenderableType:
-    """Render what became of a rollout, without its trajectory."""
+    """Render the outcome of a rollout, without its trajectory."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"

@@ -21,7 +21,7 @@ def command(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to drain before it is cancelled.")] = 300,
     remove: Annotated[bool, typer.Option("--remove", help="Remove its folder with all results.")] = False,
 ) -> None:
-    """Drain a job and end it; what it was doing is in its folder, and goes on if it is submitted again."""
+    """Drain a job and end it; its state stays in its folder, and the work goes on if it is submitted again."""
 
     async def main() -> None:
         await _stop(find(job, folder), timeout, remove=remove)

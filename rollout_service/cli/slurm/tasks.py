@@ -1,4 +1,4 @@
-"""What a job runs: its batch step, the service on a node, and an engine. Slurm calls these commands; people do not."""
+"""The commands of a job: its batch step, the service on a node, and an engine. Slurm calls them; people do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout-service slurm status, logs, tunnel`: what a job does, and the way to it."""
+"""`rollout-service slurm status, logs, tunnel`: the progress of a job, and the way to it."""
 
 from __future__ import annotations
 

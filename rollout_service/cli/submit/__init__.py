@@ -54,7 +54,7 @@ def command(
     key: Key = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the final counts as JSON.")] = False,
 ) -> None:
-    """Roll out every line of a file; after an interruption, run it again to do only what is missing.
+    """Roll out every line of a file; after an interruption, run it again to do only the missing ones.
 
     Lines that are not valid requests are reported by number; the rest still run, and the exit code is 1. A failed
     rollout is a result too, and its line says why; with --fail-on-error it also makes the exit code 1.
@@ -184,7 +184,7 @@ async def _roll_out(
     rejected: _RejectedLines,
     tally: Tally,
 ) -> int:
-    """Roll out what is not in the results yet, and return how many were already there."""
+    """Roll out the tasks that are not in the results yet, and return how many were already there."""
     from rollout_service.cli.submit.progress import ProgressView, explain_waiting
 
     total, resumed = tally.total, 0

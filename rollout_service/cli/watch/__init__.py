@@ -1,4 +1,4 @@
-"""`rollout-service watch`: show live what a running server is doing."""
+"""`rollout-service watch`: show the work of a running server, live."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The full-screen view of `watch`: the service at a glance, once a second, and what just happened.
+"""The full-screen view of `watch`: the service at a glance, once a second, and the latest events.
 
-Guarantees: what is wrong comes first, and what does not fit is cut at the end; the terminal is restored however the
+Guarantees: problems come first, and the end is cut if it does not fit; the terminal is restored however the
 view is left; a server that is away for a while is said to be, and the last that is known stays.
 """
 
@@ -48,7 +48,7 @@ runs        groups under way, ready and trained on; how many versions the oldest
 
 @dataclass(slots=True)
 class Screen:
-    """What is shown."""
+    """The state of the screen."""
 
     overview: Overview
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))

@@ -1,4 +1,4 @@
-"""The parts of the full-screen view, each from an overview; what is wrong comes first.
+"""The parts of the full-screen view, each from an overview; problems come first.
 
 Guarantee: a part of which nothing is known is left out, not drawn empty.
 """
@@ -35,7 +35,7 @@ def all_of(overview: Overview) -> Iterator[RenderableType | None]:
 
 
 def head(overview: Overview) -> RenderableType:
-    """Return what the service is, whether it takes work, and how fast it goes."""
+    """Return the node's name, whether it takes work, and how fast it goes."""
     line = Text(
         f"{overview.node}  {overview.version}  up {duration(overview.uptime_seconds)}  ", no_wrap=True
     )
@@ -53,7 +53,7 @@ def head(overview: Overview) -> RenderableType:
 
 
 def findings(found: Iterable[HangFinding]) -> RenderableType | None:
-    """Return what is stuck, slow or held back."""
+    """Return the findings: the steps that are stuck, slow or held back."""
     all_found = list(found)
     lines = []
     for one in all_found[:SHOWN_FINDINGS]:
@@ -70,7 +70,7 @@ def findings(found: Iterable[HangFinding]) -> RenderableType | None:
 
 
 def pipeline(stages: Iterable[StageOverview]) -> RenderableType:
-    """Return the stages, with how full they are and what holds up what works in them."""
+    """Return the stages, with how full they are and the steps that hold up their rollouts."""
     rows = table("stage", "working", "", "waiting", "oldest", "wait for")
     for one in stages:
         ordered = sorted(one.waits_for.items(), key=lambda pair: -pair[1])
@@ -84,7 +84,7 @@ def pipeline(stages: Iterable[StageOverview]) -> RenderableType:
 
 
 def limit(found: Bottleneck | None) -> RenderableType | None:
-    """Return what limits the throughput, and what would change it."""
+    """Return the limit of the throughput, and the remedy."""
     if found is None:
         return None
     return Text(f"bottleneck: {found.kind}. {found.message} ", "cyan").append(found.hint, "dim")
@@ -126,7 +126,7 @@ def engines(backends: list[BackendOverview], paused: list[str]) -> RenderableTyp
 
 
 def nodes(overview: Overview) -> RenderableType | None:
-    """Return the nodes with their sandboxes, and what holds new ones back."""
+    """Return the nodes with their sandboxes, and the reasons that hold new ones back."""
     if not overview.nodes:
         return None
     rows = table(id_column("node"), "state", "rollouts", "sandboxes", "", "warm", "waiting")
@@ -210,7 +210,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
     ),
     "outcome": ("rollouts", "perf"),
 }
-"""The figures by what they show."""
+"""The figures, by the sign that they show."""
 
 
 def render_parallel(parallel: RunParallel) -> Table:

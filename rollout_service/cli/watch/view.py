@@ -1,4 +1,4 @@
-"""What `watch` prints where there is no terminal: counts from the list of rollouts, speed from the event stream."""
+"""The output of `watch` without a terminal: counts from the list of rollouts, speed from the event stream."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The service as jobs of Slurm: rendering, submitting and watching them, and what runs within them."""
+"""The service as jobs of Slurm: rendering, submitting and watching them, and the programs that run within them."""

@@ -135,10 +135,10 @@ async def _wait(process: Process, seconds: float) -> None:
 
 @dataclass
 class EndRequests:
-    """What asks this task of Slurm to end."""
+    """The requests to end this Slurm task."""
 
     part: str
-    """What ends, for the log."""
+    """The name of this part of the job, for the log."""
     stopping: anyio.Event = field(default_factory=anyio.Event)
     """Set at the first request; more requests change nothing."""
     exit_code: int = 0

@@ -1,6 +1,6 @@
 """Slurm's commands, as this package uses them: none needs accounting, and all exist since Slurm 22.05.
 
-Guarantee: every failure says what Slurm answered, and what to do next.
+Guarantee: every failure has Slurm's answer and a hint.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ async def requeue(job: str) -> None:
 
 
 async def run(command: Sequence[str]) -> str:
-    """Run a command of Slurm, and return what it prints.
+    """Run a command of Slurm, and return its output.
 
     Raises:
         ConfigurationError: It is not installed, fails, or does not answer.

@@ -1,4 +1,4 @@
-"""The folder of a job: what its parts, and the commands that watch it, know of each other.
+"""The folder of a job: the place where its parts, and the commands that watch it, find each other.
 
 Guarantees: only its owner can read it; every file appears whole; a part that has ended in order is no longer listed.
 The record of a part that was killed stays, so readers ask the part whether it still answers.
@@ -48,7 +48,7 @@ class StartFailure(BaseModel):
 
 
 class Submitted(BaseModel):
-    """What was submitted."""
+    """A submitted job and its specification."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -108,11 +108,11 @@ class JobFolder:
         return self.path / "logs" / f"{name}.log"
 
     def save(self, submitted: Submitted) -> None:
-        """Keep what was submitted."""
+        """Keep the submitted job."""
         write_private(self.path / "job.json", submitted.model_dump_json(indent=2).encode())
 
     def load(self) -> Submitted:
-        """Return what was submitted.
+        """Return the submitted job.
 
         Raises:
             ConfigurationError: The folder is not a job's.

@@ -1,4 +1,4 @@
-"""A job that its partition can never run is refused before it is submitted, with what the partition has.
+"""A job that its partition can never run is refused before it is submitted, with the partition's limits.
 
 Slurm itself would accept some of these jobs, and leave them in the queue forever.
 """

@@ -17,7 +17,7 @@ from rollout_service.cluster.slurm.folder import JobFolder
 
 CONNECT_SECONDS = 5.0
 _BROKEN = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, RuntimeError)
-"""What a stream raises whose other end is gone; uvloop raises RuntimeError if it has closed the socket already."""
+"""The errors of a stream whose other end is gone; uvloop raises RuntimeError if it has closed the socket already."""
 
 
 async def relay(folder: JobFolder, port: int, listening: anyio.Event | None = None) -> None:

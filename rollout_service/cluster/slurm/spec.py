@@ -1,4 +1,4 @@
-"""What a job is asked to run, as its folder keeps it.
+"""The specification of a job, as its folder keeps it.
 
 Guarantee: a specification that validates can be rendered; values that would become lines of the batch script hold no
 line break.
@@ -23,7 +23,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 class Resources(BaseModel):
-    """What a component of a job asks of Slurm."""
+    """The resources that a component of a job requests from Slurm."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""What the batch step of a job does: it starts Redis, engines and the service, watches them, and ends them in order.
+"""The batch step of a job: it starts Redis, engines and the service, watches them, and ends them in order.
 
 Guarantees: parts that die are started again, and a node that is lost leaves the others at work. SIGUSR1, which Slurm
 sends before a limit of time or a preemption, and parts that Slurm ends by itself, drain the service and put the job
@@ -291,7 +291,7 @@ async def run_job(folder: JobFolder) -> int:
 
 
 def _forget_dead(folder: JobFolder, kind: str) -> None:
-    """Remove what an earlier run of the same job has left listed."""
+    """Remove the entries that an earlier run of the same job has left listed."""
     for part in folder.published(kind):
         if part.job == os.environ.get("SLURM_JOB_ID"):
             folder.withdraw(kind, part.name)

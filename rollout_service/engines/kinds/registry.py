@@ -70,7 +70,7 @@ class EngineKinds:
             )
 
     def get(self, kind: str) -> Connect:
-        """Return what connects to engines of a kind; it imports the kind, so call it in a thread.
+        """Return the connector of a kind of engine; it imports the kind, so call it in a thread.
 
         Raises:
             InvalidFieldError: There is no such kind.

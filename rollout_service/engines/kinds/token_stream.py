@@ -102,7 +102,7 @@ def as_one_chunk(generation: Generation, on_tokens: TokenSink, *, first: int = 0
 CEILING_BYTES = 1 << 30
 _BASE_BYTES = 1 << 20
 _TOKEN_BYTES = 1_024
-"""An id, its text, its log-probability and its version as JSON; several times what engines write."""
+"""An id, its text, its log-probability and its version as JSON; several times as long as those that engines write."""
 _CANDIDATE_BYTES = 256
 """One of the likeliest tokens with its log-probability."""
 _EXPERT_BYTES = 16

@@ -162,7 +162,7 @@ async def _is_healthy(url: str) -> bool:
 
 
 async def _end(process: anyio.abc.Process) -> None:
-    """Terminate the process group, and kill what is left of it after the grace period."""
+    """Terminate the process group, and kill the rest of it after the grace period."""
     with anyio.CancelScope(shield=True):
         _signal_group(process.pid, signal.SIGTERM)
         with anyio.move_on_after(_GRACE_SECONDS):

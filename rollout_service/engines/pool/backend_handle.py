@@ -82,7 +82,7 @@ class BackendHandle:
     max_in_flight: int | None = None
     """The most requests that it is given at once."""
     traces: bool = False
-    """Whether it is told of each request's trace."""
+    """Whether its requests carry a `traceparent` header."""
     is_local: bool = False
     """Whether it runs on this node."""
     id: str = field(init=False)

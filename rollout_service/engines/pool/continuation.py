@@ -6,8 +6,8 @@ however often a request for N tokens is interrupted, the result is that of one r
 answer has delivered is kept even if the answer breaks off. Only text constrained by a JSON schema begins anew, because
 an engine cannot go on in the middle of it; it is delivered at its end.
 
-Where an answer was interrupted at what may begin a stop string, the next attempt is for as many tokens as may complete
-it, and is delivered once it has ended: the engine itself would not find the string.
+Where an answer was interrupted at the possible beginning of a stop string, the next attempt is for as many tokens as
+may complete it, and is delivered once it has ended: the engine itself would not find the string.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MergedExtras:
     _experts: list[NDArray[np.int32]] = field(default_factory=list)
 
     def next(self) -> RequestedExtras:
-        """Return what to ask of the next attempt, whose prompt ends with everything sampled so far."""
+        """Return the request for the next attempt, whose prompt ends with everything sampled so far."""
         first = self.wanted.routed_experts_from
         if first is None and self.wanted.prompt_logprobs_from is None:
             return self.wanted
@@ -157,7 +157,7 @@ class Continuation:
     _exposed: set[int] = field(default_factory=set)
     _extras: MergedExtras = field(init=False)
     _streamed: list[TokenChunk] = field(default_factory=list)
-    """What the present attempt has delivered."""
+    """The chunks that the present attempt has delivered."""
     _began: float = 0.0
     _cut_stops: CutStops | None = field(init=False, default=None)
     _to_complete: int = 0
@@ -225,12 +225,13 @@ class Continuation:
     def keep_streamed(
         self, backend_id: str, read_by: int | None = None, version: int | None = None
     ) -> Generation | None:
-        """Keep what the present attempt delivered before it broke off; return the generation if nothing is missing.
+        """Keep the tokens that the present attempt delivered before it broke off; return the generation if nothing is
+        missing.
 
         `version` is the only one that can have sampled since the attempt was sent; None if there may be several.
 
         Raises:
-            BackendProtocolError: Neither the engine nor `version` says which weights sampled what was delivered.
+            BackendProtocolError: Neither the engine nor `version` says which weights sampled these tokens.
         """
         chunks, self._streamed = self._streamed, []
         if not chunks:

@@ -127,10 +127,10 @@ class BackendPool:
         traces: bool = False,
         exports: Collection[str] | None = None,
     ) -> BackendView:
-        """Check what `backend`, of this kind, can do, give it the pool's weights, and put it into service.
+        """Check the features of `backend`, give it the pool's weights, and put it into service.
 
-        `max_in_flight` bounds the requests that it is given at once, and with `traces` it is told of their traces. A
-        backend whose id is known is checked again and brought back, whatever its state was; `backend` is then closed
+        `max_in_flight` bounds the requests that it is given at once; with `traces`, they carry a `traceparent` header.
+        A backend whose id is known is checked again and brought back, whatever its state was; `backend` is then closed
         and the known one stays. With `exports`, another service has checked it, and it may be paused.
 
         Raises:
@@ -206,7 +206,7 @@ class BackendPool:
 
         `affinity` names the rollout, which keeps its turns on the backend that holds their KV; call `release` when the
         rollout has ended. With `on_tokens`, chunks are delivered as they arrive, each token once: when a backend is
-        lost, another goes on after what was delivered. Cancelling this call aborts the request in its engine.
+        lost, another goes on after the last delivered token. Cancelling this call aborts the request in its engine.
 
         Raises:
             NoBackendError: No backend is registered, or none came back into service in time.
@@ -271,7 +271,7 @@ class BackendPool:
         await self._controller.drained(seconds)
 
     def state(self) -> PoolState:
-        """Return what other services need to know of the pool."""
+        """Return the state of the pool that other services need."""
         return self._controller.state()
 
     def take_over(self, state: PoolState) -> None:

@@ -66,7 +66,7 @@ class Pools:
         self._tasks: TaskGroup | None = None
 
     def observe(self, observer: Observer) -> None:
-        """Notify an observer of what pools do that are made from now on."""
+        """Set the observer of the pools that are made from now on."""
         self._observer = observer
 
     async def __aenter__(self) -> Self:
@@ -117,7 +117,7 @@ class Pools:
         return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed.next
 
     def note_change(self) -> None:
-        """Wake everyone who waits for a change of what is in service."""
+        """Wake everyone who waits for a change of the backends in service."""
         self._changed.notify()
 
     def views(self) -> list[BackendView]:
@@ -141,9 +141,8 @@ class Pools:
     ) -> BackendView:
         """Put the engine at `url` into service in a pool.
 
-        Registering it again changes only its limit and whether it is told of traces, and ends a drain. If `kind` is
-        None, the engine is asked for it.
-        `exports` are the extras that another service found when it checked the engine.
+        Registering it again changes only `max_in_flight` and `traces`, and ends a drain. If `kind` is None, the engine
+        is asked for it. `exports` are the extras that another service found when it checked the engine.
 
         Raises:
             ValueError: The address is malformed.

@@ -1,4 +1,4 @@
-"""Checks what an engine can do before it may serve, and that it can use new weights, by asking it for one token."""
+"""Checks the features of an engine before it may serve, and that it can use new weights, by asking it for one token."""
 
 from dataclasses import replace
 

@@ -89,7 +89,7 @@ class RequestEnd(StrEnum):
 
 
 class Observer(Protocol):
-    """Notified of what a pool does; must not block. Every method does nothing by default."""
+    """An observer of a pool's decisions and requests; must not block. Every method does nothing by default."""
 
     def decided(self, pool: str, decision: Decision) -> None:
         """Note that a backend was chosen."""
@@ -116,7 +116,7 @@ class Router(Protocol):
         """Choose one of `candidates`, which are never empty; `affinity` names the rollout of the request."""
 
     def settle(self) -> None:
-        """Do what `choose` left for later, if anything."""
+        """Do the work that `choose` left for later, if any."""
 
     def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
         """Note that the request has ended; `answer` is None after an error or a cancellation."""
@@ -181,8 +181,8 @@ class CostRouterOptions:
     largest_capacity: int = 16_777_216
     """The most that is assumed, in tokens: it bounds the router's memory."""
     capacity_shrink: float = 0.9
-    """When a block is missing that the engine had, its capacity is estimated as this part of what it was believed to
-    hold (`test_a_capacity_that_is_not_stated_is_learned`)."""
+    """When a block is missing that the engine had, its capacity is estimated as this part of its supposed contents
+    (`test_a_capacity_that_is_not_stated_is_learned`)."""
     capacity_growth: float = 1.02
     """The estimate grows by this factor when an engine held more than was expected (same test)."""
     capacity_full: float = 0.9

@@ -21,9 +21,9 @@ The turns of a rollout therefore stay where their prefix is, since any other eng
 The samples of a group share an engine if sharing the prompt saves more than an even spread does. A rollout moves once
 its engine is so much busier that reading the prompt again elsewhere is quicker.
 
-The router learns what engines hold, their rates and the length of rollouts; see `engine_model`, `rates`, `prefixes`
-and `workload`. A decision takes time that grows with the logarithm of the prompt's length and with the number of
-candidates; only the tokens that a conversation gained are hashed.
+The router learns the engines' prefix caches and rates, and the length of rollouts; see `engine_model`, `rates`,
+`prefixes` and `workload`. A decision takes time that grows with the logarithm of the prompt's length and with the
+number of candidates; only the tokens that a conversation gained are hashed.
 """
 
 import time

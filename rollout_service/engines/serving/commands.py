@@ -1,4 +1,4 @@
-"""Commands to all backends of a pool: what can be asked, and who carries it out.
+"""Commands to all backends of a pool: the requests, and who carries them out.
 
 Guarantees: whoever carries a command out, the caller gets the answer of every backend, or the error that refused it. A
 frozen pool is paused and resumed like others, and takes no weights.
@@ -77,7 +77,7 @@ class LocalCommands(PoolCommands):
 
 
 def refuse_weights_of_frozen(request: PoolRequest) -> None:
-    """Refuse what would give weights to a frozen pool.
+    """Refuse requests that would give weights to a frozen pool.
 
     Raises:
         PoolFrozen: The request asks for that.

@@ -1,4 +1,4 @@
-"""A policy that is told nothing of an environment's secrets, whoever writes its messages."""
+"""A policy whose messages have an environment's secrets masked, whoever writes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_service.tokens import ToolSpec
 
 
 def without_secrets(policy: Policy, hidden: Collection[str]) -> Policy:
-    """Return the policy, with these values masked in all that it is told; itself if there are none."""
+    """Return the policy with these values masked in its prompts; the policy itself if there are none."""
     return MaskedPolicy(policy, hidden) if hidden else policy
 
 

@@ -1,4 +1,4 @@
-"""What trainers order of a whole pool: to pause, to resume, to load weights, to join and leave process groups.
+"""A trainer's orders to a whole pool: to pause, to resume, to load weights, to join and leave process groups.
 
 Guarantee: each order is carried out by every service that serves the pool, and its outcome has the answer of each
 backend.
@@ -40,7 +40,7 @@ class PoolOrders:
     def __init__(
         self, commands: PoolCommands, announce: Announce, check_known: Callable[[str], None]
     ) -> None:
-        """`announce` is told what was done; `check_known` refuses unknown pools."""
+        """`announce` is called with each order's event; `check_known` refuses unknown pools."""
         self._commands = commands
         self._announce = announce
         self._check_known = check_known

@@ -56,7 +56,7 @@ class PolicyServing:
     ) -> None:
         """`backends` survive restarts; `commands` of shared ones go to all services.
 
-        `announce` is told what was done to pools.
+        `announce` is called with the events of pools.
         """
         self._pools = pools
         self._backends = backends
@@ -65,7 +65,7 @@ class PolicyServing:
         """The backends of the store that are served here, or will be."""
         self._awaited = AwaitedBackends()
         self.orders = PoolOrders(commands or LocalCommands(pools), announce, self.check_known)
-        """What trainers order of whole pools."""
+        """The orders of trainers to whole pools."""
 
     @asynccontextmanager
     async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
@@ -91,7 +91,7 @@ class PolicyServing:
                 seen -= 1
 
     async def _follow_listed(self, tasks: TaskGroup) -> None:
-        """Serve what the store lists, and nothing that it listed before."""
+        """Serve the backends that the store lists, and drop those that it no longer lists."""
         scope = loopback_scope()
         listed = {
             each.backend_id: each

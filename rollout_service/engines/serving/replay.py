@@ -86,14 +86,14 @@ class RecordedPolicy:
         return PolicyTurn(message, truncated, malformed, truncated and last and self._cut_short)
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Accept any tools; what the policy made of them is recorded."""
+        """Accept any tools; the recording has the prompt that the policy made of them."""
 
     def replace(
         self,
         messages: list[Message],  # noqa: ARG002
         reason: ForkReason = ForkReason.HISTORY_EDITED,
     ) -> None:
-        """Reject the change: the recording does not say what follows another history.
+        """Reject the change: the recording has no answer to another history.
 
         Raises:
             NotReplayableError: Always raised.

@@ -1,6 +1,6 @@
-"""Saved turns: what a conversation needs to continue after its last whole turn, as bytes.
+"""Saved turns: the state from which a conversation continues after its last whole turn, as bytes.
 
-Guarantees: decoding returns what was encoded, to the last bit of every log-probability. Bytes that cannot be read, or
+Guarantees: decoding returns the encoded turns, to the last bit of every log-probability. Bytes that cannot be read, or
 that another release wrote in another form, raise an error and are never guessed at.
 
 Layout, compressed as a whole: the header's length (uint32, little-endian), the header (JSON), then the columns of
@@ -45,7 +45,7 @@ class GivenMessages:
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """One whole turn: what the agent gave, what the prompt added, and what the engine answered."""
+    """One whole turn: the agent's messages, the ids that the prompt added, and the engine's answer."""
 
     given: list[GivenMessages]
     """Everything that the agent gave since the turn before, in order."""

@@ -1,11 +1,11 @@
 """The turns of one attempt: those that it plays again, then those that it makes.
 
 Guarantees:
-- A saved turn is played only if the agent gave the policy exactly what it gave before, and if that became exactly the
-  same prompt, id for id.
+- A saved turn is played only if the agent gave the policy exactly the same messages as before, and if these became
+  exactly the same prompt, id for id.
 - Once anything has differed, nothing is played or sampled any more: the rollout has to begin anew.
-- While turns are played, the clock of the work stands still; afterward it shows what it showed when the last of them
-  was recorded. So a replay, and the time in which nobody worked on the rollout, count against no limit.
+- While turns are played, the clock of the work stands still; afterward it shows the same as when the last of them was
+  recorded. So a replay, and the time in which nobody worked on the rollout, count against no limit.
 - A turn that was played is not saved again.
 """
 
@@ -36,7 +36,7 @@ class AnewReason(StrEnum):
     UNREADABLE = "unreadable"
     """The saved turns are damaged, or were written by a release that saves them in another form."""
     OUTPUT_DIFFERS = "output_differs"
-    """A tool's output, or whatever else the agent gave the policy, was not what it had been."""
+    """A tool's output, or another message of the agent to the policy, differs from the saved one."""
     PROMPT_DIFFERS = "prompt_differs"
     """The same messages became another prompt: the tokenizer or the chat format has changed."""
     ENDED_EARLY = "ended_early"

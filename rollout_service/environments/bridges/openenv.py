@@ -53,7 +53,7 @@ class ResetArguments(BaseModel):
         return options
 
     def for_reset(self) -> dict[str, JsonValue]:
-        """Return what the server is sent."""
+        """Return the arguments of the reset request."""
         return self.options if self.seed is None else {"seed": self.seed, **self.options}
 
 
@@ -214,7 +214,7 @@ class OpenEnvActor:
         self._has_reward = False
 
     async def reset(self, arguments: Mapping[str, Any]) -> str:
-        """Begin the episode, and return what the policy sees first.
+        """Begin the episode, and return the first observation.
 
         Raises:
             EnvironmentFailedError: The environment failed, or the episode is over before it began.

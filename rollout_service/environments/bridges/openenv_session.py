@@ -45,7 +45,7 @@ class InvalidActionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the server says to a reset or a step."""
+    """The server's answer to a reset or a step."""
 
     observation: dict[str, Any]
     reward: float | None
@@ -206,7 +206,7 @@ def _observed(answer: dict[str, Any]) -> Observed:
 
 
 def _failure(url: str, kind: str, data: dict[str, Any]) -> Exception:
-    """Return what an error of the protocol means."""
+    """Return the exception for an error of the protocol."""
     code, message = str(data.get("code")), str(data.get("message"))[:ERROR_CHARS]
     match code:
         case "VALIDATION_ERROR":

@@ -28,7 +28,7 @@ _LOST: Final = (
     *(anyio.BrokenResourceError, anyio.ClosedResourceError),
     *(anyio.IncompleteRead, anyio.DelimiterNotFound, OSError),
 )
-"""What reading from or writing to a process that has ended may raise, or one that sends no line."""
+"""The exceptions of reading from or writing to a process that has ended, or that sends no line."""
 
 
 class LibraryProcess:
@@ -116,7 +116,7 @@ async def library_process(command: Sequence[str | Path], name: str) -> AsyncIter
 async def library_in_sandbox(
     sandbox: Sandbox, command: Sequence[str], name: str, *, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[LibraryProcess]:
-    """Run a library's process in a sandbox within the block: the place for a library that reads what an agent wrote.
+    """Run a library's process in a sandbox within the block: the place for a library that reads an agent's texts.
 
     Raises:
         SandboxError: The process did not start.

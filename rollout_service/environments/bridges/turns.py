@@ -1,7 +1,7 @@
 """Episodes in turns: the policy says something, and a game, a simulator or a tutor answers, until one of them ends it.
 
-Guarantees: rewards are those that the other side reported, added up; an agent that is stopped by a limit keeps what it
-had earned by then; a failure of the other side fails the rollout, and is never a reward.
+Guarantees: rewards are those that the other side reported, added up; an agent that is stopped by a limit keeps the
+rewards that it had by then; a failure of the other side fails the rollout, and is never a reward.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.episodes import Episode, Score
 
 REWARDS: Final = "turn_rewards"
-"""The key of what was earned, in an episode's state."""
+"""The key of the rewards in an episode's state."""
 MAX_PARTS: Final = 64
 """How many turns are shown with a reward of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """What the other side says to an action."""
+    """The other side's reply to an action."""
 
     text: str
     reward: float = 0.0
@@ -48,7 +48,7 @@ class Partner(Protocol):
 
 @dataclass(slots=True)
 class Earned:
-    """What an episode in turns has brought so far."""
+    """The rewards and parts of an episode so far."""
 
     rewards: list[float] = field(default_factory=list)
     """One for each action."""

@@ -1,8 +1,8 @@
-"""What `pointers` and `split` share: named cells, a tool that reads one, and a sum as the answer.
+"""The base of `pointers` and `split`: named cells, a tool that reads one, and a sum as the answer.
 
 Guarantees:
-- The answer is written, not computed: `37+12` is as right as `49`. So a policy that can copy can be right, and what is
-  trained is how the work is divided.
+- The answer is written, not computed: `37+12` is as right as `49`. So a policy that can copy can be right, and it is
+  trained to divide the work.
 - The cells' own hash decides whether a task is held out, and the shipped policy never saw a held-out one.
 """
 
@@ -48,7 +48,7 @@ PARALLEL: Final = ParallelSettings(
     result_chars=256,
     subagent=SubagentSettings(max_turns=10, max_tokens=256, max_turn_tokens=48),
 )
-"""What a task costs when it is done alone is over the budget for all but the smallest."""
+"""The limits of a task: too tight for an agent that works alone on any but the smallest tasks."""
 
 Name = Annotated[str, Field(min_length=1, max_length=32)]
 
@@ -60,9 +60,9 @@ class LookupInstance(BaseModel):
 
     question: str
     names: Annotated[list[Name], Field(min_length=1, max_length=64)]
-    """What is to be added."""
+    """The names of the cells to add."""
     cells: Annotated[dict[Name, Name], Field(max_length=1_024)]
-    """What each name holds: a number of up to nine digits, or another name."""
+    """The content of each cell, by its name: a number of up to nine digits, or another name."""
 
 
 class LookupProblem(TypedDict):
@@ -121,7 +121,7 @@ def written_sum(answer: str | None) -> int | None:
 
 
 def add_numbers(texts: list[str]) -> int | None:
-    """Return the sum of what cells hold; None if something is no number."""
+    """Return the sum of the cells' contents; None if one is not a number."""
     values = [written_sum(text) for text in texts if "+" not in text]
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(texts) else None

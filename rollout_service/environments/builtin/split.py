@@ -48,7 +48,7 @@ async def _index(arguments: Nothing, context: ToolContext) -> str:  # noqa: ARG0
 
 
 def index_text(names: list[str]) -> str:
-    """Return what the tool `index` says."""
+    """Return the answer of the tool `index`."""
     return " ".join(names)
 
 

@@ -53,11 +53,12 @@ class InitTable(EnvironmentSettings):
     files: list[str] = []
     """Files and folders of the environment that the command needs, in addition to those that it names itself."""
     secrets: Secrets = {}
-    """Variables of this command alone, with values that are shown nowhere; what it leaves running is ended."""
+    """Variables of this command alone, with values that are shown nowhere; processes that it leaves running are
+    ended."""
 
 
 class AuditSolution(EnvironmentSettings):
-    """`[solution]`: the command that solves the task, for audits alone; what it prints is the agent's answer."""
+    """`[solution]`: the command that solves the task, for audits alone; its output is the agent's answer."""
 
     command: str = Field(min_length=1)
 

@@ -1,8 +1,8 @@
 """An environment without Python: a folder with an `environment.toml` and the commands that it names.
 
 Guarantees:
-- While the agent works, its sandbox holds nothing of the grader, and of the instance only what the prompt and the init
-  command put there.
+- While the agent works, its sandbox holds nothing of the grader, and of the instance only the parts that the prompt and
+  the init command put there.
 - The grader runs outside the agent's folders, after every process of the agent has ended. Its files are copied in for
   it. Its result has an unguessable path, and the host reads it after the grader's processes have ended too.
 - A result that is missing or is not a finite number is an error, never a zero.
@@ -238,7 +238,7 @@ class SecretFolder:
         """Return the result that the command wrote.
 
         Raises:
-            EnvironmentFailedError: The command wrote no result; the message has what it printed.
+            EnvironmentFailedError: The command wrote no result; the message has its output.
         """
         await self.sandbox.end_processes()
         try:
@@ -345,7 +345,7 @@ def require_success(stage: str, command: str, result: ExecResult) -> None:
     """Raise unless a command of the environment succeeded.
 
     Raises:
-        EnvironmentFailedError: It did not; the message has what it printed.
+        EnvironmentFailedError: It did not; the message has its output.
     """
     if result.exit_code == 0:
         return

@@ -191,7 +191,7 @@ class Compose(TaskSection):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Yield what contradicts itself once all services are in one sandbox; each begins with its path."""
+        """Yield the problems of running all services in one sandbox; each begins with its path."""
         ports: dict[int, str] = {}
         mounts: dict[str, str] = {}
         for name, service in self.services.items():
@@ -246,7 +246,7 @@ def read_compose(path: Path, *, images: Callable[[], Collection[str]], allowed: 
     """Read a Compose file; `images` returns the names that mean the task's image, or one that it was built from.
 
     Raises:
-        ConfigurationError: It cannot be read, or asks for what there is not here; the message has the key's path.
+        ConfigurationError: It cannot be read, or asks for something unsupported; the message has the key's path.
     """
     try:
         compose = Compose.model_validate(_replaced(_tree(path) or {}, "", allowed))

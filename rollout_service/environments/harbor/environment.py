@@ -2,7 +2,7 @@
 
 Guarantees:
 - While the agent works, its sandbox holds neither the tests nor the solution.
-- A step's outcome is graded after the agent has ended for good, from what it had left when the step ended.
+- A step's outcome is graded after the agent has ended for good, from the artifacts at the end of the step.
 - An agent that runs out of time is graded; a verifier that does is a failure.
 """
 
@@ -68,7 +68,7 @@ Check = Callable[[Sandbox, HealthcheckTable], Awaitable[None]]
 
 
 async def start_services(sandbox: Sandbox, compose: Compose, require_healthy: Check) -> None:
-    """Start all services but the agent's own, which is the sandbox, in the order of what they depend on.
+    """Start all services but the agent's own, which is the sandbox, in the order of their dependencies.
 
     Raises:
         HealthcheckFailedError: One did not become healthy, or failed.
@@ -135,13 +135,13 @@ Work = Callable[[Episode, TaskStep, list[Message]], Awaitable[StopReason]]
 
 
 class HarborTaskEnvironment(AgentEnvironment):
-    """Runs the agent on each step of a task, and grades what it left with the task's tests."""
+    """Runs the agent on each step of a task, and grades its work with the task's tests."""
 
     def __init__(self, task: HarborTask, name: str, settings: HarborSettings) -> None:
         """`name` is the environment that the task belongs to.
 
         Raises:
-            ConfigurationError: The task asks for what there is not here.
+            ConfigurationError: The task asks for something unsupported.
         """
         super().__init__(spec_of(task, name, settings))
         self.task = task
@@ -263,7 +263,7 @@ class HarborTaskEnvironment(AgentEnvironment):
             await _require_healthy(sandbox, step.healthcheck)
 
     async def _collect(self, sandbox: Sandbox) -> None:
-        """Run the commands that gather what a separate verifier needs; they are the agent's to break."""
+        """Run the commands that gather the files for a separate verifier; they are the agent's to break."""
         for command in self.task.toml.verifier.collect:
             await sandbox.exec(
                 ["bash", "-c", command.command], cwd=sandbox.workdir, timeout=command.timeout_sec

@@ -24,14 +24,14 @@ TOOLS = ["bash", "read", "write", "edit", "finish"]
 LOGS = "/logs/artifacts"
 DEFAULT_AGENT_SECONDS = 900.0
 GRACE_SECONDS = 120.0
-"""What a stage has beyond the limits of a task: for the sandbox, files, and the last turn."""
+"""The seconds that a stage has beyond the limits of a task: for the sandbox, files, and the last turn."""
 MAX_TURNS = 100
 MAX_TOKENS = 131_072
 MAX_PROCESSES = 1024
 
 
 def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> EnvironmentSpec:
-    """Return the description of a task's environment; `name` is what tasks call it.
+    """Return the description of a task's environment; `name` is its name in tasks.
 
     Raises:
         ConfigurationError: A value cannot be had here; the message has its path.

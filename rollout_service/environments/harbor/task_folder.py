@@ -1,7 +1,7 @@
 """One task on disk: `task.toml`, the instructions, the tests, the solution, and the image's Dockerfile.
 
 Guarantees: a task is read when it is loaded, except for its tests and its solution; nothing outside its folder is read,
-whatever links there are; what this service cannot do is refused with its path.
+whatever links there are; an unsupported key is refused with its path.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HarborTask:
     toml: TaskToml
     steps: tuple[TaskStep, ...]
     image: str
-    """A name that contains a digest of `environment`, or what `docker_image` says."""
+    """A name that contains a digest of `environment`, or the value of `docker_image`."""
     verifier_image: str | None
     """The image of a separate verifier that has one of its own."""
     compose: Compose | None
@@ -138,7 +138,7 @@ def load_task(folder: Path, name: str, allowed: Container[str] = ()) -> HarborTa
     """Load the task in a folder; its Compose file may read the `allowed` variables of this machine.
 
     Raises:
-        ConfigurationError: The task is not valid, or asks for what there is not here; the message says where.
+        ConfigurationError: The task is not valid, or asks for something unsupported; the message says where.
     """
     where = folder / FILE_NAME
     _require_inside(folder)
@@ -206,7 +206,7 @@ def _compose(folder: Path, toml: TaskToml, allowed: Container[str]) -> Compose |
 
 
 def _refusals(folder: Path, toml: TaskToml, compose: Compose | None) -> Iterator[str]:
-    """Yield what the task asks for and this service has not, each with its path."""
+    """Yield the unsupported requests of the task, each with its path."""
     services = {MAIN, *compose.services} if compose is not None else set[str]()
     if services and len(toml.steps) > 1:
         yield "steps: a task of several steps cannot have services, since processes end with each step"

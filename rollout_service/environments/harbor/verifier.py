@@ -58,10 +58,10 @@ class Verifier:
     env: Mapping[str, str]
     """The task's own variables for its tests."""
     untrusted: Sequence[str] = ()
-    """The folders that hold what the agent left."""
+    """The folders that hold the agent's work."""
 
     async def run(self, sandbox: Sandbox) -> tuple[Rewards, str]:
-        """Return the rewards of what the sandbox holds, and the end of what the tests printed.
+        """Return the rewards of the sandbox's contents, and the end of the tests' output.
 
         Raises:
             EnvironmentFailedError: There is none; its type says why.

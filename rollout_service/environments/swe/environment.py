@@ -2,7 +2,7 @@
 
 Guarantees:
 - The agent's sandbox has no test of the evaluation, no reference repair, and no history after the task's commit.
-- Only a patch leaves the agent's sandbox. Tests and what configures their runner are left out of it.
+- Only a patch leaves the agent's sandbox. Tests and the configuration of their runner are left out of it.
 - Before the first patch of a task is judged, its tests prove on the repository as it was that they can be run. So a
   run without results is the patch's doing, and a task that cannot be judged fails; neither is the other.
 - A report that does not show the failure of the canary (see `scripts`) gives no reward.
@@ -144,7 +144,7 @@ class SweTaskEnvironment(AgentEnvironment):
         return StopReason.FINISHED
 
     async def _collect(self, episode: Episode) -> None:
-        """Keep what was changed as a patch; a sandbox that the agent ended leaves none."""
+        """Keep the changes as a patch; a sandbox that the agent ended leaves none."""
         start: StartState = episode.state[START]
         sandbox = episode.require_sandbox()
         try:
@@ -211,7 +211,7 @@ class SweDeclaration(EnvironmentSettings):
     name: Name = KIND
     description: str = "Software repairs in the form of SWE-bench, scored by hidden tests."
     family: SweFamily | None = None
-    """The set that the instances are from; by default, it is told from the fields of each."""
+    """The set that the instances are from; by default, it is recognized by the fields of each."""
     image: str | None = Field(None, min_length=1)
     """The image of a task, a template such as `swe-{{ instance.instance_id }}`; by default, the instance names it."""
     system: str | None = SYSTEM

@@ -63,7 +63,7 @@ async def judge_log(task: SweTask, log: str, canary: str = "") -> TestVerdict:
 
     Args:
         task: the task.
-        log: what the tests printed.
+        log: the output of the tests.
         canary: a part of the id of a test that the task does not know; "" if there is none.
 
     Raises:
@@ -160,7 +160,7 @@ SHOWN_PATHS = 5
 
 @dataclass(frozen=True, slots=True)
 class SweOutcome:
-    """A score, and what people should know of it."""
+    """A score, and notes on it for people."""
 
     score: Score
     notes: list[str] = field(default_factory=list)
@@ -186,7 +186,7 @@ class SweEvaluation:
         """Score a patch.
 
         Args:
-            patch: what the agent changed, in git's format.
+            patch: the agent's changes, in git's format.
             is_proven: whether the task's tests are known to run, which spares a run of the canary alone.
             run_empty: whether to run the tests for an empty patch too; its reward is 0 without.
             checks_task: whether to run the tests without the patch first, which must not get the reward.
@@ -246,7 +246,7 @@ class SweEvaluation:
             )
 
     async def _run(self, script: str) -> str:
-        """Run a script and return what it printed, both streams as one.
+        """Run a script and return its output, both streams as one.
 
         Raises:
             EnvironmentFailedError: It did not end in time.

@@ -65,10 +65,10 @@ def changed_paths(patch: bytes) -> frozenset[str]:
 
 
 def separate_forbidden(patch: bytes, tests: Collection[str], gold: bytes) -> tuple[bytes, list[str]]:
-    """Return the patch without what could falsify a report of tests, and the paths that were left out.
+    """Return the patch without changes that could falsify a report of tests, and the paths that were left out.
 
     Args:
-        patch: what the agent changed.
+        patch: the agent's changes.
         tests: the files that the evaluation puts in place itself.
         gold: the reference patch. What it changes may be changed, but for tests.
     """

@@ -3,7 +3,7 @@
 Guarantees:
 - The agent finds no commit that came after the task's, and no reference, log or object that leads to one.
 - What the agent changed is read with a git folder of our own: its settings, hooks, attributes and index take no part.
-- Where git fails after the agent, it worked before: what the agent left then counts as nothing.
+- Where git fails after the agent, it worked before: the agent's work then counts as nothing.
 - Leftovers of the agent, such as a core file or a folder of builds, do not make its repair too long to be graded.
 """
 
@@ -185,7 +185,7 @@ class StartState:
 
 
 async def make_ready(sandbox: Sandbox, task: SweTask) -> StartState:
-    """Put the repository at the task's start, and remove its future and what the agent must not see.
+    """Put the repository at the task's start, and remove its future and the files that the agent must not see.
 
     Raises:
         EnvironmentFailedError: The image has no such repository or commit.
@@ -254,7 +254,7 @@ async def _has_branch(sandbox: Sandbox, task: SweTask) -> bool:
 
 
 async def read_changes(sandbox: Sandbox, task: SweTask, start: StartState) -> tuple[bytes, str]:
-    """Return a patch of what the agent changed, and a note for people if not all of it counts.
+    """Return a patch of the agent's changes, and a note for people if not all of it counts.
 
     Call it after the agent's processes have ended. A patch is in git's format, with binary files and modes.
     """

@@ -48,7 +48,7 @@ def make_script(
 
     Args:
         folder: the repository.
-        command: what runs tests; `files` are added to it.
+        command: the program that runs tests; `files` are added to it.
         files: the files of tests.
         base: the commit whose tests `test_patch` changes.
         test_patch: the changes of the tests.
@@ -154,7 +154,7 @@ def _writing(files: dict[str, str]) -> str:
 
 
 def _append(line: str, argument: str) -> str:
-    """Add an argument to the command that runs tests, before what its output goes to."""
+    """Add an argument to the command that runs tests, before its redirections."""
     runner = next(found for kind in (_PYTEST, _DJANGO, _FOLDER_OF_R2E) if (found := kind.search(line)))
     cut = _END_OF_COMMAND.search(line, runner.end())
     at = cut.start() if cut else len(line)

@@ -1,10 +1,10 @@
 """One task of SWE-bench's family, whatever set its instance is from.
 
-The sets differ in the names of fields and images, in what is the reference repair, and in how tests are run.
+The sets differ in the names of fields and images, in the reference repair, and in how tests are run.
 `read_task` knows SWE-bench (also Verified, Lite and Multilingual), SWE-Gym, SWE-smith, SWE-rebench and R2E-Gym, and
 instances that bring a `test_cmd` and a `log_parser`.
 
-Guarantees: an instance that lacks what the evaluation needs is rejected with the paths of its fields; nothing is run.
+Guarantees: an instance that lacks fields that the evaluation needs is rejected with their paths; nothing is run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SweFamily(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SweTask:
-    """What a rollout and its evaluation need to know."""
+    """A task, as a rollout and its evaluation need it."""
 
     instance_id: str
     family: SweFamily
@@ -312,7 +312,7 @@ def _tests_of(test_patch: str) -> frozenset[str]:
 
 
 def _runnable(test_patch: str) -> list[str]:
-    """Return the files that a test runner is told of: modules of tests, not their data or helpers."""
+    """Return the files to pass to a test runner: modules of tests, not their data or helpers."""
     changes = split_patch(test_patch.encode(errors="surrogateescape"))
     paths = {path for change in changes if not change.deletes for path in change.paths}
     return sorted(path for path in paths if _TEST_MODULE.search(PurePosixPath(path).name))

@@ -1,4 +1,4 @@
-"""What a client's calls say of its conversations, and what it receives, to the token."""
+"""The capture of a client's calls as conversations, token by token."""
 
 from rollout_service.gateway.capture.capture import CapturePolicy, PlannedTurn, TurnCapture
 from rollout_service.gateway.capture.echoes import EchoMatch

@@ -29,7 +29,7 @@ class SentCall:
 
 @dataclass(slots=True)
 class SentAnswer:
-    """What a client received of an answer, and the events that it has not received yet."""
+    """The part of an answer that its client has received, and the events that it has not."""
 
     reasoning: str = ""
     text: str = ""

@@ -2,7 +2,7 @@
 
 Guarantees: each call extends the longest recorded conversation that its messages prove to extend, over the sampled ids
 themselves; another begins a segment, for a counted reason. Every recorded turn is in the trajectory once, trained or
-not. What a client may receive of an answer is what its ids say, and is known when it comes back.
+not. A client receives only text that the answer's ids decode to, and that text is recognized when it comes back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
 
 @dataclass(frozen=True, slots=True)
 class CapturePolicy:
-    """What of an agent's conversations is continued and trained on."""
+    """The rules for which of an agent's conversations are continued and trained on."""
 
     extends: frozenset[EchoMatch] = frozenset(EchoMatch) - {EchoMatch.TEXT_CHANGED}
     """Which answers may be continued, by how they stand in their client's history."""
@@ -55,7 +55,7 @@ class _ForkCause(NamedTuple):
 
 
 class PlannedTurn:
-    """An answer that is about to be sampled: its prompt, and the events of what is sampled on it."""
+    """An answer that is about to be sampled: its prompt, and the events of its completion."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class PlannedTurn:
         return self.splitter.feed(ids)
 
     def finish(self, generation: Generation) -> list[AnswerEvent]:
-        """Return what was held back; `AnswerEnd` is the last. Ids that were not fed before are part of it.
+        """Return the events that were held back, `AnswerEnd` last; ids that were not fed before are part of them.
 
         Raises:
             ValueError: The engine aborted the generation, so the answer has no end.
@@ -151,7 +151,7 @@ class PlannedTurn:
         return tuple([TokenLogprob(self._renderer.decode([token]), logprob) for token, logprob in sampled])
 
     def complete(self, generation: Generation) -> list[AnswerEvent]:
-        """Return what was not told of the ids; nothing the second time."""
+        """Return the events of the ids that are still missing; nothing the second time."""
         if self._finished:
             return []
         self._finished = True
@@ -360,7 +360,7 @@ class TurnCapture:
         return ForkReason.COMPACTION if forgotten else ForkReason.HISTORY_EDITED
 
     def _why_not_extended(self, messages: Sequence[ClientMessage], match: Match) -> ForkReason:
-        """Return why a call renders anew what it could have continued."""
+        """Return why a call renders a conversation anew that it could have continued."""
         if match.changed is not None:
             return ForkReason.ANSWER_CHANGED
         if match.relative is not match.turn:

@@ -65,7 +65,7 @@ def _compare_calls(sent: Sequence[SentCall], echoed: Sequence[ClientToolCall]) -
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RecordedTurn:
-    """A turn, with what its client knows of it."""
+    """A turn, with the parts of it that its client knows."""
 
     turn: TreeTurn
     key: str
@@ -128,7 +128,7 @@ class Match:
 
 @dataclass(slots=True)
 class TurnIndex:
-    """The recorded turns, by what client's messages say of them."""
+    """The recorded turns, by their texts in clients' messages."""
 
     extends: frozenset[EchoMatch]
     """Which answers may be continued, by how they stand."""

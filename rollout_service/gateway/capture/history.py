@@ -23,7 +23,7 @@ _SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands before a conversation, as hashes, since every turn has one: the system prompt and the tools."""
+    """The system prompt and the tools before a conversation. They are kept as hashes, since every turn has a head."""
 
     system: bytes
     tools: bytes
@@ -42,7 +42,7 @@ class Head:
 
 
 def digest(before: bytes, *texts: str | None) -> bytes:
-    """Return a hash of a state and of what is added to it."""
+    """Return a hash of a state and of an addition to it."""
     parts = [before]
     for text in texts:
         if text is None:

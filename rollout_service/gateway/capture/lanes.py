@@ -36,7 +36,8 @@ def said_role(call: ModelCall) -> SegmentRole | None:
 
 
 def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapping[int, SegmentRole]:
-    """Return the role of each turn by its id; turns in `compacted` wrote what replaced the agent's own history."""
+    """Return the role of each turn by its id; turns in `compacted` wrote the text that replaced the agent's own
+    history."""
     main = _main_root(turns)
     roles: dict[int, SegmentRole] = {}
     for each in turns:
@@ -56,7 +57,7 @@ def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapp
 
 
 class TurnHead(Protocol):
-    """What tells whose conversation a turn is in, beside the turns before it."""
+    """The properties of a turn that, with the turns before it, show whose conversation it is in."""
 
     @property
     def head(self) -> Head:
@@ -74,7 +75,7 @@ def role_of_new(
     parent: TreeTurn | None,
     after: TreeTurn | None,
 ) -> SegmentRole:
-    """Return the role of a turn that is not recorded yet, by what the recorded ones tell so far."""
+    """Return the role of a turn that is not recorded yet, judged by the recorded ones."""
     if (said := said_role(new.call)) is not None:
         return said
     before = parent or after
@@ -121,8 +122,8 @@ def quotes(text: str, answer: str) -> bool:
 # A prompt that is not refused here may still be too long: the ids of what is rendered tell exactly.
 
 _SPOKEN_CHARS = 32
-"""How many characters an agent's own answers may have for each token of the context. Many chat formats leave out what
-it thought, so these are not counted; no prompt has as many."""
+"""How many characters an agent's own answers may have for each token of the context. Many chat formats leave out its
+reasoning, so these are not counted; no prompt has as many."""
 
 
 def check_length(

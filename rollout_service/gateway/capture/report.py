@@ -1,4 +1,4 @@
-"""What a rollout's capture counts, for metrics and for its owner."""
+"""The counts of a rollout's capture, for metrics and for its owner."""
 
 from __future__ import annotations
 

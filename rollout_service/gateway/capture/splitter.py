@@ -1,15 +1,15 @@
 """Sampled ids as events of an answer, while they are sampled: reasoning, text and tool calls. Pure and synchronous.
 
-Guarantees: the events, joined, are the same however the ids were cut into pieces, and are what `ChatRenderer.parse`
-finds in all of them:
+Guarantees: the events, joined, are the same however the ids were cut into pieces, and equal to the parts that
+`ChatRenderer.parse` finds in all of them:
 
 - reasoning and text without the white space around them;
 - each well-formed call, its arguments as they were sampled if that was JSON;
 - each malformed call as text, after the text of the answer and as the chat format itself would render it; but a call
   that turns out to be malformed after its name was sent ends with its error.
 
-Where the tokens do not prove what comes next, events wait for the end. Two things differ from what the parser says: the
-text ends at a stop string of the client, and an answer that the parser cannot read at all keeps what was sent of it.
+Where the tokens do not prove what comes next, events wait for the end. Two things differ from the parser's result: the
+text ends at a stop string of the client, and an answer that the parser cannot read at all keeps the part that was sent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Region(Enum):
 
 
 class Splitter:
-    """The events of one answer; `sent` is what they say, joined."""
+    """The events of one answer; `sent` is their texts, joined."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Splitter:
         self.malformed = 0
         """How many calls were malformed."""
         self.disagreed = False
-        """Whether what was sent is not what the parser found."""
+        """Whether the answer that was sent differs from the parser's result."""
         self.parsed: ParsedTurn | None = None
-        """What the parser found, once every id was fed."""
+        """The parser's result, once every id was fed."""
         self._renderer = renderer
         self._prompt = prompt_ids
         self._tools = tools
@@ -121,7 +121,7 @@ class Splitter:
         return self.sent.take()
 
     def finish(self) -> list[AnswerEvent]:
-        """Return what has waited; every id was fed."""
+        """Return the events that have waited; every id was fed."""
         parsed = self.parsed = self._renderer.parse(self._ids, self._prompt, self._tools, self._call_prefix)
         self.malformed = sum([call.error is not None for call in parsed.tool_calls])
         if self.stopped_by is None:
@@ -241,7 +241,7 @@ class Splitter:
             self._send_call(call)
 
     def _send_call(self, call: ToolCall) -> None:
-        """Send a call that is complete, or what was not sent of it; a malformed one is text, and waits."""
+        """Send a call that is complete, or the rest of it; a malformed one is text, and waits."""
         self._read += 1
         if self._in_call:
             self.sent.end_call(call.error or self._difference(call))
@@ -256,7 +256,7 @@ class Splitter:
         self.sent.begin_call(f"{self._call_prefix}_{len(self.sent.calls)}", name, number)
 
     def _difference(self, call: ToolCall) -> str | None:
-        """Return an error if a call is not what was sent of it, such as one that says its name twice."""
+        """Return an error if a call differs from the part that was sent, such as one that says its name twice."""
         sent = self.sent.calls[-1]
         same = sent.name == call.name and json.loads(sent.arguments) == call.arguments
         return None if same else _CHANGED
@@ -276,7 +276,7 @@ class Splitter:
         self._send_text("\n".join(filter(None, [parsed.content.strip(), *self._broken])))
 
     def _send_text(self, whole: str) -> None:
-        """Send what is missing of the text, up to a stop string."""
+        """Send the rest of the text, up to a stop string."""
         stops = [(at, stop) for stop in self._stops[1].stops if (at := whole.find(stop)) >= 0]
         if stops:
             at, self._stops[1].found = min(stops)
@@ -284,7 +284,7 @@ class Splitter:
         self._rest(self.sent.text, whole, self.sent.add_text)
 
     def _held_text(self, raw: str) -> str:
-        """Return the text of an answer that cannot be parsed: what was sent, and what was not if it is known."""
+        """Return the text of an answer that cannot be parsed: the part that was sent, and the rest if it is known."""
         if not (self.sent.reasoning or self.sent.text or self.sent.calls):
             return raw
         return "\n".join(filter(None, [self.sent.text, *self._broken]))
@@ -310,7 +310,7 @@ _TAGGED = frozenset({"glm-4.5", "glm-5", "glm-5.1", "glm-5.3"})
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """The control tokens between the parts of an answer, and what follows from them."""
+    """The control tokens between the parts of an answer, and the properties that follow from them."""
 
     think: int
     think_end: int
@@ -325,7 +325,7 @@ class StreamFormat:
 
 
 def stream_format(renderer: ChatRenderer) -> StreamFormat | None:
-    """Return what is known of a chat format, or None if its answers are read only when they are complete."""
+    """Return the stream format of a chat format, or None if its answers are read only when they are complete."""
     if renderer.name not in _JSON | _XML | _TAGGED:
         return None
     found = [renderer.encode(text) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")]

@@ -1,6 +1,6 @@
 """Sampled ids as text, bit by bit. Pure and synchronous.
 
-Guarantees: what the streams of this module return, joined, is the text of all ids, whatever the pieces in which they
+Guarantees: the output of the streams of this module, joined, is the text of all ids, whatever the pieces in which they
 came; of a character that is not complete, nothing is returned.
 """
 
@@ -40,7 +40,7 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        """Return what has waited, and begin anew."""
+        """Return the text that has waited, and begin anew."""
         text = self.decode(self._ids)[self._returned :] if self._ids else ""
         self._ids, self._returned = [], 0
         return text
@@ -97,7 +97,7 @@ def _fallbacks(stop: str) -> tuple[int, ...]:
 
 
 class StopFilter:
-    """Cuts a text at the first of some strings; what may be the beginning of one waits."""
+    """Cuts a text at the first of some strings; the possible beginning of one waits."""
 
     __slots__ = ("_first", "_held", "_matchers", "_read", "found", "stops")
 
@@ -128,7 +128,7 @@ class StopFilter:
         return text[: len(text) - waits]
 
     def end(self) -> str:
-        """Return what has waited."""
+        """Return the text that has waited."""
         text, self._held = self._held, ""
         for matcher in self._matchers:
             matcher.matched = 0
@@ -151,7 +151,7 @@ class StopFilter:
 
 @dataclass(slots=True)
 class Trim:
-    """Removes the white space around a text; what may be at its end waits."""
+    """Removes the white space around a text; characters that may be at its end wait."""
 
     _begun: bool = False
     _held: str = ""
@@ -186,7 +186,8 @@ class Channel:
         self._pass(self._stream.push(ids), 0)
 
     def end_region(self, *, goes_on: bool) -> None:
-        """Send what has waited, because a control token follows; strings may begin here only if the text `goes_on`."""
+        """Send the text that has waited, because a control token follows; strings may begin here only if the text
+        `goes_on`."""
         self._pass(self._stream.end(), 0)
         if not goes_on:
             for place, each in enumerate(self._filters):

@@ -4,7 +4,7 @@ Guarantees of every dialect:
 
 - `read` returns a call, or raises an error of the request that names the field; whatever the bytes, nothing else;
 - the deltas of a stream are, put together, the parts of the whole answer;
-- no error is told as 429 or 503, nor as anything else that makes clients give up on a service that is busy; except
+- no error is answered with 429 or 503, nor with any status that makes clients give up on a busy service; except
   a `TryLaterError`, which says when to come back.
 """
 
@@ -57,7 +57,7 @@ class AnswerStream(ABC):
 
     @abstractmethod
     def keep_alive(self) -> bytes:
-        """Return what makes the clients of this API wait longer. Without effect on the answer."""
+        """Return the bytes that make the clients of this API wait longer. Without effect on the answer."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> bytes:
@@ -79,7 +79,7 @@ class DialectCodec(ABC):
 
         Raises:
             MalformedBodyError: The body is not JSON.
-            InvalidFieldError: A field is wrong, refused, or holds what the policy cannot read.
+            InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
         """
 
     @abstractmethod

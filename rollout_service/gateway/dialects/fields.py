@@ -172,7 +172,7 @@ def read_body(body: bytes) -> Fields:
 
 
 def kind(value: JsonValue) -> str:
-    """Return what JSON calls a value's type."""
+    """Return the name of a value's type in JSON."""
     kinds: dict[type, str] = {str: "a string", bool: "a boolean", list: "a list", dict: "an object"}
     return "null" if value is None else kinds.get(type(value), "a number")
 
@@ -202,7 +202,7 @@ def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
 # What the dialects do alike with the parts of messages and with tools.
 
 BETWEEN_PARTS = "\n\n"
-"""What joins the texts of one message that a client sent in several parts, other than an assistant's."""
+"""The separator of the texts of one message that a client sent in several parts, other than an assistant's."""
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 

@@ -36,7 +36,7 @@ def client_name(headers: Mapping[str, str]) -> str:
 
 
 def read_lane(headers: Mapping[str, str], session: str = "") -> Lane:
-    """Return the lane that a request's headers tell of; `session` is what its body says, where headers do not."""
+    """Return the lane of a request; `session` is the one in its body, used if its headers have none."""
     client = client_name(headers)
     if client == "codex":
         return _codex(headers)

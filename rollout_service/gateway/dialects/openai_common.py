@@ -1,4 +1,4 @@
-"""What OpenAI's two APIs have in common: the form of a choice of tools, errors, and lists of models."""
+"""The common parts of OpenAI's two APIs: tool choices, errors, and lists of models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_tool_choice(fields: Fields) -> None:
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return what stands under `error`."""
+    """Return the value of `error`."""
     status, message = describe_failure(error)
     param = error.fields[0].path if isinstance(error, InvalidFieldError) else None
     code = _CODES.get(HTTPStatus(status), "invalid_value")

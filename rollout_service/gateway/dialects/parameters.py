@@ -1,4 +1,4 @@
-"""What becomes of each parameter of an API, as data: the tables of the dialects and how a request is sorted by one.
+"""The treatment of each parameter of an API, as data: the dialects' tables, and the sorting of a request by one.
 
 Guarantee: every parameter that a request holds is honored, recorded, named in `ignored`, or refused; none is dropped
 in silence. One that no table knows is ignored and named.
@@ -18,7 +18,7 @@ from rollout_service.gateway.dialects.fields import Fields, as_fields, dump_json
 from rollout_service.gateway.errors import RefusedParameterError
 
 FORCES_NOTHING = "the model stays free: tokens that are forced cannot be trained on"
-"""What is said of a choice of tools."""
+"""The reason that is given where a choice of tools has no effect."""
 _MAX_NAMES, _MAX_NAME = 64, 80
 """How many ignored parameters are named, and how many characters of each name are kept."""
 _MAX_RECORDED = 8_192
@@ -26,12 +26,12 @@ _MAX_RECORDED = 8_192
 
 
 class Treatment(StrEnum):
-    """What becomes of a parameter."""
+    """The treatment of a parameter."""
 
     HONORED = "honored"
     """The answer is as the client asked."""
     RECORDED = "recorded"
-    """Sampling is the run's; what was asked is counted, and some of it obeyed by a service that is set to."""
+    """Sampling is the run's; the client's value is counted, and some are obeyed by a service that is set to."""
     IGNORED = "ignored"
     """It has no effect, and is counted."""
     REFUSED = "refused"
@@ -67,7 +67,7 @@ class ParameterTable:
 
 @dataclass
 class Sorted:
-    """What a request asks for without effect on the answer."""
+    """The parameters of a request that have no effect on the answer."""
 
     requested: dict[str, JsonValue] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)

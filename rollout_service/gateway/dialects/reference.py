@@ -1,4 +1,4 @@
-"""The tables of parameters as a part of `docs/reference/gateway.md`, so that the page says what the code does.
+"""The tables of parameters as a part of `docs/reference/gateway.md`, so that the page agrees with the code.
 
     python -m rollout_service.gateway.dialects.reference docs/reference/gateway.md
 

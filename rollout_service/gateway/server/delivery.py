@@ -20,7 +20,7 @@ from rollout_service.gateway.sessions.answer import LiveAnswer
 HEAD_SECONDS = 20.0
 """How long the head of a whole answer waits for it: until then, an error can still have a status of its own."""
 BLANK = b" "
-"""What keeps the client of a whole answer waiting: JSON may begin with white space."""
+"""The bytes that keep the client of a whole answer waiting: JSON may begin with white space."""
 JSON = "application/json"
 
 

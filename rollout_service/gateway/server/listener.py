@@ -70,7 +70,7 @@ async def serving(
     limits: ConnectionLimits,
     observe: Observe,
 ) -> AsyncIterator[None]:
-    """Serve an app on a socket, which is closed at the end of the block; `observe` is told of refused connections."""
+    """Serve an app on a socket, and close it at the end of the block; `observe` is called for refused connections."""
     config = uvicorn.Config(
         app,
         log_config=None,

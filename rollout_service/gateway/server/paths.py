@@ -1,4 +1,4 @@
-"""What a request asks for, and with which key: clients differ in what they make of a base URL.
+"""The parsing of a request's path into its action and key: clients extend a base URL in different ways.
 
 The path may begin with `/s/KEY`, and versions such as `/v1` may be there once, twice, or not at all, since some clients
 expect them in the base URL and others add them.
@@ -23,7 +23,7 @@ _KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")
 
 
 class Action(Enum):
-    """What the gateway can do."""
+    """An action of the gateway."""
 
     ALIVE = auto()
     ANSWER = auto()

@@ -28,7 +28,7 @@ class LiveAnswer:
         self.planned: PlannedTurn | None = None
         """Its prompt, once that is known."""
         self.observer: TurnObserver | None = None
-        """What keeps its turn, if the session's capture alone does not."""
+        """The observer that keeps its turn, if the session's capture alone does not."""
         self.error: Exception | None = None
         """Why there is no answer, or no more of it."""
         self.ended = False
@@ -108,7 +108,7 @@ class LiveAnswer:
         self._changed.notify()
 
     def partial(self) -> Generation | None:
-        """Return what was streamed of an answer that broke off; None if it cannot be kept exactly."""
+        """Return the streamed part of an answer that broke off; None if it cannot be kept exactly."""
         planned = self.planned
         return self._sampled.generation(len(planned.prompt_ids)) if planned is not None else None
 
@@ -134,7 +134,7 @@ class LiveAnswer:
                 self.observer.sent()
 
     async def begun(self) -> None:
-        """Wait until there is an event; what nobody waits for any more before that does not begin.
+        """Wait until there is an event; an answer that nobody waits for any more before that does not begin.
 
         Raises:
             ServiceError: There will be none.

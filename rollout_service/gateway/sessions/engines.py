@@ -1,6 +1,6 @@
-"""The engines behind a session: what is asked of them for one call.
+"""The engines behind a session: the request to them for one call.
 
-Guarantee: sampling is the run's; what the client asks for counts only if the settings say so, and then within the run's
+Guarantee: sampling is the run's; the client's parameters count only if the settings say so, and then within the run's
 limits.
 """
 

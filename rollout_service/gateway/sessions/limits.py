@@ -1,9 +1,9 @@
-"""The limits of a rollout, and how a program is told that it has reached one.
+"""The limits of a rollout, and the answer to a program that has reached one.
 
 Guarantee: the calls of a rollout never sample more tokens together than it may, however many are open at once, and none
 is cut short for tokens that another then does not use.
 
-A program is told by a last answer like any other, with only a text: every client takes a text without tool calls for
+The program gets a last answer like any other, with only a text: every client takes a text without tool calls for
 the end of the task, and an error would make many repeat the request.
 """
 
@@ -61,7 +61,7 @@ class TokenBudget:
         return tokens
 
     def settle(self, reserved: int, sampled: int) -> None:
-        """Return what a call has reserved and not sampled."""
+        """Return the tokens that a call has reserved and not sampled."""
         self._reserved -= reserved
         self._left += reserved - sampled
         self._settled.notify()
@@ -84,5 +84,5 @@ def closing_answer(call: ModelCall, reason: StopReason) -> LiveAnswer:
 
 
 def closing_events(reason: StopReason) -> Sequence[AnswerEvent]:
-    """Return what tells of a limit, behind the beginning of an answer."""
+    """Return the events of a limit's text, after the beginning of an answer."""
     return [TextDelta(_TEXTS[reason]), AnswerEnd(FinishReason.STOP, _NOTHING)]

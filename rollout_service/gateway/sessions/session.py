@@ -2,7 +2,7 @@
 
 Guarantees: a turn is recorded before its last event can leave. A request that repeats one whose answer did not arrive
 is given that answer, and nothing is sampled for it again. A call is never refused because engines are busy, paused or
-lost; what leaves a call without an answer also fails the rollout. Long prompts are made in a thread.
+lost; an error that leaves a call without an answer also fails the rollout. Long prompts are made in a thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ServeAlone = Callable[["GatewaySession", socket], AbstractAsyncContextManager[No
 
 @dataclass(frozen=True, slots=True)
 class SessionPlace:
-    """Where a session's program finds it, and what surrounds it in the service."""
+    """The address of a session for its program, and the parts of the service that it uses."""
 
     url: str
     model: ListedModel
@@ -76,13 +76,13 @@ class SessionPlace:
     retry_seconds: float
     """How long an answer is kept for a client that went away."""
     observer: CallObserver | None = None
-    """What sees the calls, and keeps their turns."""
+    """The observer that sees the calls and keeps their turns."""
     is_private: bool = False
     """Whether a user talks here, of whom nothing may be in the log."""
     hidden: Collection[str] = ()
-    """Texts that are masked in all that the policy is told; some may be added later."""
+    """Texts that are masked in the policy's prompts; some may be added later."""
     charge: Callable[[int], None] = lambda _: None
-    """Counts answers that a request asks for beside its first one, against what its user may ask for."""
+    """Counts answers that a request asks for beside its first one, against its user's limit."""
 
 
 class GatewaySession:
@@ -117,7 +117,7 @@ class GatewaySession:
         self._tokens = TokenBudget(limits.max_tokens)
         self._engine_seconds = 0.0
         self._activity = current_activity()
-        """What the rollout does and waits for; None for a live session, of which no attempt waits."""
+        """The steps of the rollout's attempt; None for a live session, which has none."""
         self._lanes: set[int] = set()
         """The lanes of the calls under way, since calls may be made at once."""
 

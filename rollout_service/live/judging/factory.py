@@ -82,7 +82,7 @@ def make_teacher(settings: LiveJudgeSettings, serving: PolicyServing) -> Teacher
 
 
 def recorded_prompts(store: SqliteLiveStore, serving: PolicyServing) -> PromptOf:
-    """Return what finds a turn's prompt in the store."""
+    """Return a function that finds a turn's prompt in the store."""
 
     async def find(turn: TurnRecord) -> RecordedPrompt:
         session = await store.session(turn.session_id)
@@ -119,14 +119,14 @@ _HINT = re.compile(r"\[HINT_START\]((?:(?!\[HINT_(?:START|END)\]).)*)\[HINT_END\
 
 @dataclass(frozen=True, slots=True)
 class RecordedPrompt:
-    """What a turn was sampled on, and by which pool."""
+    """The prompt of a turn, and the pool that sampled it."""
 
     pool: str
     prompt: TurnPrompt
 
 
 PromptOf = Callable[[TurnRecord], Awaitable[RecordedPrompt]]
-"""Returns what a turn was sampled on; a ServiceError says why that is not known."""
+"""Returns the prompt of a turn; raises a ServiceError if it is not known."""
 
 
 class JudgedHints:

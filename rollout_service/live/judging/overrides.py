@@ -1,4 +1,4 @@
-"""Rules that decide a turn's value before the judge is asked, for what judges are known to miss.
+"""Rules that decide a turn's value before the judge is asked, for cases that judges are known to miss.
 
 Guarantees: rules are pure functions of the turn and of those before it; the first that decides wins, in the order of
 the settings. A plug-in that fails, or returns no number from -1 to 1, is passed over and logged. Time is linear in the

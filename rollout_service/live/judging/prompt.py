@@ -1,4 +1,4 @@
-"""What the judge of served turns is asked: rubrics over an answer and what followed it.
+"""The prompts of the judge of served turns: rubrics over an answer and its next state.
 
 Guarantees: both texts are quoted between markers that they cannot contain, and are cut in the middle. The judge votes
 in boxes, and only the last box of its own answer counts. An operator's prompt that is not valid is refused at the
@@ -22,7 +22,7 @@ from rollout_service.settings.live import LiveJudgeSettings
 VALUES: Final = {"1": 1.0, "0": 0.0, "-1": -1.0}
 """The values of a turn, by the judge's vote."""
 USABLE, USELESS = "1", "-1"
-"""The votes on whether what followed holds a hint."""
+"""The votes on whether the next state holds a hint."""
 
 
 def value_rubric(settings: LiveJudgeSettings) -> Rubric:

@@ -1,7 +1,7 @@
 """The stage that judges turns, detached from serving.
 
-Guarantees: every turn that the store has to judge is judged, once, through restarts: what is not marked when the
-service ends is found again at the next start. At most `queue` turns wait in memory, as ids, and `at_once` are judged.
+Guarantees: every turn that the store has to judge is judged, once, through restarts: turns without a mark when the
+service ends are found again at the next start. At most `queue` turns wait in memory, as ids, and `at_once` are judged.
 While no engine of the judge is in service, turns wait and nothing is lost; a judge that hangs or fails leaves a mark
 that says so, and stops nobody.
 """
@@ -40,7 +40,7 @@ POLL_SECONDS: Final = 5.0
 
 TurnKey = tuple[str, int]
 OnMark = Callable[[TurnRecord, TurnMarkRecord], None]
-"""Is told of a mark that was set."""
+"""Called with a turn and the mark that was set."""
 
 
 class JudgeStage:

@@ -32,7 +32,7 @@ _COMPARED_IDS: Final = 4_096
 
 @dataclass(frozen=True, slots=True)
 class TeacherReading:
-    """What a teacher made of an answer, or why there is nothing."""
+    """A teacher's reading of an answer, or the reason why there is none."""
 
     teacher: Teacher | None
     reason: str = ""

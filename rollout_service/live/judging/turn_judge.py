@@ -30,7 +30,7 @@ class FoundHint:
 
 
 FindHint = Callable[[TurnRecord], Awaitable[FoundHint]]
-"""Returns the hint that is selected in what followed a turn; failures are reasons, and never raised."""
+"""Returns the hint that is selected from a turn's next state; failures are reasons, and never raised."""
 
 
 class TurnJudge:
@@ -127,7 +127,7 @@ class VoteTally:
 
 
 def tally(votes: Sequence[Vote]) -> VoteTally:
-    """Return what the votes come to; one with another label than -1, 0 or 1 has failed."""
+    """Return the result of the votes; one with another label than -1, 0 or 1 has failed."""
     counts = Counter(VALUES[vote.label] for vote in votes if vote.label in VALUES)
     counted = Votes(
         minus=counts[-1.0], zero=counts[0.0], plus=counts[1.0], failed=len(votes) - counts.total()

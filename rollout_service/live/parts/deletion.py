@@ -1,8 +1,8 @@
 """Deletes sessions, or a user, with everything that was made of them: turns, judgments, hints, parts in runs.
 
-Guarantees: no byte of what was said stays in either store, in whatever state its group is; rollouts that have a part
-are ended before they are erased; what a trainer may hold is named. A deletion that fails has changed only what it is to
-change, and can be repeated.
+Guarantees: no byte of a session's texts stays in either store, in whatever state its group is; rollouts that have a
+part are ended before they are erased; parts that a trainer may hold are named. A deletion that fails has done a part of
+its work and nothing else, and can be repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SessionDeletion:
         self._store = store
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
-        """Remove a session, or all of a user by its hash, and return what had left the service before.
+        """Remove a session, or all of a user by its hash, and return the parts that had left the service before.
 
         Raises:
             UnavailableError: A rollout that has a part does not end; nothing of it was removed yet.

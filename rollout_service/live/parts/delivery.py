@@ -61,7 +61,7 @@ class PartDelivery:
     ) -> None:
         """Deliver parts to the runs of a store; `node` names this node if others share that store.
 
-        `handed_over` is told for how many seconds each part has waited for its run.
+        `handed_over` is called for each part with the seconds that it has waited for its run.
         """
         self._store = store
         self._node = node
@@ -74,14 +74,14 @@ class PartDelivery:
         """The runs of which every stored offset is known to be that of a task."""
         self._warned: dict[str, str] = {}
         self._short: dict[str, object] = {}
-        """What each run had when its parts did not suffice, so that nothing is read again until there is more."""
+        """The state of each run when its parts did not suffice, so that nothing is read again until there is more."""
 
     def warnings(self) -> list[str]:
         """Return a sentence for each run whose parts wait long for others."""
         return list(self._warned.values())
 
     async def step(self) -> int:
-        """Append what can be appended; return how many tasks were.
+        """Append all parts that can be appended; return how many tasks were.
 
         Raises:
             StoreError: A store failed; the next step goes on from there.
@@ -198,7 +198,7 @@ class PartDelivery:
 
 
 def _whole_groups(members: Sequence[tuple[PartRecord, SessionRecord]], size: int) -> Iterator[PartGroup]:
-    """Yield groups of this size; what is left over waits for other sessions of the task."""
+    """Yield groups of this size; parts that are left over wait for other sessions of the task."""
     for first in range(0, len(members) - size + 1, size):
         parts, sessions = zip(*members[first : first + size], strict=True)
         yield PartGroup(parts, sessions)
@@ -219,7 +219,7 @@ def _parts_of(task: Task) -> list[list[JsonValue]]:
 # Which run takes a session: the oldest running one that trains on its pool and takes its tenant.
 
 TrainedPool = Callable[[str], str]
-"""Returns the pool whose runs train on what a pool serves: its own, or the one that it is a candidate for."""
+"""Returns the pool whose runs train on a pool's turns: its own, or the one that it is a candidate for."""
 
 
 async def live_runs(runs: RunStore) -> list[RunRecord]:

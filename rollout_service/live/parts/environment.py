@@ -246,7 +246,7 @@ class SessionEnvironment(Environment):
 
 
 def parts_named(instance: dict[str, JsonValue]) -> list[tuple[str, int]]:
-    """Return the parts that an instance names; what has another form is left out."""
+    """Return the parts that an instance names; entries of another form are left out."""
     named = instance.get("parts")
     found: list[tuple[str, int]] = []
     for one in named if isinstance(named, list) else []:
@@ -310,7 +310,7 @@ def session_info(session: SessionRecord, part: PartRecord) -> SessionInfo:
 
 
 def turn_mark(turn: TurnRecord, part: PartRecord, *, with_text: bool) -> TurnMark:
-    """Return what became of a turn of a part; `with_text` has the text of what followed it."""
+    """Return the mark of a part's turn; with `with_text`, it has the text of the next state."""
     mark = turn.mark
     is_usable = turn.turn in part.usable
     return TurnMark(

@@ -1,4 +1,4 @@
-"""What turns served sessions into batches, at work: parts are closed and handed to runs until it is cancelled.
+"""The background work that turns served sessions into batches: it closes parts and hands them to runs.
 
 Guarantee: a store that fails for a while delays this work, and ends nothing.
 """
@@ -86,7 +86,7 @@ class PartCloser:
         """Look at the sessions that wait longest; return how many parts were made.
 
         Raises:
-            StoreError: A store failed; what was decided before stays.
+            StoreError: A store failed; earlier decisions stay.
         """
         sessions = await self._store.undecided(SESSIONS_AT_ONCE)
         if not sessions:
@@ -141,7 +141,7 @@ class PartCloser:
 
 @dataclass(frozen=True, slots=True)
 class TurnDecision:
-    """What becomes of some turns of a session."""
+    """The decision on some turns of a session: which are usable, and why the others are not."""
 
     usable: tuple[int, ...] = ()
     dropped: Mapping[int, MaskReason] = field(default_factory=dict)
@@ -164,7 +164,7 @@ def decide(
     *,
     whole: bool = False,
 ) -> TurnDecision | None:
-    """Return what becomes of a session's undecided turns; None if nothing is to be decided now.
+    """Return the decision on a session's undecided turns; None if nothing is to be decided now.
 
     `order` is that of the run which takes the session, None if none does. With `whole`, nothing is decided before the
     session has ended.
@@ -189,7 +189,7 @@ def decide(
 def _without_run(
     session: SessionRecord, turns: Sequence[PendingTurn], moment: DecisionTime
 ) -> TurnDecision | None:
-    """Decide the turns of a session that no run takes: what can never be trained on, and what was kept too long."""
+    """Decide the turns of a session that no run takes: those that can never be trained on, or were kept too long."""
     old = {
         turn.turn: _reason(session, turn) or MaskReason.NO_RUN
         for turn in turns
@@ -282,7 +282,7 @@ class SessionTraining:
         node: str,
         metrics: LiveMetrics,
     ) -> Self:
-        """Make them; `trained_pool` returns the pool whose runs train on what a pool serves."""
+        """Make them; `trained_pool` returns the pool whose runs train on a pool's turns."""
         shared_by = node if store.cluster.is_shared else None
         judge = InService(serving, judge_pool)
 

@@ -72,7 +72,7 @@ class ActiveSessions:
         return self._sessions.get(session_id)
 
     async def end(self, session_id: str) -> None:
-        """Cut off what is being answered in a session, and forget it."""
+        """Cut off the answers under way in a session, and forget it."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             await session.gateway.end()

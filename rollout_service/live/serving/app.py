@@ -36,13 +36,13 @@ log = structlog.get_logger(__name__)
 
 PREFIX = "/v1/sessions/"
 OWN_ROUTES = frozenset({"end", "feedback"})
-"""What stands below a session and is no model API."""
+"""The paths below a session that are not a model API."""
 SESSION_ID, MAY_USE_ALL = "live_session_id", "may_use_all_sessions"
 """Where the state of a request has the id in its path, and whether its key is one of the service."""
 _HEAD_MARGIN = 5.0
 _CALLS = frozenset({Action.ANSWER, Action.COUNT, Action.LIST_MODELS, Action.SHOW_MODEL})
 _MODEL_API = re.compile(r"/v\d\w*/(?:chat/|responses|messages|models|tokenize)")
-"""What may be the path of a model API: a quick look, since every request of the API is looked at."""
+"""A pattern of the paths that may be a model API. It is quick, since it sees every request of the API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class TurnTypeError(InvalidFieldError):
 
 @dataclass(frozen=True, slots=True)
 class TurnOptions:
-    """What one request says."""
+    """The turn options of one request, from its headers or its body."""
 
     kind: Literal["", "main", "side"] = ""
     train: bool | None = None
@@ -182,7 +182,7 @@ class TurnOptions:
 
 
 def read_turn_options(headers: Mapping[str, str], body: bytes) -> tuple[TurnOptions, bytes]:
-    """Return what a request says, and its body without the fields for it. Headers go before fields.
+    """Return the turn options of a request, and its body without their fields. Headers go before fields.
 
     Raises:
         TurnTypeError: A value is not known.

@@ -151,7 +151,7 @@ class SessionResolver:
         return session.gateway
 
     async def _load(self, record: SessionRecord) -> ActiveSession:
-        """Return a session with what its stored turns say of its conversations."""
+        """Return a session with the conversations of its stored turns."""
         record = await self._register.known(record.session_id)  # it may have ended meanwhile
         if record.closed_because is not None:
             raise SessionEndedError(record.closed_because)
@@ -180,7 +180,7 @@ class SessionResolver:
 
 
 def _client_session_id(key_name: str, client_id: str, number: int) -> str:
-    """Return a name for the n-th session of a client's own id, for people: what tells clients apart is their hash."""
+    """Return a name for the n-th session of a client's own id, for people: the hash of the id distinguishes clients."""
     session_id = f"{key_name}:{client_id}" + (f"~{number}" if number > 1 else "")
     if len(session_id) <= _MAX_ID:
         return session_id

@@ -46,7 +46,7 @@ class UserHashes:
         return cls(salt)
 
     def message_key(self) -> bytes:
-        """Return a key for hashes of what users say."""
+        """Return a key for hashes of users' messages."""
         return hashlib.blake2b(digest_size=_SALT_BYTES, key=self._salt, person=b"messages").digest()
 
     def of_conversation(self, session_id: str, client: str) -> str:

@@ -62,7 +62,7 @@ def show_part(part: PartRecord) -> SessionPart:
 
 
 def show_turn(turn: TurnRecord) -> TurnMark:
-    """Return what became of a turn so far; one about which nothing is decided has no reason yet."""
+    """Return the mark of a turn so far; one about which nothing is decided has no reason yet."""
     mark = turn.mark
     because = turn.dropped or turn.mask
     return TurnMark(

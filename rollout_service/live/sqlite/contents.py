@@ -1,4 +1,4 @@
-"""What users and the model say, apart from everything else: see `schema` for why.
+"""The texts of users and the model, kept apart from everything else: see `schema` for why.
 
 Each function runs inside one transaction, in the database's thread.
 """
@@ -41,14 +41,14 @@ def put(
 
 
 def put_turn(db: sqlite3.Connection, session: int, turn: TurnRecord) -> int:
-    """Keep what a turn says; return its size in bytes."""
+    """Store a turn's content; return its size in bytes."""
     data = to_json({"answer": turn.answer, "calls": turn.calls})
     put(db, session, turn.turn, "turn", data, turn.body)
     return len(data) + len(turn.body)
 
 
 def put_state(db: sqlite3.Connection, session: int, turn: int, state: NextStateRecord) -> int:
-    """Keep what followed a turn; return its size in bytes."""
+    """Store a turn's next state; return its size in bytes."""
     data = _STATE.dump_json(state)
     put(db, session, turn, "state", data)
     return len(data)

@@ -1,8 +1,9 @@
 """The store of live sessions in one SQLite file: `async with SqliteLiveStore(path) as store:`.
 
-Guarantees: what a method returned from is on the disk, or in the operating system's hands; a turn is in at most one
-part, and a part in at most one rollout; deleting leaves no byte of a session in the store's files. Only one process at
-a time can have the file open, only its owner can read it, and writes that wait at the same time share one transaction.
+Guarantees: a write whose method has returned is on the disk, or in the operating system's hands; a turn is in at most
+one part, and a part in at most one rollout; deleting leaves no byte of a session in the store's files. Only one process
+at a time can have the file open, only its owner can read it, and writes that wait at the same time share one
+transaction.
 """
 
 from __future__ import annotations
@@ -127,15 +128,15 @@ class SqliteLiveStore:
         await self._write(lambda db: session_statements.served(db, session_id, at, opted_out=opted_out))
 
     async def opt_out(self, conversation: str, added: OptOuts, at: float) -> None:
-        """Remember what of a conversation was not to be stored. Of too much, some is kept, and noted as incomplete."""
+        """Remember further opt-outs of a conversation. Of too much, some is kept, and noted as incomplete."""
         await self._write(lambda db: opt_out(db, conversation, added, at))
 
     async def opt_outs(self, conversation: str) -> OptOuts:
-        """Return what of a conversation was not to be stored, also once its sessions are gone."""
+        """Return the opt-outs of a conversation, also once its sessions are gone."""
         return await self._read(lambda db: opt_outs(db, conversation))
 
     async def forget_opt_outs(self, before: float) -> None:
-        """Forget what was not to be stored of conversations that had no such turn since a time."""
+        """Forget the opt-outs of conversations that had none since a time."""
         await self._write(lambda db: forget_opt_outs(db, before))
 
     async def use(self, session_id: str, at: float) -> None:
@@ -165,7 +166,7 @@ class SqliteLiveStore:
         await self._write(lambda db: turn_statements.mask(db, session_id, turn, because))
 
     async def follow(self, session_id: str, turn: int, state: NextStateRecord) -> bool:
-        """Set what followed a turn; return False if something did before, which stays."""
+        """Set a turn's next state; return False if it has one, which stays."""
         return await self._write(lambda db: turn_statements.follow(db, session_id, turn, state))
 
     async def mark(self, session_id: str, turn: int, mark: TurnMarkRecord) -> bool:
@@ -293,7 +294,7 @@ ON CONFLICT (conversation) DO UPDATE SET
 
 
 def opt_outs(db: sqlite3.Connection, conversation: str) -> OptOuts:
-    """Return what of a conversation was not to be stored."""
+    """Return the opt-outs of a conversation."""
     row = db.execute(_READ, (conversation,)).fetchone()
     if row is None:
         return OptOuts()
@@ -303,7 +304,7 @@ def opt_outs(db: sqlite3.Connection, conversation: str) -> OptOuts:
 
 
 def opt_out(db: sqlite3.Connection, conversation: str, added: OptOuts, at: float) -> None:
-    """Remember what of a conversation was not to be stored."""
+    """Remember further opt-outs of a conversation."""
     known = opt_outs(db, conversation)
     digests = sorted(known.digests | added.digests)
     values = {

@@ -79,7 +79,7 @@ def mask(db: sqlite3.Connection, session_id: str, turn: int, because: MaskReason
 
 
 def follow(db: sqlite3.Connection, session_id: str, turn: int, state: NextStateRecord) -> bool:
-    """Set what followed a turn, once."""
+    """Set a turn's next state, once."""
     row = db.execute(_FOLLOW, {"id": session_id, "turn": turn, "at": state.arrived_at}).fetchone()
     if row is not None:
         size = contents.put_state(db, row["session"], turn, state)

@@ -1,7 +1,7 @@
 """Metrics of engines, as the pools see them.
 
-Guarantees: each registered backend has its series from the start, with 0 for what has not happened, so a rate misses no
-first event; they go with the backend. A pool keeps its histograms for as long as the service runs.
+Guarantees: each registered backend has its series from the start, with 0 for events that have not happened, so a rate
+misses no first event; they go with the backend. A pool keeps its histograms for as long as the service runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout_service.engines.routing import Decision, RequestEnd
 REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 LOAD_SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 900)
 UPDATES: Final = ("loaded", "partly", "failed")
-"""What can become of an update of the weights."""
+"""The possible outcomes of an update of the weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class ParallelMetrics:
         )
 
     def observe(self, run: str, rollouts: Iterable[Rollout]) -> None:
-        """Record what the rollouts of a run did, as far as they were scored and may have sub-agents."""
+        """Record the work of a run's rollouts, as far as they were scored and may have sub-agents."""
         for rollout in rollouts:
             if rollout.work is not None and rollout.reward is not None:
                 self._observe(run, rollout, rollout.work)

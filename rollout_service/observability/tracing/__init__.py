@@ -1,1 +1,1 @@
-"""The record of what rollouts did and waited for: kept in the store, and written for the tools that show timelines."""
+"""The record of the steps of rollouts: kept in the store, and written for the tools that show timelines."""

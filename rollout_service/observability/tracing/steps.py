@@ -1,6 +1,6 @@
 """Reads the steps of rollouts, wherever they are: in the store, about to be written to it, or of attempts under way.
 
-Guarantee: what an attempt at this node did is found from its first step on, and each attempt once.
+Guarantee: an attempt at this node is found from its first step on, and once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from rollout_service.store.retrying import retry_until_stored
 ROLLOUTS_AT_ONCE = 64
 """The most rollouts in one read and one piece of the answer."""
 FLUSH_SECONDS = 1.0
-"""How long a reader waits until what has just ended is saved; a store that fails does not keep the rest from it."""
+"""How long a reader waits until an attempt that has just ended is saved; a store that fails does not keep the rest from
+it."""
 
 
 class StepArchive:

@@ -3,8 +3,8 @@
 Guarantees:
 - Every row was accepted by the environment when the run was created, and one that was not is named. A file that has
   changed since is refused.
-- With `folders`, only a file in one of them is read, wherever links lead, and nothing is told of other files. What was
-  checked is what is read, also later: the file is held open, so another in its place changes nothing.
+- With `folders`, only a file in one of them is read, wherever links lead, and errors say nothing of other files. The
+  file that was checked is the one that is read, also later: it is held open, so another in its place changes nothing.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _open_regular(path: Path, folders: Sequence[Path] | None) -> BufferedReader:
     """Open a regular file for reading; with `folders`, only one below them.
 
     The path alone is checked first, so that nobody learns which other files there are. The file is then found, which
-    does nothing to a FIFO or a device, and what was found is checked, and opened.
+    does nothing to a FIFO or a device, and is checked, and opened.
 
     Raises:
         InvalidFieldError: It is below none of the folders.

@@ -37,7 +37,7 @@ PROBES = frozenset({"/health", "/ready"})
 PAGES = frozenset({"/openapi.json", "/docs", "/", "/dashboard"})
 """Open paths: the same for every user of this release, and needed by a browser before a key can be typed in."""
 FILES = ("/docs/", "/dashboard/")
-"""What the files of the pages begin with, which are open too."""
+"""The prefixes of the paths of the pages' files, which need no key either."""
 
 
 class BearerAuthMiddleware:

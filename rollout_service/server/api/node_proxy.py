@@ -1,4 +1,4 @@
-"""Requests that only another node can answer, such as those about what a rollout does now: that node answers them.
+"""Requests that only another node can answer, such as those about a rollout's current step: that node answers them.
 
 Guarantee: a request is passed on once at most, with its caller's own key.
 """

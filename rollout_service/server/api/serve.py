@@ -42,7 +42,7 @@ GC_YOUNG_OBJECTS = 50_000
 collection walks through the prompts in flight, which stops every rollout for milliseconds."""
 THREAD_SECONDS = 0.0005
 """How long a computing thread, such as one that renders a long prompt, may hold up the event loop each time it wakes.
-The default of 5 ms is several times what a whole turn takes."""
+The default of 5 ms is several times as long as a whole turn."""
 
 
 def serve(settings: Settings, *, port_file: Path | None = None) -> int:

@@ -19,14 +19,14 @@ from rollout_service.server.dashboard.routes import INDEX, static_files
 
 ENTRY = "saved/main.js"
 INSTEAD = {"lib/api.js": "saved/api.js"}
-"""What answers from the file stands in for what asks the service."""
+"""The modules that ask the service, and those that answer from the file in their place."""
 _STYLES = re.compile(r'<link rel="stylesheet" href="dashboard/([^"]+)">')
 _NO_SCRIPT = "This page needs JavaScript. Its data is in this file, as JSON."
 
 
 @dataclass(frozen=True)
 class _Viewer:
-    """What is the same in all files."""
+    """The script and the style, which are the same in all files."""
 
     script: str
     style: str
@@ -164,7 +164,7 @@ class _Bundle:
 
 
 class _Module:
-    """A module as a constant of the script: an object with what it exports."""
+    """A module as a constant of the script: an object with its exports."""
 
     def __init__(self, path: str, source: str, others: Mapping[str, _Module]) -> None:
         self._path = path
@@ -181,7 +181,7 @@ class _Module:
         self.text = f"const {self.name} = (() => {{\n{text}\nreturn {{{names}}};\n}})();"
 
     def _take(self, found: re.Match[str]) -> str:
-        """Return what stands for an import."""
+        """Return the replacement of an import."""
         other = self._others[found[3]]
         pairs = _pairs(found[2] or "") + ([("default", found[1])] if found[1] else [])
         for outside, _ in pairs:
@@ -190,7 +190,7 @@ class _Module:
         return f"const {{{', '.join(f'{outside}: {inside}' for outside, inside in pairs)}}} = {other.name};"
 
     def _give(self, found: re.Match[str]) -> str:
-        """Return what stands for an export."""
+        """Return the replacement of an export."""
         if found.re is _EXPORT_DEFAULT:
             self.exports["default"] = _DEFAULT
             return f"const {_DEFAULT} = "

@@ -22,7 +22,7 @@ _ORDER = list(HangVerdict)
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has changed since the look before."""
+    """The changes since the previous look."""
 
     began: list[HangFinding] = field(default_factory=list)
     worsened: list[HangFinding] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Changes:
 
 
 class FindingLog:
-    """What is stuck, slow or held back now."""
+    """The findings of the latest look: the waits that are stuck, slow or held back."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], HangFinding] = {}

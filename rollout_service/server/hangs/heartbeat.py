@@ -81,7 +81,7 @@ class LoopHeartbeat:
     """The thread."""
 
     def __init__(self, last_report: LastReport, find_rollout: Callable[[object], str | None]) -> None:
-        """`find_rollout` tells what rollout a task works for; the thread calls it."""
+        """`find_rollout` returns the rollout that a task works for; the thread calls it."""
         self._last_report = last_report
         self._find_rollout = find_rollout
         self._loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ class LoopHeartbeat:
             )
 
     def _look(self, sent: float) -> None:
-        """Find out what blocks the loop, unless that is known."""
+        """Find the code that blocks the loop, unless it is known."""
         if self._current is not None:
             return
         frame = sys._current_frames().get(self._loop_thread)

@@ -1,9 +1,9 @@
 """When a wait is stuck, idle, slow or held back: pure decisions.
 
 Elapsed time alone would both miss hangs and cry wolf. So a wait is stuck once it takes longer than its history says
-*and* nothing moves. Evidence shortens the wait: what does not answer, or is seen to do nothing, is stuck long before a
-deadline; what works is slow at most. A command without a history may mean to sleep: until half of its own time limit
-is over, it is idle at most. So is a grader at rest, since it may wait for another service.
+*and* nothing moves. Evidence shortens the wait: a thing that does not answer, or is seen to do nothing, is stuck long
+before a deadline; one that works is slow at most. A command without a history may mean to sleep: until half of its own
+time limit is over, it is idle at most. So is a grader at rest, since it may wait for another service.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IDLE_SECONDS = 10.0
 REST_SECONDS = 30.0
 """How long a grader without a history may be at rest before it is called idle."""
 LOOK_SECONDS = 2.0
-"""After how long without progress what a step waits for is looked at."""
+"""The seconds without progress after which the thing that a step waits for is looked at."""
 
 HELD_KINDS = frozenset(
     {
@@ -63,12 +63,13 @@ _CONCLUSIVE = frozenset({StepKind.ENGINE})
 """The kinds where standing still says more than the time: an engine at work changes its report with every token."""
 
 _SEEN_TO_WORK = frozenset({StepKind.ENGINE, StepKind.TOOL, StepKind.SESSION})
-"""The kinds that nothing else works on than what is looked at; a grader may wait for another service, for example."""
+"""The kinds whose work is all done by the thing that is looked at; a grader may wait for another service, for
+example."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What is seen of what a step waits for."""
+    """The signs of life of the thing that a step waits for."""
 
     responds: bool | None = None
     """Whether it answers; None if it cannot be asked."""
@@ -104,7 +105,7 @@ def judge(
     own_limit: float | None = None,
     signs: Signs = UNSEEN,
 ) -> HangVerdict | None:
-    """Return what a wait is; None if there is nothing remarkable about it.
+    """Return the verdict on a wait; None if there is nothing remarkable about it.
 
     Args:
         kind: what it waits for.
@@ -113,7 +114,7 @@ def judge(
         usual: how long such steps take.
         limit: the limit of the stage.
         own_limit: the limit of the step itself, if it has one.
-        signs: what is seen of what it waits for.
+        signs: the signs of the thing that it waits for.
     """
     if kind in HELD_KINDS:
         return HangVerdict.HELD if seconds > patience(kind, usual, limit) else None
@@ -130,7 +131,7 @@ def judge(
 
 
 def _is_proven(kind: StepKind, seconds: float, quiet: float, usual: UsualTimes | None, signs: Signs) -> bool:
-    """Return whether what is seen says more than the time."""
+    """Return whether the signs say more than the time."""
     if signs.responds is False:
         return quiet >= min(GONE_SECONDS, FLOORS[kind])
     if kind not in _SEEN_TO_WORK:

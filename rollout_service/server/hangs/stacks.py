@@ -50,7 +50,7 @@ def culprit(frame: FrameType | None) -> StackFrame | None:
 
 
 def _await_chain(awaited: Any) -> Iterable[FrameType]:
-    """Yield the frames of a coroutine and of what it waits for, down to the future."""
+    """Yield the frames of a coroutine and of those that it awaits, down to the future."""
     for _ in range(10 * MAX_FRAMES):
         prefix = _prefix(awaited)
         if prefix is None:

@@ -1,4 +1,4 @@
-"""What a finding says: what is stuck and why, and what a person can do."""
+"""The texts of a finding: its subject, its cause, and how a person can help."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class Judged:
     usual: UsualTimes | None = None
     holder: Holder | None = None
     note: str = ""
-    """What else was seen, as a clause."""
+    """A further observation, as a clause."""
 
     @property
     def kind(self) -> StepKind:
-        """What it waits for."""
+        """The kind of the step."""
         return self.wait.step.kind
 
     @property
     def subject(self) -> str:
-        """What it is about."""
+        """The thing that it waits for: a sandbox, an engine, a pool, a tool, or the store, for example."""
         if self.holder is not None:
             return self.holder.subject
         step, sandbox = self.wait.step, self.wait.sandbox
@@ -73,7 +73,7 @@ class Judged:
         return step.name or str(step.detail.get("sandbox", "")) or self.wait.activity.environment
 
     def message(self, count: int) -> str:
-        """Return what is stuck and why, in a sentence."""
+        """Return a sentence that names the subject and the cause."""
         who = "1 rollout waits" if count == 1 else f"{count} rollouts wait"
         seconds = f"{self.wait.seconds:.0f} s"
         if self.holder is not None:
@@ -108,7 +108,7 @@ class Judged:
         return f"99 of 100 such steps take less than {self.usual.p99:.3g} s"
 
     def hint(self) -> str:
-        """Return what will end it, and what a person can do."""
+        """Return how it will end, and how a person can help."""
         if self.holder is not None:
             return self.holder.hint
         is_gone = self.wait.sandbox is not None and self.signs.responds is False
@@ -119,7 +119,7 @@ class Judged:
         return hint if left is None else f"{hint} The limit of the stage ends it in {left:.0f} s."
 
     def detail(self) -> dict[str, JsonValue]:
-        """Return what else is known."""
+        """Return further facts."""
         detail: dict[str, JsonValue] = dict(self.wait.step.detail)
         if self.holder is not None:
             detail |= self.holder.detail

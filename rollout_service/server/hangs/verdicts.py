@@ -1,6 +1,6 @@
-"""Looks at what waits, and judges it.
+"""Looks at waits, and judges them.
 
-Guarantee: of what is held back by nothing but stuck work, it says that it is stuck.
+Guarantee: a wait that is held back by nothing but stuck work is judged as stuck.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Verdicts:
         self._holders = Holders(context.stages, context.admission, context.subagent_slots, serving.pool)
 
     async def probe(self, suspects: list[StepWait], start_soon: Callable[..., object]) -> None:
-        """Look at what these wait for; a question to the store may go on meanwhile, in a task of its own."""
+        """Look at the things that these wait for; a question to the store may go on meanwhile, in a task of its own."""
         engines = {one.step.name for one in suspects if one.step.kind is StepKind.ENGINE}
         sandboxes = {one.sandbox.id: one.sandbox for one in suspects if one.sandbox is not None}
         async with anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""Looks at everything that rollouts wait for, once a second, and reports what is stuck, slow or held back.
+"""Looks at everything that rollouts wait for, once a second, and reports steps that are stuck, slow or held back.
 Runs that cannot go on, or deliver nothing, are reported in the same way by the service that works on runs, and so are
 engines that sample with weights that they were not given.
 
@@ -102,7 +102,7 @@ class HangWatch:
         return 0.0 if self._heartbeat is None else self._heartbeat.lag
 
     def findings(self, *, stacks: bool = False) -> list[HangFinding]:
-        """Return what is stuck, slow or held back, the worst first."""
+        """Return the findings, the worst first."""
         blocks = [] if self._heartbeat is None else self._heartbeat.recent()
         found = worst_first([*self._findings.list(), *(block.finding() for block in blocks)])
         return found if stacks else [one.model_copy(update={"stack": []}) for one in found]
@@ -119,7 +119,7 @@ class HangWatch:
         )
 
     def activity(self, rollout_id: str) -> RolloutActivity | None:
-        """Return what a rollout is doing; None if it is not under way at this node."""
+        """Return the current steps of a rollout; None if it is not under way at this node."""
         activity = self._board.find(rollout_id)
         if activity is None:
             return None

@@ -1,4 +1,5 @@
-"""Opens what answers for a policy: the pools of engines, the gateway and the judge in front of them, and live sessions.
+"""Opens the parts that serve policies: the pools of engines, the gateway and the judge in front of them, and live
+sessions.
 
 Guarantee: no engine that this service started outlives the stack.
 """
@@ -42,7 +43,7 @@ from rollout_service.store.file_backends import FileBackends
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What answers for a policy."""
+    """The parts of the service that serve policies and judges."""
 
     serving: PolicyServing
     gateway: Gateway
@@ -52,7 +53,7 @@ class EngineContext:
 
 
 async def open_engines(stack: AsyncExitStack, foundation: Foundation) -> EngineContext:
-    """Connect the engines, and open what stands in front of them.
+    """Connect the engines, and open the parts in front of them.
 
     Raises:
         ConfigurationError: The settings of backends, the gateway or live sessions, or their files, cannot be used.

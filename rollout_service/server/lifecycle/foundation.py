@@ -1,4 +1,4 @@
-"""Opens what every other part of the service stands on: the store, the environments, this node and its sandboxes.
+"""Opens the foundation of every other part of the service: the store, the environments, this node and its sandboxes.
 
 Guarantee: the leftovers of a crash are swept before anything else of this node starts.
 """
@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Foundation:
-    """What every other part of the service stands on."""
+    """The foundation of every other part of the service."""
 
     settings: Settings
     """As this node follows them."""
@@ -94,7 +94,7 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
 
 
 def _claiming_less_ahead(settings: Settings) -> Settings:
-    """Return the settings of a node that shares its store: what it claims ahead, other nodes cannot begin."""
+    """Return the settings of a node that shares its store: other nodes cannot begin rollouts that it claims ahead."""
     pipeline = settings.pipeline
     ahead = min(pipeline.init_queue, max(1, pipeline.init_workers // 4))
     return settings.model_copy(update={"pipeline": pipeline.model_copy(update={"init_queue": ahead})})
@@ -132,7 +132,7 @@ async def _open_node(stack: AsyncExitStack, settings: Settings, state_dir: Path,
 
 
 async def _sweep(provider: SandboxProvider) -> None:
-    """Remove what a crash left; log what cannot be removed, and start all the same."""
+    """Remove the remains of a crash; log those that cannot be removed, and start all the same."""
     swept = await provider.sweep()
     log.info("swept what was left", sandboxes=swept.sandboxes, processes=swept.processes)
     for failure in swept.failures:

@@ -1,7 +1,7 @@
 """Opens live sessions: their store, the sessions, and everything that works on them in the background.
 
-Guarantees: within the block, sessions are served and nothing of them waits for another part; at its end, what is being
-answered is cut off before the store is closed. Sessions stay open over a shutdown.
+Guarantees: within the block, sessions are served and nothing of them waits for another part; at its end, answers under
+way are cut off before the store is closed. Sessions stay open over a shutdown.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _make_training(
     canaries: Canaries,
     metrics: LiveMetrics,
 ) -> SessionTraining:
-    """Make what turns sessions into training data, and add its environment to the others."""
+    """Make the training of sessions, and add its environment to the others."""
     judge = foundation.settings.live.judge
     training = SessionTraining.make(
         store,

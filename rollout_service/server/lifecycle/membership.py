@@ -1,7 +1,7 @@
-"""Makes a service a member of the cluster that shares its store, and gives it what it may do there.
+"""Makes a service a member of the cluster that shares its store, and gives it its roles there.
 
-Guarantees: the pipeline claims only what suits this node and nothing while it drains; the run manager knows the places
-of all nodes.
+Guarantees: the pipeline claims only rollouts that suit this node, and none while it drains; the run manager knows the
+places of all nodes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ClusterMember:
         return self.report()
 
     def report(self) -> NodeReport:
-        """Return what this node says of itself now."""
+        """Return this node's report on itself."""
         figures = {
             "address": self.settings.address,
             "labels": list(self.placement.labels),

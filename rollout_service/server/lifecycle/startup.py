@@ -53,11 +53,12 @@ from rollout_service.settings import PipelineSettings, Settings
 
 @asynccontextmanager
 async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown) -> AsyncIterator[Service]:
-    """Open the service, sweep what a crash left, and work until the block is left.
+    """Open the service, sweep the remains of a crash, and work until the block is left.
 
-    Every part goes onto one stack, so what is opened later is closed earlier: the leader's work on runs, the pipeline,
-    which hands back what it holds, and the membership; then what attempts recorded is written; then sessions, the
-    gateway and the engines close, then the sandboxes, and at the very end the store, which all of them write.
+    Every part goes onto one stack, so parts that are opened later are closed earlier: the leader's work on runs, the
+    pipeline, which hands back its rollouts, and the membership; then the records of attempts are written; then
+    sessions, the gateway and the engines close, then the sandboxes, and at the very end the store, which all of them
+    write.
     """
     async with AsyncExitStack() as stack:
         foundation = await open_foundation(stack, settings, metrics)
@@ -83,7 +84,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
 async def _make_overview(
     context: AttemptContext, engines: EngineContext, member: ClusterMember, hangs: HangWatch
 ) -> OverviewBuilder:
-    """Make the overview, which is told of everything that ends from now on."""
+    """Make the overview, and subscribe it to everything that ends from now on."""
     live = engines.live
     overview = OverviewBuilder(
         store=context.store,
@@ -160,7 +161,7 @@ def _service(
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """What attempts work with, and the record of what they did."""
+    """The context of attempts, and the archive of their steps."""
 
     context: AttemptContext
     steps: StepArchive
@@ -169,7 +170,7 @@ class Attempts:
 async def open_attempts(
     stack: AsyncExitStack, foundation: Foundation, engines: EngineContext, shutdown: Shutdown
 ) -> Attempts:
-    """Open what attempts work with.
+    """Open the context of attempts.
 
     Raises:
         ConfigurationError: The environment's variables ask for traces that cannot be exported.
@@ -284,7 +285,7 @@ def _places(stages: PipelineSettings) -> int:
 
 
 def make_concurrency(foundation: Foundation, stages: Stages, manager: RunManager) -> Concurrency:
-    """Make what changes how much this node runs at once, and tells the run manager."""
+    """Make the control of how much this node runs at once, which tells the run manager."""
 
     def on_change(pipeline: PipelineSettings) -> None:
         # Of nodes that share a store, the next heartbeat tells the leader, wherever it is.

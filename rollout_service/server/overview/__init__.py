@@ -1,4 +1,4 @@
-"""The service at a glance, for pages and terminals: what `GET /v1/overview` and its stream answer."""
+"""The service at a glance, for pages and terminals: the answer of `GET /v1/overview` and of its stream."""
 
 from rollout_service.server.overview.backend_figures import BackendFigures as BackendFigures
 from rollout_service.server.overview.builder import OverviewBuilder as OverviewBuilder

@@ -1,4 +1,4 @@
-"""What each engine did within the last minute.
+"""The figures of each engine over the last minute.
 
 Guarantee: a request costs microseconds, and the memory is bounded, however many requests end in a second: sums are kept
 for each second, with the times of the first requests of it.
@@ -61,7 +61,7 @@ class BackendFigures(StepObserver):
             now.times.append(step.ended - step.started)
 
     def of(self, backend_id: str) -> EngineFigures:
-        """Return what a backend did within the last minute."""
+        """Return a backend's figures over the last minute."""
         now = self._clock()
         seconds = [one for one in self._seconds.get(backend_id, ()) if one.number > now - WINDOW_SECONDS - 1]
         if not seconds:

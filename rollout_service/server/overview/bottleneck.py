@@ -1,4 +1,4 @@
-"""What limits the throughput now, in a sentence, with the setting that would change it: pure decisions.
+"""The present limit of the throughput, in a sentence, with the setting that would change it: pure decisions.
 
 Guarantee: it is said only of a service that works. A low number of busy workers means opposite things in a healthy
 service and in a starved one, so a service that is stuck or takes no work is not given advice on its settings.
@@ -51,7 +51,7 @@ class StageLoad:
 
 
 class StageLoads:
-    """The averages of the stages over the last overviews; they smooth out what changes from second to second."""
+    """The averages of the stages over the last overviews; they smooth out changes from second to second."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, Sequence[StageOverview]]] = deque()
@@ -66,7 +66,7 @@ class StageLoads:
 
 
 def bottleneck(overview: Overview, loads: dict[Stage, StageLoad]) -> Bottleneck | None:
-    """Return what limits the throughput; None if nothing is to do, or something else has to be seen to first."""
+    """Return the limit of the throughput; None if nothing is to do, or something else has to be seen to first."""
     init, rollout, evaluate = (loads[stage] for stage in Stage)
     if any(one.verdict is HangVerdict.STUCK and one.kind != RUN for one in overview.findings):
         return None

@@ -64,7 +64,7 @@ class ReadinessSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What the store said last."""
+    """The latest figures of the store."""
 
     counts: dict[RolloutState, int] = field(default_factory=dict)
     last_event: int = 0

@@ -1,6 +1,6 @@
 """How rollouts ended here within the last five minutes, and why those that failed did.
 
-Guarantee: what is kept is bounded, however many rollouts end: counts for each second, and the newest failures.
+Guarantee: memory is bounded, however many rollouts end: counts for each second, and the newest failures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Closed groups as stored records: what a trainer, an export and a batch get from a group's row and its rollouts' rows.
+"""Closed groups as stored records: the data for trainers, exports and batches, from the rows of a group and its
+rollouts.
 
 Guarantees: every store delivers the same from the same records. A stale sample is delivered without its tokens. The
 sub-agents of a sample are delivered whole or by reference. A damaged record raises RecordLostError and names its
@@ -173,9 +174,9 @@ class StoredGroup:
     members: Sequence[str]
     """The ids of its rollouts, by sample; none once they are deleted."""
     summary: str | None
-    """What `codec.runs.encode_summary` wrote."""
+    """The output of `codec.runs.encode_summary`."""
     record: bytes
-    """What `codec.history.encode_record` wrote; empty for a group that it was not written for."""
+    """The output of `codec.history.encode_record`; empty for a group without a record."""
 
 
 def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:

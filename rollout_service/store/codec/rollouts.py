@@ -1,8 +1,8 @@
 """Rollouts, leases and events as stored records.
 
-A rollout's result is stored without what the store keeps elsewhere (the request's fields, the state, the attempt, the
-retries, the times), so each fact has one place. Trajectories, sub-agents, and the marks of turns have codecs of their
-own.
+A rollout's result is stored without the facts that the store keeps elsewhere (the request's fields, the state, the
+attempt, the retries, the times), so each fact has one place. Trajectories, sub-agents, and the marks of turns have
+codecs of their own.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def encode_result(result: Rollout) -> str:
 
 
 def erase_result(text: str) -> str:
-    """Return a stored result without what the rollout contained: its tokens, texts, score, and whose it was."""
+    """Return a stored result without the rollout's contents: its tokens, texts, score, and whose it was."""
     result = json.loads(text)
     return json.dumps({name: value for name, value in result.items() if name in _IMPERSONAL_FIELDS})
 
@@ -113,7 +113,7 @@ class Shown(Enum):
     ALL = auto()
     """Everything but the trajectories of sub-agents."""
     REQUESTED = auto()
-    """What its request asks for, except for the trajectories of sub-agents."""
+    """The exports that its request asks for, except for the trajectories of sub-agents."""
     WORK = auto()
     """If its request asks for them, how the work was divided among sub-agents, and which session it is a part of."""
 

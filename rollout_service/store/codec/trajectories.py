@@ -1,12 +1,12 @@
 """Stored trajectories: compressed columns of numbers, with the rest as JSON before them.
 
-Guarantees: reading returns what was written, to the last bit. Log-probabilities are stored as float32 if each of them
-is exactly a float32, else as float64. A trajectory that does not fit the columns is stored as compressed JSON. A column
-is unpacked only when it is needed, so a batch can be sent without being in memory as a whole.
+Guarantees: reading returns the trajectory that was written, to the last bit. Log-probabilities are stored as float32 if
+each of them is exactly a float32, else as float64. A trajectory that does not fit the columns is stored as compressed
+JSON. A column is unpacked only when it is needed, so a batch can be sent without being in memory as a whole.
 
 Layout: the byte 1, the header's length (uint32, little-endian), the header (compressed JSON), then the compressed bytes
 of every column of every segment. The header contains their lengths and each segment's number of tokens. The functions
-that read take the record of a rollout too, and return what is of the rollout's own trajectory (`codec.record`).
+that read take the record of a rollout too, and return the part of the rollout's own trajectory (`codec.record`).
 """
 
 from __future__ import annotations

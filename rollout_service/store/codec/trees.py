@@ -1,8 +1,8 @@
 """The sub-agents of a stored rollout.
 
 Their descriptions are part of the rollout's result, compressed; their trajectories are in the record of its tokens, so
-that they are pruned together. Guarantees: reading returns what was written, to the last bit. No token of a frozen
-sub-agent is stored as one to train on.
+that they are pruned together. Guarantees: reading returns the tree that was written, to the last bit. No token of a
+frozen sub-agent is stored as one to train on.
 """
 
 from __future__ import annotations

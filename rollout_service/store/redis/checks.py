@@ -1,8 +1,8 @@
 """A Redis is used only after it has been checked, and again after every lost connection.
 
-Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; what it
-holds under the prefix is this program's, of this release's schema; it has this release's functions; and a durable one
-that has lost everything, as with its files, is not used until the service starts again.
+Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; its keys
+under the prefix are this program's, of this release's schema; it has this release's functions; and a durable one that
+has lost everything, as with its files, is not used until the service starts again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def open_client(config: RedisConfig) -> redis.Redis:
 
 
 def warn_of_failover(client: redis.Redis, config: RedisConfig) -> None:
-    """Log it if a failover to a replica can lose what was acknowledged."""
+    """Log a warning if a failover to a replica can lose acknowledged writes."""
     replicas = execute(client, "INFO", "replication").get("connected_slaves", 0)
     if replicas and not config.replicas and config.durability is Durability.STRICT:
         log.warning(
@@ -173,7 +173,7 @@ def _check_settings(client: redis.Redis, config: RedisConfig, info: dict[str, An
 
 
 def _settings(client: redis.Redis, info: dict[str, Any]) -> dict[str, str]:
-    """Return the server's settings; where CONFIG is not allowed, what INFO has of them."""
+    """Return the server's settings; where CONFIG is not allowed, those that INFO has."""
     found: dict[str, str] = {}
     try:
         for name in (*_DURABLE, "maxmemory", "maxmemory-policy"):

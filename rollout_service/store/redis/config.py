@@ -1,4 +1,4 @@
-"""Where the Redis of a store is, and what this store demands of it.
+"""The address of a store's Redis, and the store's demands on it.
 
 Guarantee: a password is never part of an error, a log line or a representation.
 """
@@ -21,12 +21,12 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Durability(StrEnum):
-    """What a store demands of Redis before it answers."""
+    """The durability that a store demands of Redis before it answers."""
 
     STRICT = "strict"
     """Every write is on Redis's disk before it is acknowledged."""
     RELAXED = "relaxed"
-    """A crash of Redis may lose what it acknowledged."""
+    """A crash of Redis may lose acknowledged writes."""
 
 
 @dataclass(frozen=True, slots=True)

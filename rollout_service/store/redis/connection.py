@@ -4,7 +4,7 @@ Guarantees:
 - Calls take effect in the order in which they were made, each as a whole or not at all.
 - An answer is passed on only after Redis gave it, which a durable Redis does after its disk; that of a write, after as
   many replicas have it as the settings demand.
-- A call that fails because the connection was lost may still have taken effect: callers repeat what is idempotent.
+- A call that fails because the connection was lost may still have taken effect: callers repeat idempotent calls.
 - After a lost connection, Redis is checked again before it is used; a library that it has lost is loaded again.
 - The event loop never waits for Redis.
 - If the thread itself fails, every caller gets an error, and `failed` raises it.
@@ -57,7 +57,7 @@ class RedisConnection:
     """A store's connection, from `open` to `close`.
 
     `call` runs a function that writes, `read` one that does not, and `command` any other command that does not.
-    `events` passes on what all services do. Answers are those of redis-py: texts are bytes.
+    `events` passes on the events of all services. Answers are those of redis-py: texts are bytes.
     """
 
     def __init__(self, config: RedisConfig, *, clock: Callable[[], float] | None = None) -> None:
@@ -183,7 +183,7 @@ class RedisConnection:
 
     @property
     def root(self) -> str:
-        """What all keys of this store begin with, before a colon."""
+        """The prefix of all keys of this store, without the colon that follows it."""
         return self.config.root
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an error of Redis means: each becomes a StoreError with a hint, or a DefectError if this program is at fault."""
+"""The meaning of Redis's errors: a StoreError with a hint, or a DefectError if this program is at fault."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The reader of a store's events: a thread that waits for them in Redis, so that nobody else has to ask.
 
 Guarantees: after `start`, every listener gets every event once and in order, also those from before a lost connection.
-If Redis has lost events (a failover to a replica that was behind), the listeners are told to look anew, and reading
+If Redis has lost events (a failover to a replica that was behind), the listeners are asked to look anew, and reading
 goes on after the newest event that is left.
 """
 

@@ -30,7 +30,7 @@ class RolloutRow:
         return self.fields[name]
 
     def with_trajectory(self, data: bytes | None) -> RolloutRow:
-        """Return the row with its encoded trajectory, if it has one, instead of what Redis stores of it."""
+        """Return the row with its encoded trajectory, if it has one, in place of its record in Redis."""
         return RolloutRow({**self.fields, "trajectory": data})
 
 

@@ -1,8 +1,8 @@
 """Rollouts, results, events and the queue in a Redis that services share.
 
 Beyond the contract: leases run by Redis's clock; a change that any service makes wakes those who wait in all of them; a
-claim or a result whose answer was lost is told apart from one that did not happen when it is repeated; the newest
-100,000 events and tombstones are kept.
+claim or a result whose answer was lost is recognized when it is repeated, and takes effect once; the newest 100,000
+events and tombstones are kept.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class RedisRollouts(RolloutReads):
         return deleted
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Overwrite trajectories that no rollout has any more, from what Redis stored of them.
+        """Overwrite trajectories that no rollout has any more, given their records in Redis.
 
         Raises:
             StoreError: The folder fails.

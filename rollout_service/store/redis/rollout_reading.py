@@ -1,4 +1,4 @@
-"""What is read of rollouts and events in Redis."""
+"""Reads of rollouts and events in Redis."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class RolloutReads:
         )
 
     async def rows(self, rollout_ids: Sequence[str], *, trajectories: bool = False) -> Sequence[RolloutRow]:
-        """Return the rows of the rollouts that exist, in this order, with what Redis stores of their trajectories."""
+        """Return the rows of the rollouts that exist, in this order, with Redis's records of their trajectories."""
         found: builtins.list[RolloutRow] = []
         for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
             some = rollout_ids[start : start + ROWS_AT_ONCE]

@@ -1,7 +1,7 @@
-"""What the events of all services mean for those who wait in this one.
+"""Signals for those who wait in this service, from the events of all services.
 
-Guarantees: a change is never missed, whichever service made it, and nobody is woken by what it has already seen: the
-numbers of events say which came first. If Redis has lost events, everyone looks anew.
+Guarantees: a change is never missed, whichever service made it, and nobody is woken by a change that it has already
+seen: the numbers of events say which came first. If Redis has lost events, everyone looks anew.
 """
 
 from __future__ import annotations

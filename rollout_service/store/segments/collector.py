@@ -1,7 +1,7 @@
 """Deletes the segment files that nothing refers to any more.
 
-Guarantees: no file is deleted that is referenced, or that may yet be. The ledger names what to delete, so nothing is
-scanned; only a rare sweep lists the folder, for files that the ledger does not know, such as after its store was
+Guarantees: no file is deleted that is referenced, or that may yet be. The ledger names the files to delete, so nothing
+is scanned; only a rare sweep lists the folder, for files that the ledger does not know, such as after its store was
 restored from an older backup. Call this from one service at a time; a second one does no harm.
 """
 

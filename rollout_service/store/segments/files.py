@@ -67,7 +67,7 @@ class SharedFiles:
             remaining, offset = remaining[written:], offset + written
 
     def sync(self, descriptor: int) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the written bytes are on the disk."""
         os.fdatasync(descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -77,7 +77,7 @@ class SharedFiles:
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Return up to this many bytes; fewer where the file ends.
 
-        The file is opened anew each time, because NFS shows what other hosts wrote only to those who open it later.
+        The file is opened anew each time, because NFS shows the writes of other hosts only to those who open it later.
 
         Raises:
             FileNotFoundError: There is no such file.

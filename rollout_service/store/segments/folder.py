@@ -158,7 +158,7 @@ class SegmentFolder:
         return freed
 
     async def totals(self) -> SegmentTotals:
-        """Return what is held."""
+        """Return the totals of the segment files."""
         return await self.ledger.totals()
 
     async def close(self) -> None:
@@ -184,7 +184,7 @@ class SegmentReader:
         self._threads = anyio.CapacityLimiter(READERS)
 
     async def read(self, reference: str, subject: str) -> bytes:
-        """Return a record; `subject` names in errors what it belongs to.
+        """Return a record; `subject` names its owner in errors.
 
         Raises:
             RecordLostError: The record is gone or damaged.
@@ -196,7 +196,7 @@ class SegmentReader:
         return found
 
     async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
-        """Return many records by what they belong to, in this order; each that is lost is an error in its place.
+        """Return many records by their subjects, in this order; each that is lost is an error in its place.
 
         Raises:
             StoreError: The folder cannot be read at the moment.
@@ -239,7 +239,7 @@ WRITE_SECONDS = 3.0
 
 
 class FolderWatch:
-    """Checks the folder, and hears of what failed there."""
+    """Checks the folder, and hears of failures there."""
 
     def __init__(self, proof: FolderProof, ledger: SegmentLedger) -> None:
         self._proof = proof

@@ -20,14 +20,14 @@ from typing import Protocol, Self
 
 @dataclass(frozen=True, slots=True)
 class SegmentTotals:
-    """What is held in segment files."""
+    """The totals of the segment files."""
 
     files: int
     """Files that are open or referenced."""
     records: int
     """Records that are referenced."""
     bytes: int
-    """The length of these records; the files are larger by what was dropped from them."""
+    """The length of these records; the files are larger by the records that were dropped from them."""
     garbage: int
     """Files that are yet to be deleted."""
 
@@ -72,7 +72,7 @@ class SegmentLedger(Protocol):
         ...
 
     async def totals(self) -> SegmentTotals:
-        """Return what is held."""
+        """Return the totals of the segment files."""
         ...
 
 

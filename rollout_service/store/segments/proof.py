@@ -220,5 +220,5 @@ def folder_hangs(folder: Path, seconds: float) -> StoreError:
 
 
 def record_lost(subject: str, why: str) -> RecordLostError:
-    """Return the error for a record that cannot be read; `subject` names what it belongs to."""
+    """Return the error for a record that cannot be read; `subject` names its owner."""
     return RecordLostError(f"a record of {subject} is lost: {why}", hint=LOST_HINT)

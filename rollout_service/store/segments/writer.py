@@ -91,7 +91,7 @@ class SegmentWriter:
     ) -> None:
         """Write files of an owner. Their names begin with 12 hexadecimal digits that nobody else has.
 
-        `wrote` is told how each write to the folder ended.
+        `wrote` is called after each write to the folder, with its error or None.
         """
         self._files = files
         self._proof = proof
@@ -165,7 +165,7 @@ class SegmentWriter:
         return own
 
     async def _write_queue(self) -> None:
-        """Write what waits, up to a limit, then let the first of the others write."""
+        """Write the records that wait, up to a limit, then let the first of the others write."""
         self._is_writing = True
         batch = self._next_batch()
         try:

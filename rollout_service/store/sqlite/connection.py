@@ -59,7 +59,7 @@ def explain_job(error: sqlite3.Error) -> ServiceError:
 
 
 class FileLostError(StoreError):
-    """The open file is no longer where it was opened: what is written now would be gone with the process."""
+    """The open file is no longer where it was opened: further writes would be gone with the process."""
 
 
 class FilePlace:

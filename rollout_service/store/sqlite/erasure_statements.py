@@ -1,9 +1,9 @@
-"""The erasure of what rollouts contain, on a person's demand; each function runs inside one transaction, in the
+"""The erasure of rollouts' contents, on a person's demand; each function runs inside one transaction, in the
 database's thread.
 
-Guarantees: what is erased is overwritten, and so is everything that the connection deletes from then on. A group that
+Guarantees: erased data is overwritten, and so is everything that the connection deletes from then on. A group that
 waits for a batch is dropped if too few usable samples are left in it; in a batch that is not acknowledged, the sample
-stays in its place, masked and without tokens. Which batches had it is told.
+stays in its place, masked and without tokens. The batches that had it are returned.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def overwrite_deleted(db: sqlite3.Connection) -> None:
 
 
 def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dict[str, str]:
-    """Erase what these rollouts contain, and later ones of the same samples; return their batches."""
+    """Erase the contents of these rollouts, and of later ones of the same samples; return their batches."""
     overwrite_deleted(db)
     batches: dict[str, str] = {}
     for rollout_id in rollout_ids:

@@ -192,7 +192,7 @@ def update(
     request: RunRequest | None,
     problem: ErrorInfo | None,
 ) -> RunRecord:
-    """Change what is given; a run that is over stays over.
+    """Change the given fields; a run that is over stays over.
 
     Raises:
         ConflictError: The run is over and cannot be paused or resumed.

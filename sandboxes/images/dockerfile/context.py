@@ -1,4 +1,4 @@
-"""The files that a build may copy: those of one folder, without what its .dockerignore leaves out.
+"""The files that a build may copy: those of one folder, without the paths that its .dockerignore excludes.
 
 Paths mean what they mean within the folder: a link in it never leads out. Files are sent as an archive for `step`,
 always in the same order, and their digest, which decides whether a layer can be used again, counts names, modes, links
@@ -28,7 +28,7 @@ PART = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ContextFile:
-    """One entry of what is sent: its name in the archive and its file, or its text."""
+    """One entry of the files to send: its name in the archive and its file, or its text."""
 
     name: str
     path: Path | None
@@ -76,7 +76,7 @@ class BuildContext:
         self._rules = IgnoreRules(file.read_text(errors="surrogateescape") if file is not None else "")
 
     def select(self, sources: Sequence[str], *, unpack: bool = False) -> list[ContextFile]:
-        """Return what patterns mean: files as "f/NAME", the contents of folders as "d/...", archives as "a/NAME".
+        """Return the selected files: files as "f/NAME", the contents of folders as "d/...", archives as "a/NAME".
 
         Args:
             sources: paths or patterns, relative to the context; ".." does not lead out of it.
@@ -138,7 +138,7 @@ class BuildContext:
 
 
 def digest(files: Iterable[ContextFile]) -> str:
-    """Return a hash of what would be sent.
+    """Return a hash of the bytes that would be sent.
 
     Raises:
         ImageError: A file cannot be read.

@@ -1,4 +1,4 @@
-"""Carries out a plan: goes through its stages, makes a layer of what changes files, and has the image packed.
+"""Carries out a plan: goes through its stages, makes layers of the changed files, and has the image packed.
 
 What a handler reads is in its layer's key, by which `layer_builder.py` finds a layer that is there.
 """
@@ -129,7 +129,7 @@ class PlanExecutor:
         self._builder.do(state, one, make_key(state.key, "RUN", *parts), job)
 
     def _command(self, state: StageState, one: Instruction) -> tuple[list[str], dict[str, str]]:
-        """Return what a RUN starts, and the programs that its here-document is, if it is one."""
+        """Return the command of a RUN, and the programs that its here-document is, if it is one."""
         if one.array is not None:
             return list(one.array), {}
         if not one.heredocs:
@@ -143,7 +143,7 @@ class PlanExecutor:
         return [*state.shell, heredoc.text], {}
 
     def _mounts(self, state: StageState, one: Instruction) -> tuple[list[StepMount], list[object]]:
-        """Return the mounts of a RUN, and what a layer's key says of them."""
+        """Return the mounts of a RUN, and their part of the layer's key."""
         mounts: list[StepMount] = []
         seen: list[object] = []
         for name, value in one.flags:
@@ -357,4 +357,4 @@ SETTINGS: Mapping[str, Handler] = {
     "ENTRYPOINT": _start_command,
     "CMD": _start_command,
 } | dict.fromkeys(KEPT_AS_LABELS, _keep_as_label)
-"""What each does to the state of a stage of a plan. They raise ValueError for text that means nothing."""
+"""The handlers of the instructions that change only a stage's state. They raise ValueError for text without meaning."""

@@ -59,7 +59,7 @@ class LayerBuilder:
         job: StepJob,
         data: Sender | StepJob | None = None,
     ) -> None:
-        """Add a layer of what a step changes."""
+        """Add a layer with the changes of a step."""
         most = self.options.max_bytes
 
         def fill(changes: Path) -> StepResult:
@@ -133,11 +133,11 @@ FOLDERS = {
     "tmp": 0o1777,
     "var/tmp": 0o1777,
 }
-"""What a sandbox needs to start, and an image from scratch may lack."""
+"""The folders, with their modes, that a sandbox needs to start and an image from scratch may lack."""
 
 
 def add_settings(builder: LayerBuilder, state: StageState, origin: Instruction) -> None:
-    """Add a layer with what Apptainer and sandboxes read: variables, labels and the start command."""
+    """Add a layer with the settings that Apptainer and sandboxes read: variables, labels and the start command."""
     files = {ENVIRONMENT: _environment(state), ".singularity.d/labels.json": _labels(state)}
     if start := (*state.entrypoint, *state.command):
         files[".singularity.d/runscript"] = f'#!/bin/sh\nexec {shlex.join(start)} "$@"\n'

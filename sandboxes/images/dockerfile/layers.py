@@ -1,4 +1,4 @@
-"""The layers of builds: folders named by what they were made from, which later builds use again.
+"""The layers of builds: folders named by a hash of their inputs, which later builds use again.
 
 A layer is complete or not there: it is made in a draft and renamed. Nothing changes it afterwards. It belongs to the
 users of this user's build namespaces, so `BuildNamespace.remove` removes it. When all layers exceed a budget, those
@@ -34,7 +34,7 @@ class ImageLayer:
     key: str
     files: Path
     size_bytes: int
-    """What its files take on disk, without those of the layers below it."""
+    """The space that its files take on disk, without those of the layers below it."""
 
 
 def make_key(*parts: object) -> str:

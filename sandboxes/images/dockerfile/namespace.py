@@ -65,14 +65,14 @@ class StepMount:
 
 @dataclass(frozen=True, slots=True)
 class StepJob:
-    """What one step does; see `step/job.py`."""
+    """The work of one step; see `step/job.py`."""
 
     action: Literal["run", "write", "read", "folder", "tool"]
     layers: Sequence[Path] = ()
     """The image, the topmost layer first."""
 
     changes: Path | None = None
-    """A folder with the empty folders `fs`, for what the step changes, and `work`, both of root of the namespace."""
+    """A folder with the empty folders `fs`, for the step's changes, and `work`, both of root of the namespace."""
 
     output: Path | None = None
     inputs: Sequence[Path] = ()
@@ -130,7 +130,7 @@ class BuildNamespace:
         return self.ids["kind"] != "single"
 
     def cancel(self) -> None:
-        """End what is running; every later step fails."""
+        """End the step that is running; every later step fails."""
         with self._lock:
             self._cancelled = True
             for process in self._running:
@@ -148,7 +148,7 @@ class BuildNamespace:
         return path
 
     def remove(self, path: Path) -> None:
-        """Remove a folder, whoever its files belong to, also after `cancel`; what cannot be removed stays."""
+        """Remove a folder, whoever its files belong to, also after `cancel`; files that cannot be removed stay."""
         if self.ids["kind"] == "subordinate" and path.is_dir():
             inside = [entry for entry in path.iterdir() if entry.is_dir() and not entry.is_symlink()]
             if inside:
@@ -251,7 +251,7 @@ _PLAIN = ("action", "user", "cwd", "dest", "owner", "mode", "many", "network", "
 
 
 class _Feeder:
-    """Sends a step what it reads: an archive that a function writes, in a thread, or another step's output."""
+    """Sends a step its standard input: an archive that a function writes, in a thread, or another step's output."""
 
     def __init__(self, namespace: BuildNamespace, data: Sender | StepJob | None) -> None:
         self._other: tuple[subprocess.Popen[bytes], int] | None = None
@@ -268,7 +268,7 @@ class _Feeder:
 
     @property
     def stdin(self) -> int | IO[bytes]:
-        """What the step reads."""
+        """The step's standard input."""
         return subprocess.DEVNULL if self._pipe is None else self._pipe
 
     def start(self) -> None:

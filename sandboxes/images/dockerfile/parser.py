@@ -216,7 +216,7 @@ class _InstructionReader:
 
 @dataclass(slots=True)
 class StageState:
-    """What is known of a stage so far."""
+    """The state of a stage after the instructions read so far."""
 
     key: str
     layers: tuple[ImageLayer, ...] = ()
@@ -241,7 +241,7 @@ class StageState:
 
     @property
     def size_bytes(self) -> int:
-        """What all layers take on disk."""
+        """The space that all layers take on disk."""
         return sum(layer.size_bytes for layer in self.layers)
 
     def expand(self, text: str, escape: str) -> str:

@@ -1,6 +1,6 @@
-"""Decides, before anything is built, what a Dockerfile asks for: its stages, their order, and what cannot be had.
+"""Plans a Dockerfile's build before anything is built: its stages, their order, and its unsupported parts.
 
-`TREATMENT` says of each instruction what becomes of it. Whatever is refused is named with its line here, so no build
+`TREATMENT` has the treatment of each instruction. Whatever is refused is named with its line here, so no build
 fails after an hour for a reason that could be seen at its start. Variables are known only while a stage is built,
 since a base brings its own; only FROM is expanded here, from arguments.
 """
@@ -169,7 +169,7 @@ def copied_words(instruction: Instruction, escape: str) -> list[str]:
 
 
 def copied_sources(plan: BuildPlan) -> list[str]:
-    """Return what stages take from the context: paths and patterns, or all of it if one has a variable."""
+    """Return the sources that stages copy from the context: paths and patterns, or all of it if one has a variable."""
     found: list[str] = []
     for one in (one for stage in plan.stages for one in stage.instructions):
         if one.keyword in {"COPY", "ADD"} and one.flag("from") is None:

@@ -72,7 +72,7 @@ class _Expansion:
         self._at = 0
 
     def run(self, end: str) -> Iterator[str]:
-        """Yield what the text means, up to the character `end`, or to the end of the text if that is empty."""
+        """Yield the expansion of the text, up to the character `end`, or to the end of the text if that is empty."""
         while self._at < len(self._text):
             character = self._text[self._at]
             self._at += 1

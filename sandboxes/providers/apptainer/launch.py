@@ -5,7 +5,7 @@ for it. Every mount, and the network, belongs to namespaces of this process and 
 As root it drops root before Apptainer starts. Its rights in its own user namespace end with the `exec`, and that
 namespace allows no other below Apptainer's, so code inside cannot make one to gain rights in.
 
-Environment variables tell it what to do:
+Environment variables are its instructions:
   LAUNCH_GROUPS       files of control groups to join, one per line
   LAUNCH_SPACE        a folder for the sandbox's files ("data"), its /sys, /dev/shm and /etc/hosts, and Apptainer's
                       own settings ("conf")

@@ -35,7 +35,7 @@ PROBE_BYTES = 1024 * 1024
 OVERLAYS_OF_MAPPED = (5, 19)
 """The first kernel whose overlays may lie on mounts with mapped owners."""
 POINTS = ("/dev/", "/proc/", "/sys/", "/etc/hosts", "/etc/resolv.conf")
-"""What Apptainer mounts something on in every image; a folder ends with "/"."""
+"""The paths on which Apptainer mounts something in every image; a folder ends with "/"."""
 NAMESPACES_HINT = (
     "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0"
@@ -100,7 +100,7 @@ class Launcher:
         binds: Sequence[str],
         user: int | None = None,
     ) -> dict[str, str]:
-        """Return the variables that tell `launch.py` what to do.
+        """Return the variables that instruct `launch.py`.
 
         Args:
             space: the folder for the sandbox's files.
@@ -145,7 +145,7 @@ class Launcher:
         return ("--keep-privs",) if self.namespaces else ("--fakeroot",)
 
     def apptainer_flags(self, space: Path, *, network: bool, overlay: bool) -> list[str]:
-        """Return Apptainer's flags for everything that `launch.py` makes in `space`, and for what it cannot make."""
+        """Return Apptainer's flags for everything that `launch.py` makes in `space`, and for the rest."""
         # Images without /etc/hosts are common. /dev/shm counts as disk; Apptainer's own would have no limit.
         mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
         binds = ["hosts:/etc/hosts", *mounts]

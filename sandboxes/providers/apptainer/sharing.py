@@ -1,4 +1,4 @@
-"""Determine, for `doctor`, what sandboxes share on this host, and what they cannot do. Nothing is changed."""
+"""Checks, for `doctor`, of the limits of sandboxes on this host, and of what they share. Nothing is changed."""
 
 import os
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Sharing:
 
 
 def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> Sharing:
-    """Determine what sandboxes share. It may take 100 ms: call it in a thread.
+    """Determine the resources that sandboxes share. It may take 100 ms: call it in a thread.
 
     Raises:
         SandboxConfigError: The configured user does not exist.

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 1), text
 
 
+def attribute_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each string that stands under an assignment."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for above, below in pairwise(body if isinstance(body, list) else []):
+            match above, below:
+                case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(text))):
+                    yield below.lineno, text
+
+
 def raises_entries(docstring: str) -> Iterator[str]:
     """Yield the entries of the `Raises:` block, each with the lines that continue it."""
     block = docstring.partition("\nRaises:\n")[2].partition("\n\n")[0]
@@ -39,14 +50,24 @@ def test_every_module_says_what_it_is(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_docstring_begins_with_take(package: str) -> None:
+def test_no_docstring_begins_with_take_or_what(package: str) -> None:
     wrong = [
         f"{path}:{line}: {text.splitlines()[0]}"
         for path in sorted((ROOT / package).rglob("*.py"))
-        for line, text in docstrings(parse(path))
-        if text.startswith("Take ")
+        for line, text in chain(docstrings(parse(path)), attribute_docstrings(parse(path)))
+        if text.startswith(("Take ", "What "))
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['"""What is there."""', "def f():\n    'Take it.'", "class C:\n    x: int = 0\n    'What it is.'"],
+)
+def test_a_docstring_of_another_style_is_found(source: str) -> None:
+    tree = ast.parse(source)
+    [(_, text)] = chain(docstrings(tree), attribute_docstrings(tree))
+    assert text.startswith(("Take ", "What "))
 
 
 def test_each_entry_of_raises_is_a_name_and_a_sentence() -> None:

@@ -40,7 +40,7 @@ everywhere() { for name in "$@"; do for at in /usr/local/sbin /usr/local/bin /us
 sites() { python3 -c 'import site, sysconfig; print("\n".join({*site.getsitepackages(), sysconfig.get_path("stdlib")}))'; } 2>/dev/null
 detach() { setsid "$real" -c "setsid $1 </dev/null >/dev/null 2>&1 &" </dev/null >/dev/null 2>&1; }
 """
-"""Shell functions for the scripts. FORGE is what a hijacked shell runs, PYFORGE what a hijacked Python runs."""
+"""Shell functions for the scripts. A hijacked shell runs FORGE, a hijacked Python runs PYFORGE."""
 
 DAEMON = r"""
 cat >/tmp/daemon <<'END'

@@ -1,4 +1,4 @@
-"""Processes that outlive the agent, or end what the grading needs."""
+"""Processes that outlive the agent, or end processes that the grading needs."""
 
 # ruff: noqa: E501  lines of scripts are as long as they are
 from __future__ import annotations

@@ -115,7 +115,7 @@ class PromptReading:
         return len(self.logprobs) == len(self.prompt) - 1 - self.start
 
     def restart(self) -> None:
-        """Forget what was read of a prompt that was interrupted."""
+        """Forget the part of an interrupted prompt that was read."""
         self.logprobs.clear()
 
     def read(self, logits: Array, first: int) -> None:

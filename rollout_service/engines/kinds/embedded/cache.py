@@ -78,7 +78,7 @@ class PrefixCache:
             self._evict()
 
     def resize(self, budget: int) -> None:
-        """Change the budget, and evict what no longer fits."""
+        """Change the budget, and evict entries that no longer fit."""
         self.budget = max(0, budget)
         self._evict()
 

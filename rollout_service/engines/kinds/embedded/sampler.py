@@ -1,7 +1,7 @@
 """Samples one token for each sequence of a batch, with SGLang's definitions.
 
-- A token's logprob comes from the temperature-scaled softmax; top_k, top_p and min_p restrict what can be drawn, but do
-  not renormalize it. Greedy requests report logprobs at temperature 1.
+- A token's logprob comes from the temperature-scaled softmax; top_k, top_p and min_p restrict the tokens that can be
+  drawn, but do not renormalize the distribution. Greedy requests report logprobs at temperature 1.
 - The random number of a draw is a function of the request's seed and the token's position: a sample depends neither on
   the rest of the batch nor on interruptions.
 """

@@ -233,7 +233,7 @@ class SGLangStream(TokenStream):
         return total
 
     def _new(self, values: object, name: str, total: int) -> list[Any]:
-        """Return what belongs to the new tokens, of a list with entries for all tokens or only for them."""
+        """Return the entries of the new tokens, from a list with entries for all tokens or only for them."""
         new = total - len(self._ids)
         if not isinstance(values, list):
             raise BackendProtocolError(f"{name} is not a list")

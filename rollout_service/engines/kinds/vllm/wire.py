@@ -166,7 +166,7 @@ def parse_generation(
     info: ModelInfo | None,
     engine_seconds: float,
 ) -> Generation:
-    """Check an answer to `generate_body(request)` and return what was sampled.
+    """Check an answer to `generate_body(request)` and return the generation.
 
     Raises:
         BackendProtocolError: A part of the answer is missing or contradicts the rest.

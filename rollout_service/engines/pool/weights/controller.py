@@ -85,7 +85,7 @@ class PoolController:
                 await handle.wait_until_idle()
 
     def state(self) -> PoolState:
-        """Return what other services need to know of the pool."""
+        """Return the state of the pool that other services need."""
         present = self._weights.present
         handles = list(self._registry)
         return PoolState(

@@ -69,7 +69,7 @@ class ProcessGroups:
         return {name: sorted(present) for name, present in self._backends.items()}
 
     def replace(self, groups: Mapping[str, Iterable[str]]) -> None:
-        """Adopt what another service knows of the same backends."""
+        """Adopt another service's record of the same backends."""
         self._backends = {name: frozenset(present) for name, present in groups.items()}
 
     def add(self, name: str, backend_ids: Iterable[str]) -> None:

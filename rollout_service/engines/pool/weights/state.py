@@ -93,7 +93,7 @@ class PoolWeights:
         return frozenset(self._unknown)
 
     def replace(self, present: WeightSet | None, kept: Iterable[int], unknown: Iterable[str]) -> None:
-        """Adopt what another service knows of the same backends."""
+        """Adopt another service's record of the same backends."""
         self.present = present
         self._kept, self._unknown = frozenset(kept), set(unknown)
 
@@ -153,7 +153,7 @@ class PoolWeights:
 
 
 def kv_handling(mode: PauseMode) -> KvHandling:
-    """Return what happens to the KV of older weights when requests are paused by `mode`."""
+    """Return the handling of the older weights' KV when requests are paused by `mode`."""
     return KvHandling.KEPT if mode is PauseMode.IN_PLACE else KvHandling.FLUSHED
 
 

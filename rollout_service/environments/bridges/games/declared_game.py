@@ -136,7 +136,7 @@ class DeclaredGame(Environment):
 
     @asynccontextmanager
     async def _begun(self, episode: Episode) -> AsyncIterator[tuple[GamePartner, str]]:
-        """Run the program within the block, and yield it with what it says first."""
+        """Run the program within the block, and yield it with its first reply."""
         place, name = await self._place(episode), f"the game {self.spec.name!r}"
         command, env = place.command(self._declaration.command), {**place.env(), "PYTHONUNBUFFERED": "1"}
         async with library_in_sandbox(place.sandbox, command, name, env=env) as process:

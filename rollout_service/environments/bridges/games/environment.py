@@ -1,6 +1,6 @@
 """Environments of games: a game and a seed are the task, and the policy plays it turn by turn.
 
-Guarantees: the reward is what the game itself gives; the game runs in the agent's sandbox, in a process of its own for
+Guarantees: the reward is the game's own; the game runs in the agent's sandbox, in a process of its own for
 each episode, so that a seed gives the same game whatever else is played. A game that fails or hangs fails the rollout.
 """
 
@@ -45,7 +45,7 @@ class TextGame(BaseModel):
 
 
 class GameReply(BaseModel):
-    """What a game says to an action, or as it begins."""
+    """A game's reply to an action, or its first text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -57,7 +57,7 @@ class GameReply(BaseModel):
     """Whose turn it is."""
 
     def consequence(self) -> Consequence:
-        """Return what it means for the player."""
+        """Return its consequence for the player."""
         return Consequence(self.text, self.reward, done=self.done, parts=dict(self.parts))
 
 
@@ -68,7 +68,7 @@ class GamePartner:
         self._process = process
 
     async def begin(self, request: dict[str, JsonValue]) -> str:
-        """Begin a game, and return what the player sees first.
+        """Begin a game, and return its first reply.
 
         Raises:
             EnvironmentFailedError: The game cannot be begun.

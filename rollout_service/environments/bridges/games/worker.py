@@ -3,7 +3,7 @@
 It uses the standard library alone, since the interpreter of either place runs it. Its arguments are the source of the
 library's part, and the folder of the library's packages unless they can be imported already. The part defines
 `candidates(players)`, which returns the games that there may be for so many players, and `begin(request)`, which
-returns a function from an action to a reply, and what a player sees first.
+returns a function from an action to a reply, and the first text for the player.
 
 Requests and replies are lines of JSON: `{"op": "games", "players"}`, `{"op": "reset", "game", "seed", "options"}` and
 `{"op": "step", "action"}`. A reply has `text` and `player`, whose turn it is; after an action also `reward`, `done` and
@@ -35,13 +35,13 @@ class PlayedGame:
         self._step: Step | None = None
 
     def reset(self, request: Request) -> Reply:
-        """Begin a game, and return what the player sees first."""
+        """Begin a game, and return its first reply."""
         random.seed(request["seed"])
         self._step, text = self._part["begin"]({"options": {}, **request})
         return {"player": 0, **(text if isinstance(text, dict) else {"text": text})}
 
     def step(self, request: Request) -> Reply:
-        """Play an action, and return what follows from it."""
+        """Play an action, and return the game's reply."""
         if self._step is None:
             raise ValueError("no game has begun")
         return {"reward": 0.0, "done": False, "parts": {}, "player": 0, **self._step(request["action"])}

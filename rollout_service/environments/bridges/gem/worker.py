@@ -1,9 +1,9 @@
-"""What the worker of games knows of GEM; `games/worker.py` says how it is called.
+"""The part of the games' worker for GEM; `games/worker.py` describes the calls.
 
 GEM imports reasoning-gym, with 40 packages, only to list its tasks; these have a bridge of their own, so GEM gets an
 empty list here.
 
-Guarantee: what a game wants said after each of its texts is said.
+Guarantee: the text that a game appends to each of its observations is kept.
 """
 
 import random
@@ -63,6 +63,6 @@ def begin(request: dict[str, Any]) -> tuple[Callable[[str], Reply], str]:
 
 
 def joined(text: str, info: dict[str, Any]) -> str:
-    """Return a text with what belongs after it."""
+    """Return a text with its suffix."""
     suffix = str(info.get("suffix", ""))
     return f"{text.rstrip()}\n{suffix}" if suffix else text

@@ -1,9 +1,9 @@
-"""What the worker of games knows of Gymnasium's toy texts; `games/worker.py` says how it is called.
+"""The part of the games' worker for Gymnasium's toy texts; `games/worker.py` describes the calls.
 
 Gymnasium's actions and observations are numbers. Here each game has names for its actions, a function `act` from a text
 to an action, and a function `show` from an observation to a text.
 
-Guarantee: a text without an action changes nothing in the game; the player is told, and it is counted.
+Guarantee: a text without an action changes nothing in the game; it is counted, and the reply says so.
 """
 
 import re
@@ -21,7 +21,7 @@ STOPS = ("R", "G", "Y", "B", "the taxi")
 
 
 class ToyText(NamedTuple):
-    """A game, as a player is told of it."""
+    """A game, as it is described to a player."""
 
     goal: str
     actions: tuple[str, ...]
@@ -41,7 +41,7 @@ def act(text: str, actions: tuple[str, ...]) -> int | None:
 
 
 def _board(env: Any) -> str:
-    """Return the board without its colors: what they mark is said in words."""
+    """Return the board without its colors; the text names the marked place instead."""
     return COLOR.sub("", env.render()).strip("\n")
 
 
@@ -129,7 +129,7 @@ class _ToyGame:
         self._env, self._toy, self._invalid = env, toy, 0
 
     def ask(self) -> str:
-        """Return what the player may say."""
+        """Return the sentence with the player's possible actions."""
         return f"Your actions are {', '.join(f'[{name}]' for name in self._toy.actions)}."
 
     def step(self, text: str) -> Reply:

@@ -1,6 +1,6 @@
 """`nemo-gym`: rows of NeMo Gym, whose tools are answered and whose rewards are given by its own resources servers.
 
-Guarantees: the reward is what the server gives the same conversation; the server runs in the agent's sandbox, in a
+Guarantees: the reward is the server's own for the same conversation; the server runs in the agent's sandbox, in a
 process of its own for each rollout, and neither on the host nor with a network. A failed verification fails the
 rollout.
 """
@@ -174,7 +174,7 @@ class _Function(BaseModel):
 
 
 class _Parameters(BaseModel):
-    """The beginning of a conversation; what a row says of sampling is the run's affair and is left aside."""
+    """The beginning of a conversation; a row's sampling parameters are ignored, since the run sets them."""
 
     input: Annotated[list[_InputMessage], BeforeValidator(_as_messages), Field(min_length=1)]
     instructions: str | None = None

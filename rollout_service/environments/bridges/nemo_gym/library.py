@@ -1,4 +1,4 @@
-"""NeMo Gym as a library of its own, with what a sandbox needs to run it, and a data set of the rows that it ships.
+"""NeMo Gym as a library of its own, with the mounts that a sandbox needs to run it, and a data set of its rows.
 
 Guarantee: once it is installed, each server of the data set has begun a session here, without ray or a head server.
 """
@@ -74,7 +74,7 @@ def _examples(packages: Path, server: str) -> Iterator[dict[str, Any]]:
 
 
 def binds(library: Library) -> dict[str, str]:
-    """Return what a sandbox must see to run the library: its packages, and the Python that they were installed for."""
+    """Return the mounts that a sandbox needs to run the library: its packages, and the Python that they are for."""
     if not library.is_installed:
         return {}
     python = _interpreter(library.folder / INTERPRETER)

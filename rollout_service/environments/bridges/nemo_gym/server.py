@@ -1,7 +1,7 @@
 """A resources server of NeMo Gym at work in a sandbox, for one episode.
 
 Guarantees: a reward is a finite number that the server itself gave; a verification that fails, takes too long or needed
-a judge that cannot be reached is a failure. A tool's answer is what the server said, errors included, as NeMo Gym's own
+a judge that cannot be reached is a failure. A tool's answer is the server's text, errors included, as NeMo Gym's own
 agent shows it.
 """
 
@@ -48,7 +48,7 @@ _ENV: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a server said to the row."""
+    """A server's answer to the row at the beginning of an episode."""
 
     has_turns: bool
     """Whether it answers each turn itself and rewards it, as environments of Gymnasium do."""
@@ -75,7 +75,7 @@ class GymServer:
         return Beginning(bool(reply["turns"]), frozenset(reply["tools"]), reply["observation"])
 
     async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> str:
-        """Return what a tool answers.
+        """Return a tool's answer.
 
         Raises:
             EnvironmentFailedError: The server ended or hangs.
@@ -84,7 +84,7 @@ class GymServer:
         return str(reply["text"])
 
     async def verify(self, messages: Sequence[Message], usage: Usage, stop_reason: StopReason) -> Score:
-        """Return the server's verdict on what came after the prompt.
+        """Return the server's verdict on the conversation after the prompt.
 
         Raises:
             EnvironmentFailedError: There is no verdict.
@@ -119,7 +119,7 @@ class GymServer:
 class GymTool:
     """A tool of a row; implements `tool_calling.tools.Tool`.
 
-    One that the server does not answer ends the agent: the call itself is what is verified.
+    One that the server does not answer ends the agent: the call itself is verified.
     """
 
     parallel = False

@@ -100,7 +100,7 @@ class Gym:
         return {"verdict": await self._ask("verify", request["row"])}
 
     async def step(self, request: Request) -> Reply:
-        """Return what follows from the policy's turn, in a server with turns."""
+        """Return the server's reply to the policy's turn, in a server with turns."""
         return {"step": await self._ask("step", request["row"])}
 
     async def _ask(self, route: str, row: Request) -> Reply:
@@ -143,7 +143,7 @@ class Gym:
 
 
 def import_library() -> None:
-    """Import NeMo Gym, without what it needs only to run on a cluster or to make statistics."""
+    """Import NeMo Gym, without the modules that it needs only to run on a cluster or to make statistics."""
     sys.meta_path.append(StandIns(LEFT_OUT))
     slow = StandIns(SLOW)
     sys.meta_path.insert(0, slow)

@@ -1,6 +1,6 @@
 """`reasoning-gym`: puzzles that the library makes from a seed, scored by the library's own scorers.
 
-Guarantees: the reward is what the library gives the same answer, but for answers that are code (see `worker`), which
+Guarantees: the reward is the library's own for the same answer, except for answers that are code (see `worker`), which
 score like nonsense. An answer is scored in a fresh sandbox with limits of time and memory, since the library executes
 some of them. The library's own failure fails the rollout.
 """
@@ -74,7 +74,7 @@ class ReasoningTask(BaseModel):
 
 
 class ReasoningGym(AgentEnvironment):
-    """Instances: what `generate` makes."""
+    """Instances: the output of `generate`."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class ReasoningGym(AgentEnvironment):
 
 
 def final_answer(text: str | None) -> str | None:
-    """Return what the last pair of tags encloses, or None."""
+    """Return the text between the last pair of tags, or None."""
     found = _ANSWER.findall(text or "")
     return found[-1].strip() if found else None
 

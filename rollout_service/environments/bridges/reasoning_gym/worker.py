@@ -2,8 +2,8 @@
 
 It uses the standard library and reasoning-gym alone, since the interpreter of either place runs it. Requests and
 replies are lines of JSON: `{"op": "generate", "task", "seed", "size", "config"}` and `{"op": "score", ..., "index",
-"question", "answer"}`. A score is preceded by a line `{"ready": true}`: what fails before it is a failure of the
-library, and what fails after it is the answer's doing.
+"question", "answer"}`. A score is preceded by a line `{"ready": true}`: a failure before it is the library's, and one
+after it is caused by the answer.
 
 Guarantee: of an answer that the library would execute, only literals and arithmetic are. The library evaluates answers
 of some tasks as Python, in which an answer could read the right one, or claim a score; such an answer scores like one

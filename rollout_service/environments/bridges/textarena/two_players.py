@@ -64,7 +64,7 @@ class PoolOpponent:
         self._messages = [Message(role="system", content=SYSTEM)]
 
     async def move(self, text: str) -> str:
-        """Return the move that follows from what the game says.
+        """Return the next move, given the game's text.
 
         Raises:
             EnvironmentFailedError: The move was cut off by a limit.
@@ -110,7 +110,7 @@ class PoolMatch(GamePartner):
         self._seat = seat
 
     async def begin(self, request: dict[str, JsonValue]) -> str:
-        """Begin a game, and return what the policy sees before its first move.
+        """Begin a game, and return the text before the policy's first move.
 
         Raises:
             EnvironmentFailedError: The game cannot be begun, or ended before the policy's first move.

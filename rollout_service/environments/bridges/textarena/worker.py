@@ -1,6 +1,6 @@
-"""What the worker of games knows of TextArena; `games/worker.py` says how it is called.
+"""The part of the games' worker for TextArena; `games/worker.py` describes the calls.
 
-Guarantee: a player sees what the game and the other player said since its last move, without its own words.
+Guarantee: a player sees the texts of the game and of the other player since its last move, without its own words.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 Reply = dict[str, Any]
 GAME = -1
-"""The sender of what the game itself says."""
+"""The sender of the game's own texts."""
 
 
 def candidates(players: int) -> list[str]:
@@ -43,7 +43,7 @@ class _ArenaGame:
         return self._end() if done else self.news()
 
     def news(self) -> Reply:
-        """Return what was said to the player whose turn it is since it was asked last."""
+        """Return the texts to the player whose turn it is since it was asked last."""
         player, _ = self._env.get_observation()
         said = self._env.full_observations.get(player, [])
         news, self._seen[player] = said[self._seen[player] :], len(said)

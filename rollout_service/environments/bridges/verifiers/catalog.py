@@ -1,6 +1,6 @@
 """The tasks and tools of tasksets, as the library lists them on this host.
 
-Guarantees: the library and the packages of tasksets are imported in a process of their own; what they said is kept in
+Guarantees: the library and the packages of tasksets are imported in a process of their own; their answers are kept in
 the cache for as long as the declaration, the packages and the library stay the same.
 """
 
@@ -130,7 +130,7 @@ IMPORT_SECONDS: Final = 600.0
 
 
 def compile_modules(folder: Path) -> None:
-    """Import the library while it is installed: sandboxes cannot keep what they compile, and would each do it again.
+    """Import the library while it is installed: sandboxes cannot keep its compiled modules.
 
     Raises:
         ConfigurationError: The library does not work.

@@ -1,7 +1,7 @@
 """Tasksets of verifiers, with the built-in agent: their prompts, their tools, and their rewards.
 
-Guarantees: the reward is what the library's own `Task.score` gives the same conversation, in a fresh sandbox that holds
-nothing of the agent's. A task whose hooks need more than the conversation is refused before it begins, since the
+Guarantees: the reward is that of the library's own `Task.score` for the same conversation, in a fresh sandbox that
+holds nothing of the agent's. A task whose hooks need more than the conversation is refused before it begins, since the
 library would leave their rewards out. What fails in the library fails the rollout.
 """
 
@@ -46,7 +46,7 @@ from rollout_service.tokens import ToolSpec
 INSIDE: Final = "/opt/verifiers"
 """The path of the library's packages in the sandbox; those of tasksets are next to it."""
 STATE: Final = "verifiers_state"
-"""The key of what the tools left for the rewards, in an episode's state."""
+"""The key of the tools' state for the rewards, in an episode's state."""
 STOP: Final = "verifiers_stop"
 """The key of why the agent stopped."""
 SCORE_SHARE: Final = 0.9
@@ -196,7 +196,7 @@ class VerifiersEnvironment(Environment):
         return table, listing, task
 
     def _request(self, episode: Episode) -> dict[str, Any]:
-        """Return what the library needs to make the task again."""
+        """Return the request with which the library makes the task again."""
         table, listing, task = self._find(episode.instance)
         return {
             **table.model_dump(include={"id", "config"}),
@@ -237,7 +237,7 @@ def load_verifiers(folder: Path, library: Library = VERIFIERS) -> VerifiersEnvir
 def added_packages(
     declaration: VerifiersDeclaration, folder: Path, library: Library = VERIFIERS
 ) -> AddedPackages:
-    """Return what the tasksets of a folder need besides the library."""
+    """Return the packages that the tasksets of a folder need besides the library."""
     return AddedPackages(library, tuple(declaration.requirements), folder.resolve())
 
 
@@ -357,7 +357,7 @@ async def open_tools(
 
 
 async def read_state(process: LibraryProcess) -> str:
-    """Return what the tools left for the rewards.
+    """Return the tools' state for the rewards.
 
     Raises:
         EnvironmentFailedError: The process has ended.

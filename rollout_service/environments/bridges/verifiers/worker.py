@@ -43,7 +43,7 @@ OLD_FORM = (
 )
 MISSING = "if it is a package that the taskset needs, name it in `requirements` of environment.toml"
 MODULES = ("verifiers.v1", "verifiers.v1.utils.loaders", "verifiers.v1.trace", "mcp.server.mcpserver")
-"""What is imported before the first request is answered."""
+"""The modules that are imported before the first request is answered."""
 STOPS = {
     "finished": "agent_completed",
     "answered": "agent_completed",
@@ -302,7 +302,7 @@ class ToolServers:
         return {"tools": sorted(self._calls)}
 
     async def call(self, request: Request) -> Reply:
-        """Call a tool, and return what the policy sees of it."""
+        """Call a tool, and return its result for the policy."""
         call = self._calls[request["name"]](request["arguments"])
         try:
             return {"text": await asyncio.wait_for(call, request["seconds"])}

@@ -1,8 +1,8 @@
 r"""`stem`: questions of science and engineering with one answer in \boxed{}.
 
 Rules decide first: choices by their letter, numbers by their unit and tolerance, expressions by math-verify. A judge
-decides only what they cannot. An answer without a box is wrong. An answer that nobody can decide fails the rollout: it
-is never a zero.
+decides only the cases that they cannot. An answer without a box is wrong. An answer that nobody can decide fails the
+rollout: it is never a zero.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StemTask(BaseModel):
     unit: str | None = None
     tolerance: float | None = Field(None, ge=0, le=1)
     judge: bool = True
-    """Whether a judge decides what rules cannot; otherwise that is wrong."""
+    """Whether a judge decides the cases that rules cannot; otherwise that is wrong."""
 
     @model_validator(mode="after")
     def _answer_fits_its_kind(self) -> Self:
@@ -159,7 +159,7 @@ class Stem(AgentEnvironment):
         return await self._compare_expressions(task, boxed)
 
     async def _compare_expressions(self, task: StemTask, boxed: str) -> RuleVerdict:
-        """Compare mathematically. Only what is equal is certain, since notation of the sciences is easily misread."""
+        """Compare mathematically. Only equality is certain, since notation of the sciences is easily misread."""
         try:
             verdict = await self._verifier.compare(task.answer, boxed)
         except EnvironmentFailedError:
@@ -229,7 +229,7 @@ _WORD = re.compile(r"\\(?:text|mathrm|textbf)\b|[\W_]+")
 
 
 class RuleVerdict(StrEnum):
-    """What a rule says about an answer."""
+    """A rule's verdict on an answer."""
 
     RIGHT = "right"
     WRONG = "wrong"

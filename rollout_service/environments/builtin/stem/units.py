@@ -1,4 +1,4 @@
-"""Units of measurement: what they stand for in SI base units.
+"""Units of measurement: their values in SI base units.
 
 Guarantee: a unit is either read as a whole, or not at all. Its text is data, and reading it takes linear time.
 """
@@ -125,7 +125,7 @@ PREFIXES: Final = {
 _TOKEN = re.compile(r"\s*(?:([*/()])|([A-Za-zµΩÅ°%]+))(?:\^?\(?([+-]?\d{1,3})\)?)?")
 
 _Token = tuple[str | None, str | None, str | None]
-"""A sign, or a symbol, and the power of what it closes or names."""
+"""A sign, or a symbol, and the power of the group or unit that it closes or names."""
 
 
 def read_unit(text: str) -> Unit | None:

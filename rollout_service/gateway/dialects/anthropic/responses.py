@@ -165,7 +165,7 @@ def _stop(end: AnswerEnd, calls: int) -> dict[str, Any]:
 
 
 def usage(cost: AnswerUsage) -> dict[str, int]:
-    """Return what an answer cost; the tokens of the prompt that were cached are not among `input_tokens`."""
+    """Return the usage of an answer; the tokens of the prompt that were cached are not among `input_tokens`."""
     return {
         "input_tokens": cost.prompt_tokens - cost.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -192,7 +192,7 @@ _TYPES = {
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return what stands under `error`."""
+    """Return the value of `error`."""
     status, message = describe_failure(error)
     if isinstance(error, ContextOverflowError):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_length} maximum"

@@ -36,7 +36,7 @@ def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
 
     Raises:
         MalformedBodyError: The body is not JSON.
-        InvalidFieldError: A field is wrong, refused, or holds what the policy cannot read.
+        InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
     """
     model, method, server_sent_events = _read_path(path)
     fields = _read_fields(body)

@@ -148,7 +148,7 @@ def _finish_reason(end: AnswerEnd) -> str:
 
 
 def usage(cost: AnswerUsage) -> dict[str, int]:
-    """Return what an answer cost; thoughts are not among the candidates' tokens."""
+    """Return the usage of an answer; thoughts are not among the candidates' tokens."""
     return {
         "promptTokenCount": cost.prompt_tokens,
         "cachedContentTokenCount": cost.cached_tokens,
@@ -172,7 +172,7 @@ _STATUSES = {
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return what stands under `error`."""
+    """Return the value of `error`."""
     status, message = describe_failure(error)
     if isinstance(error, ContextOverflowError):
         message = (

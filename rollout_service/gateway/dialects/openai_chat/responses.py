@@ -164,7 +164,7 @@ def _token(sampled: TokenLogprob) -> dict[str, Any]:
 
 
 def usage(cost: AnswerUsage) -> dict[str, Any]:
-    """Return what an answer cost."""
+    """Return the usage of an answer."""
     return {
         "prompt_tokens": cost.prompt_tokens,
         "completion_tokens": cost.sampled_tokens,

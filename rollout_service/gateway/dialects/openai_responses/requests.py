@@ -25,7 +25,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
 
     Raises:
         MalformedBodyError: The body is not JSON.
-        InvalidFieldError: A field is wrong, refused, or holds what the policy cannot read.
+        InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
     """
     fields = read_body(body)
     notes = sort_parameters(fields, PARAMETERS)

@@ -143,7 +143,7 @@ class ResponseStream(AnswerStream):
 
 
 def whole_response(call: ModelCall, answer: WholeAnswer) -> bytes:
-    """Return the body of a response, with what its stream would have ended with."""
+    """Return the body of a whole response, equal to the one at the end of a stream."""
     writer = ResponseStream(call)
     for event in answer.events():
         writer.write(event)
@@ -151,7 +151,7 @@ def whole_response(call: ModelCall, answer: WholeAnswer) -> bytes:
 
 
 def usage(cost: AnswerUsage) -> dict[str, Any]:
-    """Return what an answer cost."""
+    """Return the usage of an answer."""
     return {
         "input_tokens": cost.prompt_tokens,
         "input_tokens_details": {"cached_tokens": cost.cached_tokens},

@@ -1,4 +1,4 @@
-"""The spans of one attempt at a rollout: its stages, its agents, and what they do.
+"""The spans of one attempt at a rollout: its stages, its agents, and their steps.
 
 Guarantees:
 - Every span that was begun has ended once `finish` has returned, and none outlives its parent's stage.
@@ -216,7 +216,7 @@ class AttemptTrace:
         )
 
     def _describe(self, span: Span, step: OpenStep) -> None:
-        """Add what is known of a step at its end."""
+        """Add the facts known at the end of a step."""
         if step.kind is StepKind.ENGINE:
             span.set_attributes(request_attributes(step.request) | answer_attributes(step.answer))
         for key, name in names.NOTED.items():
@@ -297,7 +297,7 @@ def request_attributes(request: object) -> dict[str, AttributeValue]:
 
 
 def answer_attributes(answer: object) -> dict[str, AttributeValue]:
-    """Return what a turn cost, why it ended, and which weights sampled its last token."""
+    """Return the attributes of a turn's answer: its usage, why it ended, and which weights sampled its last token."""
     if not isinstance(answer, Generation):
         return {}
     attributes: dict[str, AttributeValue] = {

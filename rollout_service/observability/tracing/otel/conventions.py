@@ -58,7 +58,7 @@ SEGMENT: Final = "rollout.segment"
 BACKEND: Final = "rollout.backend"
 SANDBOX: Final = "rollout.sandbox"
 LINK: Final = "rollout.link"
-"""What a link leads to: `order`, the span that created the run, or `previous_attempt`."""
+"""The target of a link: `order`, the span that created the run, or `previous_attempt`."""
 
 NOTED: Final = {
     "turn": TURN,
@@ -94,7 +94,7 @@ WORK: Final = {
     StepKind.JUDGE: "judge",
     StepKind.AGENT: "agent program",
 }
-"""The names of other work; the name of what it is about follows."""
+"""The names of other work; the name of its subject follows."""
 
 
 # Trace ids that can be computed from rollout ids, so that anyone who knows a rollout finds its trace without a
@@ -111,7 +111,7 @@ def trace_id_of(rollout_id: str) -> int:
 class RolloutIds(RandomIdGenerator):
     """Random ids, except for the trace id of a rollout.
 
-    A span is started without waiting for anything, so what is set just before is used for no other.
+    A span is started without waiting for anything, so a value that is set just before is used for no other.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from rollout_service import __version__
 from rollout_service.observability.tracing.otel.conventions import RolloutIds
 
 FLUSH_SECONDS = 1.0
-"""The time that a shutdown gives to sending what waits."""
+"""The time that a shutdown gives to sending the spans that wait."""
 _QUEUE: Final = "OTEL_BSP_MAX_QUEUE_SIZE"
 _QUEUE_SIZE = 2_048
 
@@ -38,7 +38,7 @@ SPANS: Final = (
 
 
 class SpanCounts:
-    """Counts what becomes of spans; used by the event loop and by the exporter's thread."""
+    """Counts the outcomes of spans; used by the event loop and by the exporter's thread."""
 
     def __init__(self, registry: CollectorRegistry, queue_size: int) -> None:
         counter = Counter(*SPANS, ("outcome",), registry=registry)
@@ -67,7 +67,7 @@ class SpanCounts:
 
 
 class CountingExporter(SpanExporter):
-    """An exporter that counts what another one does."""
+    """An exporter that counts the results of another one."""
 
     def __init__(self, exporter: SpanExporter, counts: SpanCounts) -> None:
         self._exporter = exporter
@@ -85,7 +85,7 @@ class CountingExporter(SpanExporter):
             self._counts.sent(len(spans), ok=ok)
 
     def shutdown(self) -> None:
-        """End the other exporter; what it waits for ends too."""
+        """End the other exporter, and any request that it waits for."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
@@ -95,7 +95,7 @@ class CountingExporter(SpanExporter):
 
 
 class CountingProcessor(BatchSpanProcessor):
-    """A batch processor that counts what it is given."""
+    """A batch processor that counts the spans that it is given."""
 
     def __init__(self, exporter: SpanExporter, counts: SpanCounts, queue_size: int) -> None:
         super().__init__(exporter, max_queue_size=queue_size)
@@ -118,7 +118,7 @@ class Exporter:
         exporter: SpanExporter | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        """Send through `exporter`, and what `sampler` says; without them, as the variables say, over OTLP/HTTP.
+        """Send the spans that `sampler` chooses through `exporter`; without them, as the variables say, over OTLP/HTTP.
 
         Raises:
             ValueError: A variable's value is wrong.
@@ -134,7 +134,7 @@ class Exporter:
         self.provider.add_span_processor(CountingProcessor(counting, self.counts, size))
 
     async def close(self) -> None:
-        """Send what waits, within `FLUSH_SECONDS`; then give up."""
+        """Send the spans that wait, within `FLUSH_SECONDS`; then give up."""
         done, loop = anyio.Event(), asyncio.get_running_loop()
 
         def flush() -> None:
@@ -161,7 +161,7 @@ def queue_size(environ: Mapping[str, str]) -> int:
 
 
 def _resource(environ: Mapping[str, str], node: str) -> Resource:
-    """Describe this service; what the standard variables say comes first."""
+    """Describe this service; the standard variables come first."""
     ours = {SERVICE_NAME: "rollout-service", SERVICE_INSTANCE_ID: node, SERVICE_VERSION: __version__}
     given = Resource.create()
     named = "OTEL_SERVICE_NAME" in environ or "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")

@@ -1,4 +1,4 @@
-"""Makes a trace of every rollout from what its attempts note.
+"""Makes a trace of every rollout from the steps of its attempts.
 
 Guarantees: a rollout is one trace, over all its attempts; it continues the caller's trace if one came with the request,
 and that trace's decision whether to record it. The rollouts of a run, of which there may be a million, have traces of
@@ -33,7 +33,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class TraceObserver(StepObserver):
-    """Is told of attempts, and makes their spans."""
+    """The observer of attempts that makes their spans."""
 
     def __init__(
         self, tracer: Tracer, ids: RolloutIds, backends: Callable[[], Iterable[BackendView]] = tuple

@@ -1,7 +1,7 @@
 """Switches traces on if the standard `OTEL_*` variables ask for them.
 
 Guarantees: without these variables nothing of OpenTelemetry's SDK is imported, and no attempt is observed; if they ask
-for what this service cannot do, it says so at its start instead of exporting nothing.
+for something unsupported, the service says so at its start instead of exporting nothing.
 """
 
 from __future__ import annotations

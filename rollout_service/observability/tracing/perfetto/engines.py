@@ -110,7 +110,7 @@ class _Slots:
 
 
 class WeightUpdates:
-    """The versions that the pools' tokens are of, and what events tell about them."""
+    """The versions that the pools' tokens are of, and the events about them."""
 
     def __init__(self) -> None:
         self._sampled: dict[str, dict[int, int]] = {}

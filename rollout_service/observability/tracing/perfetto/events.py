@@ -1,6 +1,6 @@
 """Writes trace events, in the JSON that Chrome's tracing defined and Perfetto reads, as they come.
 
-Guarantee: what was passed on is a whole JSON document once `end` was called, whatever the names contain.
+Guarantee: the output is a whole JSON document once `end` was called, whatever the names contain.
 
 Threads are numbered from 1000 over all processes: Perfetto takes a thread with the number of its process for the main
 one.
@@ -67,7 +67,7 @@ class TraceEvents:
         arrow: int | None = None,
         arrow_ends: bool = False,
     ) -> None:
-        """Add something that took time; what lies within it in the same thread comes later.
+        """Add something that took time; events within it in the same thread come later.
 
         `arrow` is the number of an arrow that begins here, or ends here if `arrow_ends`.
         """
@@ -88,7 +88,7 @@ class TraceEvents:
         self._add(f'{{"ph":"C","pid":{pid},"ts":{at},"name":{quoted(name)},{said}}}')
 
     def end(self) -> None:
-        """Pass on what is left, and the end of the document."""
+        """Pass on the rest, and the end of the document."""
         self._flush()
         self._write(b"]}\n")
 

@@ -3,8 +3,8 @@
 Guarantees: a rollout's slices are in threads of one lane, which no other rollout has meanwhile; in each thread they lie
 within each other or apart. What a rollout leaves in memory is some bytes for each of its engine calls.
 
-The processes are `rollouts`, `engines` and `sandboxes`. A rollout contains its stages, which contain its steps; what it
-does at the same time is in further threads of its lane. Arrows lead from a turn to the slot of its engine.
+The processes are `rollouts`, `engines` and `sandboxes`. A rollout contains its stages, which contain its steps; steps
+at the same time are in further threads of its lane. Arrows lead from a turn to the slot of its engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout_service.observability.tracing.perfetto.events import (
 )
 
 SHORTEST_WAIT = 100
-"""Waits for what was free are left out: they are shorter than this many microseconds."""
+"""Waits for something that was free are left out: they are shorter than this many microseconds."""
 _WAITS = frozenset({StepKind.PLACE, StepKind.WORKER, StepKind.HOST, StepKind.STORE, StepKind.POOL_QUEUE})
 _EXTRAS_PER_LANE = 1_000
 REQUEST_CHARS = 8
@@ -48,7 +48,7 @@ _ENGINE_ARGS = {
     "error": "error",
 }
 _LEFT_OUT = frozenset({"call", "sandbox", "turn", "segment"})
-"""What other slices of the trace tell."""
+"""The keys of details that other slices of the trace show."""
 _NAMES = {
     StepKind.PLACE: "wait: place",
     StepKind.WORKER: "wait: worker",
@@ -118,7 +118,7 @@ class RolloutTrace:
         _AttemptSlices(self, lane, start, end, attempt).add(name)
 
     def thread(self, lane: int, extra: int) -> int:
-        """Return a thread of a rollout's lane: the main one, or one for what happens at the same time."""
+        """Return a thread of a rollout's lane: the main one, or one for steps at the same time."""
         key = (ROLLOUTS, lane, extra)
         if key not in self._threads:
             name = f"lane {lane + 1}" if not extra else f"lane {lane + 1}, beside {extra}"
@@ -183,7 +183,7 @@ class _AttemptSlices:
         self._start, self._end = start, end
         self._attempt = attempt
         self._extra_ends: list[int] = []
-        """By further thread, when what is in it has ended."""
+        """By further thread, when its last slice ends."""
 
     def add(self, name: str) -> None:
         """Add the attempt, its stages and its steps."""

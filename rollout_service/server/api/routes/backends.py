@@ -101,9 +101,9 @@ async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
 async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOutcome:
     """Load new weights into every engine of a pool while rollouts run.
 
-    No token is lost: interrupted requests continue from what they had sampled, and every token carries the version that
-    sampled it. Once started, an update runs to its end, even if you hang up. A version older than the pool's is a 409,
-    unless `force` is set. A frozen pool refuses all weights with a 409.
+    No token is lost: interrupted requests continue after the tokens that they had sampled, and every token carries the
+    version that sampled it. Once started, an update runs to its end, even if you hang up. A version older than the
+    pool's is a 409, unless `force` is set. A frozen pool refuses all weights with a 409.
     """
     return await service.serving.orders.update_weights(request)
 

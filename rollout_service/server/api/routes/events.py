@@ -70,13 +70,13 @@ async def stream_events(
         bool, Query(description="Whether the stream goes on, or ends with the newest event.")
     ] = True,
 ) -> StreamingResponse:
-    """Follow what happens in the service, as server-sent events.
+    """Follow the events of the service, as server-sent events.
 
     The stream starts after the event that `Last-Event-ID` or `after` names, or with the next event if neither is given.
     Its first line is the `id` that it starts after. To resume after a lost connection, send the last `id` that you saw
-    as `Last-Event-ID`. An id that is lower than the last says that the store has lost events: look again at what you
-    wait for. An idle stream carries a comment every 15 seconds, or, with `kind` or `subject`, the `id` up to which
-    there was nothing that you want. With `follow=false`, the stream ends with the newest event.
+    as `Last-Event-ID`. An id that is lower than the last says that the store has lost events: look again at the things
+    that you wait for. An idle stream carries a comment every 15 seconds, or, with `kind` or `subject`, the `id` up to
+    which there was nothing that you want. With `follow=false`, the stream ends with the newest event.
     """
     service.shutdown.refuse()
     wanted = EventSelection.of(kind or [], subject or [])
@@ -126,7 +126,8 @@ async def _events(service: Service, wanted: EventSelection, seen: int) -> AsyncI
 
 
 def _position(event_id: int) -> bytes:
-    """Return what tells a reader where to resume: no event, since it has no data, but sent as Last-Event-ID."""
+    """Return the line that tells a reader where to resume: no event, since it has no data, but sent as
+    Last-Event-ID."""
     return b"id: %d\n\n" % event_id
 
 

@@ -1,4 +1,4 @@
-"""Routes for what rollouts wait for now, and for what is stuck, slow or held back.
+"""Routes for the current waits of rollouts, and for those that are stuck, slow or held back.
 
 Guarantee: neither asks the store about work at this node, so they answer while the store hangs.
 """
@@ -29,7 +29,7 @@ async def get_hangs(
         str | None, Query(max_length=255, description="The node to ask; by default, the one that answers.")
     ] = None,
 ) -> HangReport | Response:
-    """Read what is stuck, slow or held back at a node, with stacks.
+    """Read the steps that are stuck, slow or held back at a node, with stacks.
 
     Rollouts that wait for the same thing are one finding. If this does not answer, the service's own report is in its
     state folder: `rollout-service doctor --live` reads it.
@@ -47,7 +47,7 @@ async def get_hangs(
 async def get_activity(
     service: ServiceDep, http: Request, rollout_id: RolloutId
 ) -> RolloutActivity | Response:
-    """Read what a rollout under way does or waits for now, with the stack of its innermost wait.
+    """Read the current steps of a rollout under way, with the stack of the innermost one.
 
     The node that runs it answers. A rollout that is queued or has ended is a 409.
     """

@@ -26,7 +26,7 @@ router = APIRouter(prefix="/v1", tags=["overview"], route_class=StrictRoute)
 
 @router.get("/overview", response_model=Overview)
 async def get_overview(service: ServiceDep, http: Request) -> Response:
-    """Read the service at a glance: stages, engines, runs, nodes, what ended lately and how.
+    """Read the service at a glance: stages, engines, runs, nodes, and the latest outcomes.
 
     It is at most a second old. Numbers are those of the node that answers, unless a field says otherwise.
     """
@@ -46,7 +46,7 @@ async def get_overview(service: ServiceDep, http: Request) -> Response:
 async def stream_overview(service: ServiceDep) -> Response:
     """Follow the service at a glance: the first overview at once, then one a second.
 
-    All readers share what is sent, so a page that stays open costs next to nothing. `role` is not that of the caller's
+    All readers share the messages, so a page that stays open costs next to nothing. `role` is not that of the caller's
     key here.
     """
     service.shutdown.refuse()

@@ -216,8 +216,8 @@ async def get_messages(
 async def get_rollout_nodes(service: ServiceDep, rollout_id: RolloutId) -> Response:
     """Read the sub-agents of a rollout that has ended, and how the work was divided among them.
 
-    They are without their trajectories, and do not depend on what the rollout's request asks for. A rollout whose agent
-    assigned nothing has none. A 404 means that the rollout is unknown or has not ended.
+    They are without their trajectories, and do not depend on the exports of the rollout's request. A rollout whose
+    agent assigned nothing has none. A 404 means that the rollout is unknown or has not ended.
     """
     return as_json(await service.tree(rollout_id))
 
@@ -262,7 +262,7 @@ def _node(tree: RolloutNodes, number: int) -> AgentNode:
 
 @router.get("/rollouts/{rollout_id}/steps", response_model=RolloutSteps, responses=raises(NotFoundError))
 async def get_rollout_steps(service: ServiceDep, http: Request, rollout_id: RolloutId) -> Response:
-    """Read what a rollout did and waited for, step by step, over all its attempts.
+    """Read the steps of a rollout, over all its attempts.
 
     For a rollout under way, the node that runs it answers with the steps that have ended so far. Each engine's step
     names the request in the engine's log. A 404 means that the rollout is unknown. One that has not begun has no steps,

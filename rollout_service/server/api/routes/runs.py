@@ -155,9 +155,9 @@ async def lease_batch(
     Pass a `key` of your own to make the request safe to repeat.
 
     The batch is JSON; with `Accept: application/vnd.rollout.batch+safetensors` it is binary arrays, which are much
-    faster to read. 204 means that no batch became ready in time. If none will before a person mends what the run's
-    `problem` says, that is a 409 with the code `run_stopped`. A run that is over, with every batch acknowledged, is a
-    410 with the code `run_over`, or `run_without_batches` if it took all its tasks and delivered none.
+    faster to read. 204 means that no batch became ready in time. If none will before a person solves the run's
+    `problem`, that is a 409 with the code `run_stopped`. A run that is over, with every batch acknowledged, is a 410
+    with the code `run_over`, or `run_without_batches` if it took all its tasks and delivered none.
     """
     order = BatchLeaseRequest(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
 

@@ -73,7 +73,7 @@ async def delete_sessions(
 ) -> DeletedSessions:
     """Delete all sessions of a user, and everything that was recorded, judged, or not delivered yet.
 
-    The answer lists what a trainer had leased before.
+    The answer lists the parts that a trainer had leased before.
     """
     return await service.live.sessions.delete(user=user, tenant=tenant)
 
@@ -98,11 +98,12 @@ async def give_feedback(
 
 @router.get("/sessions/{session_id:path}", responses=raises(NotFoundError))
 async def get_session(service: ServiceDep, session_id: IdInPath) -> LiveSession:
-    """Read a session with its turns: the value of each, and what became of it."""
+    """Read a session with its turns: the value of each, and whether it is trained on."""
     return await service.live.sessions.get(session_id)
 
 
 @router.delete("/sessions/{session_id:path}", responses=raises(NotFoundError))
 async def delete_session(service: ServiceDep, session_id: IdInPath) -> DeletedSessions:
-    """Delete a session, and everything that was recorded of it; the answer lists what a trainer had leased before."""
+    """Delete a session, and everything that was recorded of it; the answer lists the parts that a trainer had leased
+    before."""
     return await service.live.sessions.delete(session_id=session_id)

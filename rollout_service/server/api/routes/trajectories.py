@@ -79,7 +79,7 @@ async def get_tokens(
 async def get_page(service: ServiceDep, http: Request, rollout_id: RolloutId) -> Response:
     """Read the page of a rollout that has ended as one HTML file, to send or to keep.
 
-    It shows what the service's own page does, tokens and sub-agents included, without network and service.
+    It shows the same as the service's own page, tokens and sub-agents included, without network and service.
     A 404 means that the rollout is unknown or has not ended.
     """
     content = await saved_rollout(service, rollout_id)
@@ -91,7 +91,7 @@ async def get_page(service: ServiceDep, http: Request, rollout_id: RolloutId) ->
 async def _compressed(
     http: Request, make: Callable[[], bytes], media_type: str = "application/json"
 ) -> Response:
-    """Return what `make` returns, compressed if it is large and the client accepts that."""
+    """Return the bytes that `make` returns, compressed if they are large and the client accepts that."""
     accepts = any(
         coding.strip().partition(";")[0] == "gzip" and "q=0" not in coding.replace(" ", "").split(";")[1:]
         for coding in http.headers.get("accept-encoding", "").lower().split(",")

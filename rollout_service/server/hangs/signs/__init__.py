@@ -1,1 +1,1 @@
-"""What is seen of the things that rollouts wait for: engines, sandboxes, the store, and what holds others back."""
+"""The signs of life of engines, sandboxes and the store, and the causes that hold waits back."""

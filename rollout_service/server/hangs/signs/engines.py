@@ -1,7 +1,8 @@
 """Whether engines answer, and whether they do anything.
 
-Guarantees: only what a step has waited for without progress is asked, once a second at most, and no look takes longer
-than `PROBE_SECONDS`. An engine that cannot be reached once is not gone: it has to fail `FAILURES` looks in a row.
+Guarantees: only an engine that a step has waited for without progress is asked, once a second at most, and no look
+takes longer than `PROBE_SECONDS`. An engine that cannot be reached once is not gone: it has to fail `FAILURES` looks in
+a row.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Stillness:
     changed_at: float = field(default_factory=time.perf_counter)
 
     def see(self, value: object) -> None:
-        """Note what it is now."""
+        """Note the present value."""
         if value != self.value:
             self.value, self.changed_at = value, time.perf_counter()
 
@@ -91,7 +92,7 @@ class EngineProbes:
             return None
 
     def signs(self, backend_id: str) -> Signs:
-        """Return what was seen of an engine."""
+        """Return the signs of an engine."""
         seen = self._seen.get(backend_id)
         if seen is None:
             return UNSEEN
@@ -102,7 +103,7 @@ class EngineProbes:
         return Signs(responds=True if seen.answers else None, still_seconds=still, is_idle=is_idle)
 
     def load(self, backend_id: str) -> BackendLoad | None:
-        """Return what an engine last said about its load."""
+        """Return an engine's last report of its load."""
         seen = self._seen.get(backend_id)
         return None if seen is None else seen.load
 

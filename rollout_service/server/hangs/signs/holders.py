@@ -20,7 +20,7 @@ from sandboxes.scheduling.admission import AdmissionController
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What holds a wait back."""
+    """The cause that holds a wait back."""
 
     subject: str
     why: str
@@ -56,7 +56,7 @@ class Holders:
         }
 
     def of(self, step: OpenStep) -> Holder:
-        """Return what holds a step back."""
+        """Return the holder of a step."""
         return self._explain[step.kind](step.name)
 
     def pause_of(self, pool: str) -> Holder | None:

@@ -44,7 +44,7 @@ class RunDatabase:
 
     @property
     def root(self) -> str:
-        """What all keys begin with."""
+        """The prefix of all keys."""
         return self._connection.config.root
 
     def keys(self, run_id: str) -> RunKeys:

@@ -21,7 +21,7 @@ _TIMES = ("created_at", "changed_at", "settled_at")
 
 
 class RunDraft:
-    """The fields of a run's hash, as text, and what a transaction makes of them."""
+    """The fields of a run's hash, as text, and the changes that a transaction makes to them."""
 
     def __init__(self, run_id: str, fields: Mapping[str, str]) -> None:
         self.run_id = run_id

@@ -44,7 +44,7 @@ class RunKeys:
 
     @property
     def ready(self) -> str:
-        """A hash: what a lease needs to know of the groups that wait for a batch, by number."""
+        """A hash: the facts that a lease needs about the groups that wait for a batch, by number."""
         return f"{self.run}:ready"
 
     @property

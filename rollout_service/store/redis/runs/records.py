@@ -1,6 +1,6 @@
 """The records of groups and batches as Redis keeps them.
 
-Guarantees: decoding returns what was encoded. The record of a closed group is compressed, since a run keeps one for
+Guarantees: decoding returns the encoded record. The record of a closed group is compressed, since a run keeps one for
 each of its groups: about 0.3 KB for eight samples instead of 1.3 KB.
 """
 
@@ -145,7 +145,7 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """What a lease needs to know of a kept group."""
+    """A kept group, as a lease needs it."""
 
     number: int
     oldest_version: int | None

@@ -1,5 +1,5 @@
-"""The deletion of what is no longer needed, or may not be kept; each step is one change of a run, of a bounded number
-of groups.
+"""The deletion of records that are no longer needed, or may not be kept; each step is one change of a run, of a bounded
+number of groups.
 
 Guarantees: nothing that a trainer still has to acknowledge is deleted unless a person demands it, nor any rollout that
 has not ended.
@@ -45,7 +45,8 @@ class RunRetention:
         self._rollouts = rollouts
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
-        """Erase what rollouts contain, and those that replaced them; return the ids of the batches that had them."""
+        """Erase the contents of rollouts, and of those that replaced them; return the ids of the batches that had
+        them."""
         batches: dict[str, str] = {}
         for rollout_id in rollout_ids:
             sample = SampleId.parse(rollout_id)

@@ -1,4 +1,4 @@
-"""What runs need to know of rollouts, which the store keeps elsewhere."""
+"""Reads of the rollouts of runs, which the store keeps elsewhere."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def erased_read(root: str, rollout_id: str) -> Command:
 
 
 def result_read(root: str, rollout_id: str) -> Command:
-    """Return the command that reads what is stored of a rollout's result and of its trajectory."""
+    """Return the command that reads a rollout's stored result and the record of its trajectory."""
     return ("MGET", f"{root}:x:{rollout_id}", f"{root}:t:{rollout_id}")
 
 

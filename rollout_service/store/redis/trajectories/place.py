@@ -1,6 +1,6 @@
 """Where the trajectories of a Redis store are.
 
-Guarantee: what `keep` yields finds the trajectory again, on every node, until its rollout is deleted.
+Guarantee: the reference from `keep` finds the trajectory again, on every node, until its rollout is deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.segments import SegmentFolder, SegmentLedger, SegmentTotals
 
 _MARK = b"@"
-"""What begins with this byte is a reference; no encoded trajectory does."""
+"""The first byte of a reference; no encoded trajectory begins with it."""
 
 
 class TrajectoryPlace(Protocol):
@@ -27,7 +27,7 @@ class TrajectoryPlace(Protocol):
         ...
 
     def keep(self, data: bytes) -> AbstractAsyncContextManager[bytes]:
-        """Make a trajectory durable; yield what Redis is to store of it within the block.
+        """Make a trajectory durable; yield the record for Redis to store within the block.
 
         Raises:
             StoreError: It cannot be written.
@@ -47,7 +47,7 @@ class TrajectoryPlace(Protocol):
         ...
 
     async def collect(self) -> int:
-        """Free what belongs to no rollout any more; return how many bytes.
+        """Free the space that belongs to no rollout any more; return how many bytes.
 
         Raises:
             StoreError: The store or the place fails.
@@ -55,7 +55,7 @@ class TrajectoryPlace(Protocol):
         ...
 
     async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
-        """Return trajectories, by the ids of their rollouts, from what Redis stores of them; in this order.
+        """Return trajectories, by the ids of their rollouts, from their records in Redis; in this order.
 
         Raises:
             StoreError: The place cannot be read.
@@ -125,7 +125,7 @@ class InSharedFolder(TrajectoryPlace):
 
 
 def referred(stored: bytes | None) -> str | None:
-    """Return the reference in what Redis stores of a trajectory; None if there is none."""
+    """Return the reference in Redis's record of a trajectory; None if there is none."""
     if stored is None or not stored.startswith(_MARK):
         return None
     return stored.removeprefix(_MARK).decode(errors="replace")

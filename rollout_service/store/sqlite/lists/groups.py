@@ -25,7 +25,7 @@ WHERE rollout_id IN (SELECT value FROM json_each(?))
 
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
-    """What one look found."""
+    """One page of groups, with their rollouts."""
 
     groups: Sequence[StoredGroup]
     rollouts: dict[str, sqlite3.Row]

@@ -39,7 +39,7 @@ _IN_STATES = "SELECT coalesce(sum(count), 0) FROM counts WHERE state IN (SELECT 
 
 @dataclass(frozen=True, slots=True)
 class SummarySearch:
-    """What to list, from where on, and how much at most."""
+    """A query of the list: its filter, its order, its start and its limit."""
 
     which: SummaryFilter
     order: SummaryOrder
@@ -50,7 +50,7 @@ class SummarySearch:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRows:
-    """What one look found."""
+    """One page of rows."""
 
     rows: Sequence[sqlite3.Row]
     next: int | None

@@ -19,7 +19,7 @@ Disk = Literal["local", "network"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseSchema:
-    """What a file of this project holds, and how it is written."""
+    """The schema of a database file, and the durability of its writes."""
 
     tables: str
     """The script that creates the tables, indexes and triggers of a new file."""
@@ -46,7 +46,7 @@ STORE = DatabaseSchema(tables=EVENTS + ROLLOUTS + RUNS, application_id=0x526F6C6
 
 
 def prepare(connection: sqlite3.Connection, schema: DatabaseSchema = STORE) -> None:
-    """Create what a new database lacks, in one transaction; check that any other has this schema.
+    """Create the tables of a new database, in one transaction; check that any other has this schema.
 
     Raises:
         StoreError: The file belongs to another program or to a release with another schema.

@@ -10,5 +10,5 @@ that as process 1 of a process namespace, where the host's files are gone and mo
 ends with this process, and this process ends with the one that started it.
 
 It runs without this project's packages, so its modules import each other by relative names, and calls of the kernel go
-through ctypes. Each imports what it needs at the start: later, the files of Python are gone.
+through ctypes. Each imports its modules at the start: later, the files of Python are gone.
 """

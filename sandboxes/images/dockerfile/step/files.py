@@ -1,4 +1,4 @@
-"""Reads and writes the files of an image, as archives: what COPY and ADD do, once the image is the root."""
+"""Reads and writes the files of an image, as archives: the work of COPY and ADD, once the image is the root."""
 
 import fnmatch
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Unpacks what COPY and ADD bring: a tar archive whose names begin with "f/" (a file) or "d" (in a folder)."""
+    """Unpacks the files of COPY and ADD: a tar archive whose names begin with "f/" (a file) or "d" (in a folder)."""
 
     def __init__(self, job: "dict[str, Any]") -> None:
         self._dest = posixpath.join(job["cwd"], job["dest"])
@@ -66,7 +66,7 @@ class Writer:
         return posixpath.normpath(posixpath.join(self._dest, rest) if into else self._dest)
 
     def _make_parents(self, path: str) -> None:
-        """Make missing folders, which belong to the owner of what is copied."""
+        """Make missing folders, which belong to the owner of the copied files."""
         if os.path.isdir(path):
             return
         self._make_parents(posixpath.dirname(path))

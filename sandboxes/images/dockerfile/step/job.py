@@ -78,7 +78,7 @@ class Step:
             os._exit(status)
 
     def _inside(self) -> int:
-        """Make the image the root, and do in it what is to be done."""
+        """Make the image the root, and do the job's action in it."""
         job = self._job
         if job["action"] == "run":
             mount_system(job)

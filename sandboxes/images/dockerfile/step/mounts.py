@@ -1,4 +1,4 @@
-"""What a program of the image finds besides the image's files: devices, processes, names of hosts, and its mounts."""
+"""The mounts that a step adds to the image's files: devices, processes, host names, and those of its instruction."""
 
 import os
 import posixpath
@@ -84,7 +84,7 @@ def _mount_devices(dev: str) -> None:
 
 
 def _mount_asked(number: int, one: "dict[str, Any]", cwd: str) -> None:
-    """Mount what the program's author asked for with `--mount`."""
+    """Make a mount that the Dockerfile asks for with `--mount`."""
     point = find_inside(ROOT, posixpath.join(cwd, one["target"]))
     if one["kind"] == "tmpfs":
         mount("tmpfs", point, "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
@@ -93,7 +93,7 @@ def _mount_asked(number: int, one: "dict[str, Any]", cwd: str) -> None:
 
 
 def _source(number: int, one: "dict[str, Any]") -> str:
-    """Return what is mounted: for a tmpfs, some folder."""
+    """Return the source of a mount: for a tmpfs, some folder."""
     if one["kind"] == "tmpfs":
         return SPACE
     if one["kind"] == "cache":

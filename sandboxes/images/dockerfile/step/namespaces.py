@@ -1,4 +1,4 @@
-"""The user namespace of a step, with its ids, and what else makes a process root in it."""
+"""The user namespace of a step, with its ids, and the other attributes that make a process root in it."""
 
 import fcntl
 import os

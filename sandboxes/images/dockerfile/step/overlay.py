@@ -42,7 +42,7 @@ class Layers:
         mount(f"/proc/self/fd/{self._descriptors[path]}", target, None, MS_BIND | MS_REC)
 
     def stack(self, layers: "list[str]", target: str, options: str = "") -> None:
-        """Mount an overlay of layers, the topmost first; options name what takes the changes."""
+        """Mount an overlay of layers, the topmost first; options name the folders for the changes."""
         names = []
         for path in layers:
             if path not in self._numbers:
@@ -60,7 +60,7 @@ class Layers:
 
 
 def paths_of(job: "dict[str, Any]") -> "list[str]":
-    """Return what a job's `Layers` open."""
+    """Return the paths that a job's `Layers` open."""
     found = [*job["layers"], *(path for path in (job["changes"], job["output"]) if path)]
     for one in job["mounts"]:
         found += one.get("layers", [])

@@ -9,7 +9,7 @@ from .errors import FullError
 
 WATCH_SECONDS = 0.5
 WATCH_SHARE = 20
-"""Looking at what a step wrote may take this fraction of its time."""
+"""Looking at a step's writes may take this fraction of its time."""
 
 
 def watch(child: int, folder: str, max_bytes: int) -> int:

@@ -16,11 +16,11 @@ class NumberGame:
         self.left = instance["guesses"]
 
     def begin(self) -> Reply:
-        """Return what the player sees first."""
+        """Return the first reply to the player."""
         return {"text": f"I think of a number from 1 to {self.highest}. You have {self.left} guesses."}
 
     def step(self, action: str) -> Reply:
-        """Return what follows from an action; any text is one."""
+        """Return the reply to an action; any text is one."""
         self.left -= 1
         said = re.findall(r"\[\s*(\d{1,9})\s*\]", action)
         guess = int(said[-1]) if said else None

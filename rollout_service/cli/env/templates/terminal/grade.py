@@ -1,4 +1,4 @@
-"""Scores what the agent left; trust nothing in the working folder."""
+"""Scores the files that the agent left; trust nothing in the working folder."""
 
 import json
 import os

@@ -1,1 +1,1 @@
-"""What the routes share."""
+"""Helpers that the routes share."""

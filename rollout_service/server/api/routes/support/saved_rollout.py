@@ -1,4 +1,4 @@
-"""What the page of a rollout asks the API for, collected for a file.
+"""The API's answers for the page of a rollout, collected for a file.
 
 Guarantee: each answer is the one that the API gives, under the path by which the page asks for it.
 """
