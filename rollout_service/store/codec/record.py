@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
+from rollout_service.base.errors import ConflictError
+
 _JOINED = b"\x02"
 _LENGTH = struct.Struct("<Q")
 
@@ -73,6 +75,14 @@ def fingerprint(request: BaseModel) -> bytes:
         request.model_dump(mode="json", exclude={"trace"}), sort_keys=True, separators=(",", ":")
     )
     return hashlib.sha256(canonical.encode()).digest()
+
+
+def id_taken(noun: str, name: str) -> ConflictError:
+    """Return the error for a rollout or a run whose id another request has."""
+    return ConflictError(
+        f"the {noun} {name} already exists with a different request",
+        hint=f"Choose another {noun}_id, or send exactly the same request again.",
+    )
 
 
 # The part of a stored record that the codecs need.

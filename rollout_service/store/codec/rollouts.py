@@ -17,6 +17,7 @@ from enum import Enum, auto
 from itertools import compress
 from typing import Any
 
+import anyio.to_thread
 import zstandard
 from pydantic import TypeAdapter
 
@@ -51,6 +52,8 @@ _RESULT_FIELDS = {
 }
 
 
+_INLINE_TOKENS = 2_048
+"""A trajectory of up to this many tokens is encoded on the event loop (about 1 ms), a larger one in a thread."""
 _IMPERSONAL_FIELDS = {"stop_reason", "error", "usage", "spans", "kind"}
 """The remains of a result that was erased."""
 
@@ -87,6 +90,26 @@ def encode_result(result: Rollout) -> str:
     if result.turn_marks:
         text = f'{text[:-1]},"turn_marks":"{encode_turn_marks(result.turn_marks)}"}}'
     return text
+
+
+async def encode_finished(lease: Lease, result: Rollout) -> tuple[str, bytes | None]:
+    """Return the result of a leased rollout and the record of its tokens, if it has one; large ones take a thread.
+
+    Raises:
+        ValueError: It is not a result of this rollout.
+        FrozenTokensError: A frozen sub-agent has tokens to train on.
+    """
+    if not result.state.terminal or result.rollout_id != lease.rollout_id:
+        raise ValueError(
+            f"{result.rollout_id} in state {result.state} is not a result of the leased {lease.rollout_id}"
+        )
+    if result.nodes:
+        text = await anyio.to_thread.run_sync(encode_result, result)
+    else:
+        text = encode_result(result)
+    if trees.count_tokens(result, lease.request) <= _INLINE_TOKENS:
+        return text, trees.encode_tokens(result, lease.request)
+    return text, await anyio.to_thread.run_sync(trees.encode_tokens, result, lease.request)
 
 
 def erase_result(text: str) -> str:

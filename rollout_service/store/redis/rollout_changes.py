@@ -13,19 +13,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-import anyio
-import anyio.to_thread
 from pydantic import JsonValue
 from pydantic_core import to_json
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span
-from rollout_service.base.errors import ConflictError, RecordLostError, StoreError, describe
+from rollout_service.base.errors import RecordLostError, StoreError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
-from rollout_service.store.codec import trees
-from rollout_service.store.codec.record import fingerprint
+from rollout_service.store.codec.record import fingerprint, id_taken
 from rollout_service.store.contract import EncodedSteps, Lease, UnsavedTurn
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import decode_row
@@ -36,8 +33,6 @@ from rollout_service.store.redis.trajectories.place import InRedis, TrajectoryPl
 
 EXPIRED_AT_ONCE = 512
 """The most rollouts that one call deletes."""
-_INLINE_TOKENS = 2_048
-"""A trajectory of up to this many tokens is encoded on the event loop (about 1 ms), a larger one in a thread."""
 _REFUSED = 2
 """The answer to a result whose trajectory is in a file that was sealed, since this service was taken for dead."""
 _STAGES = (RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
@@ -74,10 +69,7 @@ class RedisRollouts(RolloutReads):
         values = (request.rollout_id, fingerprint(request), request.pool, request.model_dump_json())
         outcome, *rest = await self._connection.call("rollouts_submit", *values)
         if outcome == b"conflict":
-            raise ConflictError(
-                f"the rollout {request.rollout_id} already exists with a different request",
-                hint="Choose another rollout_id, or send exactly the same request again.",
-            )
+            raise id_taken("rollout", request.rollout_id)
         row, newest = rest
         if outcome == b"new":
             self._signals.work.happened(newest)
@@ -189,10 +181,7 @@ class RedisRollouts(RolloutReads):
         return await steps.save(self._connection, attempts)
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
-        if not result.state.terminal or result.rollout_id != lease.rollout_id:
-            raise ValueError(
-                f"{result.rollout_id} in state {result.state} is not a result of the leased {lease.rollout_id}"
-            )
+        written, encoded = await codec.encode_finished(lease, result)
         versions = codec.version_range(result.trajectory)
         outcome = (
             "" if result.reward is None else repr(float(result.reward)),
@@ -201,8 +190,6 @@ class RedisRollouts(RolloutReads):
             *("" if version is None else version for version in versions.values()),
             *(repr(figure) for figure in summary_codec.figures(result).values()),
         )
-        written = await _written(result)
-        encoded = await _encoded(result, lease.request)
         if encoded is None:
             return bool(await self._finish(lease, owner, result.state, written, b"", outcome))
         while True:
@@ -339,15 +326,3 @@ class RedisRollouts(RolloutReads):
 def _held(lease: Lease, owner: str) -> tuple[str, str, int]:
     """Return the first arguments of a function on a lease."""
     return lease.rollout_id, owner, lease.token
-
-
-async def _encoded(result: Rollout, request: RolloutRequest) -> bytes | None:
-    if trees.count_tokens(result, request) <= _INLINE_TOKENS:
-        return trees.encode_tokens(result, request)
-    return await anyio.to_thread.run_sync(trees.encode_tokens, result, request)
-
-
-async def _written(result: Rollout) -> str:
-    if not result.nodes:
-        return codec.encode_result(result)
-    return await anyio.to_thread.run_sync(codec.encode_result, result)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio.to_thread
 
-from api_schemas.errors import FieldError
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutState
 from api_schemas.rollouts.trees import RolloutNodes
-from api_schemas.trajectories import Trajectory
-from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
-from rollout_service.base.errors import InvalidFieldError
+from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder
+from rollout_service.store.base import BaseStore
 from rollout_service.store.codec import rollouts as codec
-from rollout_service.store.codec import summaries as summary_codec
-from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.lists import find_summaries
 from rollout_service.store.redis.reader import decode_entry
@@ -27,14 +22,13 @@ from rollout_service.store.redis.trajectories.place import TrajectoryPlace
 
 ROWS_AT_ONCE = 256
 """The most rollouts that one call reads."""
-_INLINE_BYTES = 16_384
-"""A trajectory of up to this many compressed bytes is decoded on the event loop, a larger one in a thread."""
 
 
-class RolloutReads:
-    """The reading methods of `Store`, which describes them; `place` keeps the trajectories."""
+class RolloutReads(BaseStore):
+    """The reading methods of the store; `place` keeps the trajectories."""
 
     def __init__(self, connection: RedisConnection, place: TrajectoryPlace) -> None:
+        super().__init__(connection)
         self._connection = connection
         self._place = place
 
@@ -43,36 +37,21 @@ class RolloutReads:
         shown = codec.Shown.ALL if whole_tree else codec.Shown.REQUESTED
         return codec.decode_rollout(rows[0], shown) if rows else None
 
-    async def trajectory(self, rollout_id: str) -> Trajectory | None:
+    async def _tokens(self, rollout_id: str) -> bytes | None:
         stored = await self._connection.command("GET", self._connection.key(f"t:{rollout_id}"))
         if stored is None:
             return None
         (data,) = await self._place.read({rollout_id: stored})
-        with codec.reading(rollout_id):
-            if len(data) <= _INLINE_BYTES:
-                return trajectory_codec.decode(data)
-            return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
+        return data
 
     async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
         rows = await (self.whole_rows([rollout_id]) if trajectories else self.rows([rollout_id]))
         return await anyio.to_thread.run_sync(codec.decode_tree, rows[0]) if rows else None
 
-    async def summaries(
-        self,
-        which: SummaryFilter,
-        *,
-        order: SummaryOrder = "newest",
-        cursor: str | None = None,
-        limit: int = 100,
-    ) -> SummaryPage:
-        after = summary_codec.decode_cursor(order, cursor)
-        rows, after = await find_summaries(self._connection, which, order=order, after=after, limit=limit)
-        counts = await self.counts() if which.only_states else None
-        return SummaryPage(
-            rows=rows,
-            next_cursor=summary_codec.encode_cursor(order, after),
-            matching=None if counts is None else summary_codec.count_states(counts, which.states),
-        )
+    async def _summaries(
+        self, which: SummaryFilter, order: SummaryOrder, after: int | None, limit: int
+    ) -> tuple[Sequence[RolloutSummary], int | None]:
+        return await find_summaries(self._connection, which, order=order, after=after, limit=limit)
 
     async def counts(self) -> dict[RolloutState, int]:
         return decode_counts(await self._connection.read("rollouts_counts"))
@@ -81,15 +60,15 @@ class RolloutReads:
         found = iter(await self._connection.read("rollouts_held", owner))
         return {rollout_id.decode(): int(token) for rollout_id, token in zip(found, found, strict=True)}
 
-    async def saved_turns(self, rollout_id: str) -> builtins.list[bytes]:
+    async def saved_turns(self, rollout_id: str) -> list[bytes]:
         key = self._connection.key(f"u:{rollout_id}")
-        turns: builtins.list[bytes] = await self._connection.command("LRANGE", key, 0, -1)
+        turns: list[bytes] = await self._connection.command("LRANGE", key, 0, -1)
         return turns
 
-    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, builtins.list[bytes]]:
+    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
         return await steps.saved(self._connection, rollout_ids)
 
-    async def events(self, *, after: int, limit: int = 1_000) -> builtins.list[Event]:
+    async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
         key = self._connection.key("events")
         entries = await self._connection.command("XRANGE", key, f"({after}-0", "+", "COUNT", limit)
         return [codec.decode_event(_event_row(entry)) for entry in entries]
@@ -99,15 +78,8 @@ class RolloutReads:
         found = await self._connection.command("XREVRANGE", key, "+", "-", "COUNT", 1)
         return decode_entry(found[0]).event_id if found else 0
 
-    async def list(
-        self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
-    ) -> RolloutPage:
-        if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-            problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
-            raise InvalidFieldError(
-                [problem], hint="Pass `next_cursor` of the previous page, or omit the cursor."
-            )
-        found, counts = await self._connection.read("rollouts_page", state or "", cursor or "0", limit + 1)
+    async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
+        found, counts = await self._connection.read("rollouts_page", state or "", str(after), limit + 1)
         rows = [decode_row(row) for row in found]
         return RolloutPage(
             rollouts=[codec.decode_rollout(row, codec.Shown.WORK) for row in rows[:limit]],
@@ -117,7 +89,7 @@ class RolloutReads:
 
     async def rows(self, rollout_ids: Sequence[str], *, trajectories: bool = False) -> Sequence[RolloutRow]:
         """Return the rows of the rollouts that exist, in this order, with Redis's records of their trajectories."""
-        found: builtins.list[RolloutRow] = []
+        found: list[RolloutRow] = []
         for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
             some = rollout_ids[start : start + ROWS_AT_ONCE]
             answer = await self._connection.read("rollouts_rows", int(trajectories), *some)

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
-from prometheus_client import Histogram
 from pydantic_core import from_json, to_json
 
 from api_schemas.nodes import NodeState
@@ -221,14 +219,6 @@ class RedisStore(RedisRollouts):
         store.segments = segments
         return store
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     @property
     def connection(self) -> RedisConnection:
         """The connection to the Redis, for the other parts of the store."""
@@ -247,23 +237,8 @@ class RedisStore(RedisRollouts):
         return self._runs
 
     @property
-    def problem(self) -> StoreError | None:
-        return self._connection.problem
-
-    @property
-    def errors(self) -> int:
-        return self._connection.errors
-
-    @property
     def rewinds(self) -> int:
         return self._connection.reconnects
-
-    def size_bytes(self) -> int:
-        return self._connection.size_bytes()
-
-    @property
-    def commit_seconds(self) -> Histogram:
-        return self._connection.commit_seconds
 
     async def collect_garbage(self) -> None:
         """Delete the files of trajectories that are gone and, now and then, the functions that no node calls.
@@ -283,20 +258,12 @@ class RedisStore(RedisRollouts):
         else:
             self._connection.health.failed("folder", problem)
 
-    async def failed(self) -> None:
-        """Wait until the store fails for good, which only a defect can cause.
-
-        Raises:
-            StoreError: The store has failed.
-        """
-        await self._connection.failed()
-
     async def close(self) -> None:
         try:
             if self.segments is not None:
                 await self.segments.close()
         finally:
-            await self._connection.close()
+            await super().close()
 
 
 async def _open_segments(connection: RedisConnection, folder: Path, owner: str) -> SegmentFolder:

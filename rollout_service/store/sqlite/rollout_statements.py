@@ -10,9 +10,9 @@ import sqlite3
 from typing import Any
 
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
-from rollout_service.base.errors import ConflictError, RecordLostError, describe
+from rollout_service.base.errors import RecordLostError, describe
 from rollout_service.store.codec import rollouts as codec
-from rollout_service.store.codec.record import fingerprint
+from rollout_service.store.codec.record import fingerprint, id_taken
 from rollout_service.store.codec.summaries import NO_FIGURES
 from rollout_service.store.contract import Lease
 
@@ -180,10 +180,7 @@ def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, boo
             db.execute(_DROP_TOMBSTONE, values)
     row = db.execute(_GET, (values["id"],)).fetchone()
     if row["fingerprint"] != values["fingerprint"]:
-        raise ConflictError(
-            f"the rollout {values['id']} already exists with a different request",
-            hint="Choose another rollout_id, or send exactly the same request again.",
-        )
+        raise id_taken("rollout", values["id"])
     return codec.decode_rollout(row), bool(added)
 
 

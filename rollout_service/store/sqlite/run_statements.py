@@ -13,10 +13,11 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.base.errors import ConflictError, NotFoundError
+from rollout_service.base.errors import NotFoundError
 from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.history import encode_record
+from rollout_service.store.codec.record import id_taken
 from rollout_service.store.rules import SettledGroup
 from rollout_service.store.runs_contract import (
     GroupClosure,
@@ -158,10 +159,7 @@ def create(db: sqlite3.Connection, values: dict[str, Any], request: RunRequest) 
     new = db.execute(_CREATE, values).rowcount > 0
     row = row_of(db, values["id"])
     if row["fingerprint"] != values["fingerprint"]:
-        raise ConflictError(
-            f"the run {values['id']} already exists with a different request",
-            hint="Choose another run_id, or send exactly the same request again.",
-        )
+        raise id_taken("run", values["id"])
     if new and isinstance(request.source, InlineTasks):
         _add_tasks(db, row["seq"], 0, request.source.tasks)
     return record_of(db, row), new

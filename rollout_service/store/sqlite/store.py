@@ -6,35 +6,29 @@ trajectories are compressed; the newest 100,000 events and tombstones are kept.
 
 from __future__ import annotations
 
-import builtins
 import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import anyio
 import anyio.to_thread
-from prometheus_client import Histogram
 from pydantic import JsonValue
 from pydantic_core import to_json
 
-from api_schemas.errors import ErrorInfo, FieldError
+from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
-from api_schemas.trajectories import Trajectory
-from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder, SummaryPage
-from rollout_service.base.errors import InvalidFieldError, StoreError
+from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder
 from rollout_service.base.signals import KeyedEvents, MonotonicCounter, ResettableEvent
+from rollout_service.store.base import BaseStore
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
-from rollout_service.store.codec import trajectories as trajectory_codec
-from rollout_service.store.codec import trees
-from rollout_service.store.contract import EncodedSteps, Lease, Store, UnsavedTurn
+from rollout_service.store.contract import EncodedSteps, Lease, UnsavedTurn
 from rollout_service.store.lists_contract import LOOKED_AT
 from rollout_service.store.single_cluster import SingleCluster
 from rollout_service.store.sqlite import rollout_statements as statements
@@ -47,13 +41,9 @@ from rollout_service.store.sqlite.thread import DatabaseThread
 T = TypeVar("T")
 
 _STAGES = (RolloutState.QUEUED, RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
-_INLINE_TOKENS = 2_048
-"""A trajectory of up to this many tokens is encoded on the event loop (about 1 ms), a larger one in a thread."""
-_INLINE_BYTES = 16_384
-"""A trajectory of up to this many compressed bytes is decoded on the event loop, a larger one in a thread."""
 
 
-class SqliteStore(Store):
+class SqliteStore(BaseStore):
     """The SQLite store: `async with await SqliteStore.open(path) as store:`.
 
     The path `:memory:` opens a store for tests that ends with its process.
@@ -69,6 +59,7 @@ class SqliteStore(Store):
         self._results = KeyedEvents()
         self._due = math.inf
         self._thread = DatabaseThread(path, self._newest_event.advance, STORE.on_disk(disk))
+        super().__init__(self._thread)
         self._runs = SqliteRuns(self._thread, clock, self._work.set)
         self._cluster = SingleCluster(self.record)
 
@@ -86,37 +77,6 @@ class SqliteStore(Store):
         await store._thread.start()
         store._newest_event.advance(await store.last_event())
         return store
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    @property
-    def problem(self) -> StoreError | None:
-        return self._thread.problem
-
-    async def failed(self) -> None:
-        """Wait until the store fails for good, which only a defect can cause.
-
-        Raises:
-            StoreError: The store has failed.
-        """
-        await self._thread.failed()
-
-    @property
-    def errors(self) -> int:
-        return self._thread.errors
-
-    def size_bytes(self) -> int:
-        return self._thread.size_bytes()
-
-    @property
-    def commit_seconds(self) -> Histogram:
-        return self._thread.commit_seconds
 
     @property
     def rewinds(self) -> int:
@@ -234,21 +194,19 @@ class SqliteStore(Store):
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         return await self._write(lambda db: turn_statements.save_steps(db, attempts))
 
-    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, builtins.list[bytes]]:
+    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
         return await self._read(lambda db: turn_statements.saved_steps(db, rollout_ids))
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
-        if not result.state.terminal or result.rollout_id != lease.rollout_id:
-            raise ValueError(
-                f"{result.rollout_id} in state {result.state} is not a result of the leased {lease.rollout_id}"
-            )
-        values = self._held(lease, owner) | {
+        values = self._held(lease, owner)
+        text, tokens = await codec.encode_finished(lease, result)
+        values |= {
             "state": result.state,
             "reward": result.reward,
             "stop_reason": result.stop_reason,
             "code": result.error.code if result.error else None,
-            "result": await _written(result),
-            "trajectory": await _encoded(result, lease.request),
+            "result": text,
+            "trajectory": tokens,
         }
         values |= codec.version_range(result.trajectory) | summary_codec.figures(result)
         done = await self._write(lambda db: statements.finish(db, values))
@@ -273,30 +231,18 @@ class SqliteStore(Store):
         shown = codec.Shown.ALL if whole_tree else codec.Shown.REQUESTED
         return await self._read(lambda db: statements.get(db, rollout_id, shown))
 
-    async def trajectory(self, rollout_id: str) -> Trajectory | None:
+    async def _tokens(self, rollout_id: str) -> bytes | None:
         row = await self._read(lambda db: db.execute(statements.TRAJECTORY, (rollout_id,)).fetchone())
-        if row is None or row["trajectory"] is None:
-            return None
-        data: bytes = row["trajectory"]
-        with codec.reading(rollout_id):
-            if len(data) <= _INLINE_BYTES:
-                return trajectory_codec.decode(data)
-            return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
+        return None if row is None else row["trajectory"]
 
     async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
         row = await self._read(lambda db: statements.tree(db, rollout_id, with_trajectories=trajectories))
         return None if row is None else await anyio.to_thread.run_sync(codec.decode_tree, row)
 
-    async def summaries(
-        self,
-        which: SummaryFilter,
-        *,
-        order: SummaryOrder = "newest",
-        cursor: str | None = None,
-        limit: int = 100,
-    ) -> SummaryPage:
-        rows = builtins.list[RolloutSummary]()
-        after: int | None = summary_codec.decode_cursor(order, cursor)
+    async def _summaries(
+        self, which: SummaryFilter, order: SummaryOrder, after: int | None, limit: int
+    ) -> tuple[Sequence[RolloutSummary], int | None]:
+        rows = list[RolloutSummary]()
         for _ in range(LOOKED_AT // ROWS_AT_ONCE):
             search = SummarySearch(which, order, after, limit - len(rows))
             found = await self._read(partial(look, search=search))
@@ -304,12 +250,7 @@ class SqliteStore(Store):
             after = found.next
             if after is None or len(rows) == limit:
                 break
-        counts = await self.counts() if which.only_states else None
-        return SummaryPage(
-            rows=rows,
-            next_cursor=summary_codec.encode_cursor(order, after),
-            matching=None if counts is None else summary_codec.count_states(counts, which.states),
-        )
+        return rows, after
 
     async def counts(self) -> dict[RolloutState, int]:
         return await self._read(statements.counts)
@@ -347,9 +288,6 @@ class SqliteStore(Store):
         await ended.wait()
         return await self.get(rollout_id)
 
-    async def close(self) -> None:
-        await self._thread.close()
-
     async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
         return await self._thread.run(job, writes=True)
 
@@ -365,25 +303,6 @@ class SqliteStore(Store):
             self._results.set(rollout_id)
             self._runs.rollout_ended()
 
-    async def list(
-        self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
-    ) -> RolloutPage:
-        if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-            problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
-            raise InvalidFieldError(
-                [problem], hint="Pass `next_cursor` of the previous page, or omit the cursor."
-            )
-        values = {"state": state, "after": int(cursor or 0), "limit": limit}
+    async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
+        values = {"state": state, "after": after, "limit": limit}
         return await self._read(lambda db: statements.page(db, values))
-
-
-async def _encoded(result: Rollout, request: RolloutRequest) -> bytes | None:
-    if trees.count_tokens(result, request) <= _INLINE_TOKENS:
-        return trees.encode_tokens(result, request)
-    return await anyio.to_thread.run_sync(trees.encode_tokens, result, request)
-
-
-async def _written(result: Rollout) -> str:
-    if not result.nodes:
-        return codec.encode_result(result)
-    return await anyio.to_thread.run_sync(codec.encode_result, result)

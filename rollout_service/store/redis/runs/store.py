@@ -19,7 +19,6 @@ from api_schemas.runs import Group, InlineTasks, RunRequest, RunState
 from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.tasks import Task
 from api_schemas.views.summaries import SummaryOrder
-from rollout_service.base.errors import ConflictError
 from rollout_service.base.signals import MonotonicCounter
 from rollout_service.groups import SURPLUS
 from rollout_service.settings import RetentionSettings
@@ -27,7 +26,7 @@ from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec.record import fingerprint
+from rollout_service.store.codec.record import fingerprint, id_taken
 from rollout_service.store.columns import Columns
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.connection import RedisConnection
@@ -132,10 +131,7 @@ class RedisRuns(RunStore):
             if (made := await self._database.create(request.run_id, fields, inline)) is not None:
                 return made, True
         if found["fingerprint"] != mark:
-            raise ConflictError(
-                f"the run {request.run_id} already exists with a different request",
-                hint="Choose another run_id, or send exactly the same request again.",
-            )
+            raise id_taken("run", request.run_id)
         return found.record, False
 
     async def _draft(self, run_id: str) -> RunDraft | None:
