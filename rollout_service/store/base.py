@@ -14,15 +14,24 @@ import anyio.to_thread
 from prometheus_client import Histogram
 
 from api_schemas.errors import FieldError
+from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutPage, RolloutState
+from api_schemas.runs import Group
 from api_schemas.trajectories import Trajectory
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder, SummaryPage
-from rollout_service.base.errors import InvalidFieldError, StoreError
+from rollout_service.base.errors import InvalidFieldError, NotFoundError, StoreError
+from rollout_service.base.ids import BatchId
+from rollout_service.base.signals import MonotonicCounter
+from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
+from rollout_service.store.codec.record import Row
 from rollout_service.store.contract import Store
+from rollout_service.store.runs_contract import GroupHead, RunStore
 
+HEADS_AT_ONCE = 16
+"""The most heads that one read returns; with long conversations they take megabytes."""
 _INLINE_BYTES = 16_384
 """A trajectory of up to this many compressed bytes is decoded on the event loop, a larger one in a thread."""
 
@@ -135,3 +144,88 @@ class BaseStore(Store):
                 [problem], hint="Pass `next_cursor` of the previous page, or omit the cursor."
             )
         return await self._page(state, int(cursor or 0), limit)
+
+
+class RunSignals:
+    """Wakes those who wait for runs."""
+
+    def __init__(self) -> None:
+        self.changes = MonotonicCounter(1)
+        self.deliveries = MonotonicCounter(1)
+
+    def changed(self) -> None:
+        """Wake everyone: what a lease returns may have changed."""
+        self.changes.increment()
+        self.deliveries.increment()
+
+
+class BaseRuns(RunStore):
+    """The runs of a store."""
+
+    def __init__(self, signals: RunSignals) -> None:
+        self._signals = signals
+
+    @property
+    def deliveries(self) -> int:
+        return self._signals.deliveries.value
+
+    async def wait_for_delivery(self, after: int) -> int:
+        return await self._signals.deliveries.wait_above(after)
+
+    async def wait_for_change(self, after: int) -> int:
+        return await self._signals.changes.wait_above(after)
+
+    async def group(self, run_id: str, number: int) -> Group:
+        stored = await self._group(run_id, number)
+        return await anyio.to_thread.run_sync(group_codec.decode_group, *stored)
+
+    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
+        stored = await self._group(run_id, number)
+        return await anyio.to_thread.run_sync(group_codec.decode_exported, *stored)
+
+    async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        heads: list[GroupHead] = []
+        for first in range(0, len(numbers), HEADS_AT_ONCE):
+            some = numbers[first : first + HEADS_AT_ONCE]
+            for number, head in zip(some, await self._heads(run_id, some), strict=True):
+                heads.append(await self._missing_head(run_id, number) if head is None else head)
+        return heads
+
+    async def _missing_head(self, run_id: str, number: int) -> GroupHead:
+        stored = await self._group(run_id, number)
+        return await anyio.to_thread.run_sync(group_codec.make_head, *stored)
+
+    async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
+        rows = await self._whole_rows(rollout_ids)
+        found = await anyio.to_thread.run_sync(group_codec.decode_recorded, rows)
+        return [found[one] for one in rollout_ids if one in found]
+
+    @abstractmethod
+    async def _group(self, run_id: str, number: int) -> tuple[Row, Sequence[Row]]:
+        """Return the row of a closed group and those of its rollouts, as `codec.groups` reads them."""
+
+    @abstractmethod
+    async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
+        """Return the stored heads of closed groups, in this order; None for one that has to be made again."""
+
+    @abstractmethod
+    async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
+        """Return the rows of the rollouts that exist, with their encoded trajectories."""
+
+
+def unknown_run(run_id: str) -> NotFoundError:
+    """Return the error for a run that was never created."""
+    return NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists all runs.")
+
+
+def unknown_group(run_id: str, number: int) -> NotFoundError:
+    """Return the error for a group that is not closed, or not known."""
+    return NotFoundError(f"the run {run_id} has no closed group {number}")
+
+
+def unknown_batch(run_id: str, number: int) -> NotFoundError:
+    """Return the error for a batch that was never leased."""
+    return NotFoundError(
+        f"there is no batch {BatchId(run_id, number)}",
+        hint="The answer to a lease contains the batch's id.",
+    )

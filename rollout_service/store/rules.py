@@ -7,12 +7,14 @@ rule can be tested without a database. Where a store filters rows itself for spe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus, TaskSource
+from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError
+from rollout_service.base.ids import SampleId
 from rollout_service.groups import DELETED, NOT_FILTERED, STALE, oldest_allowed_version, shares
 from rollout_service.store.runs_contract import (
     ClosedSample,
@@ -187,6 +189,11 @@ def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:
     return [sample.rollout_id for sample in samples if sample.masked_because != STALE]
 
 
+def first_rollouts(rollout_ids: Iterable[str]) -> list[str]:
+    """Return the first rollouts of the samples that these are rollouts of."""
+    return sorted({str(replace(SampleId.parse(one), retry=0)) for one in rollout_ids})
+
+
 def without_erased(
     samples: Sequence[ClosedSample], rollout_ids: Collection[str], *, is_settled: bool
 ) -> list[ClosedSample]:
@@ -265,6 +272,11 @@ def check_append(run: RunRecord, offset: int) -> None:
             hint="Append at the run's current number of tasks, or omit the offset.",
             context={"tasks": run.tasks},
         )
+
+
+def is_appended(run: RunRecord, there: Sequence[Task], tasks: Sequence[Task], *, close: bool) -> bool:
+    """Return whether tasks were appended before: the same are `there`, and the run is as open as it is to be."""
+    return bool(tasks) and list(there) == list(tasks) and (run.total is not None) == close
 
 
 # -- batches -------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 
 from pydantic import TypeAdapter
@@ -13,6 +13,7 @@ from api_schemas.exports import ExportedSample
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardWeights
+from api_schemas.tasks import Task
 from rollout_service.base.errors import RecordLostError
 from rollout_service.base.ids import BatchId, GroupId
 from rollout_service.groups.shares import Owner
@@ -34,6 +35,11 @@ def without_tasks(request: RunRequest) -> RunRequest:
 def encode_request(request: RunRequest) -> str:
     """Return a request as JSON, without its inline tasks."""
     return without_tasks(request).model_dump_json()
+
+
+def decode_tasks(texts: Iterable[str | bytes]) -> list[Task]:
+    """Return inline tasks, which are stored one by one as JSON."""
+    return [Task.model_validate_json(text) for text in texts]
 
 
 def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | None = None) -> RunRecord:
@@ -69,6 +75,12 @@ def decode_samples(text: str) -> list[ClosedSample]:
 def owners_of(text: str) -> list[Owner]:
     """Return whose sessions the samples are parts of that `encode_samples` wrote."""
     return [sample.owner for sample in decode_samples(text) if sample.owner is not None]
+
+
+def rollouts_of(text: str, user: str) -> set[str]:
+    """Return the rollouts of the samples that are parts of a user's sessions."""
+    samples = decode_samples(text)
+    return {one.rollout_id for one in samples if one.owner is not None and one.owner.user == user}
 
 
 def encode_summary(closure: GroupClosure) -> str:

@@ -7,10 +7,10 @@ import math
 import sqlite3
 from collections.abc import Sequence
 
-from rollout_service.base.errors import NotFoundError
 from rollout_service.base.ids import BatchId
 from rollout_service.groups import SURPLUS
 from rollout_service.store import rules
+from rollout_service.store.base import unknown_batch, unknown_group
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import (
@@ -217,10 +217,7 @@ def give_back(db: sqlite3.Connection, run_id: str, number: int, now: float) -> N
 def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
     row: sqlite3.Row | None = db.execute(_BATCH, (row_of(db, run_id)["seq"], number)).fetchone()
     if row is None:
-        raise NotFoundError(
-            f"there is no batch {BatchId(run_id, number)}",
-            hint="The answer to a lease contains the batch's id.",
-        )
+        raise unknown_batch(run_id, number)
     return row
 
 
@@ -234,7 +231,7 @@ def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite
 def _closed_group(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
     row: sqlite3.Row | None = db.execute(_CLOSED_GROUP, (run_id, number)).fetchone()
     if row is None:
-        raise NotFoundError(f"the run {run_id} has no closed group {number}")
+        raise unknown_group(run_id, number)
     return row
 
 
@@ -257,7 +254,7 @@ def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> l
     rows = {row["number"]: row for row in db.execute(_HEADS, (run_id, json.dumps(list(numbers))))}
     for number in numbers:
         if number not in rows:
-            raise NotFoundError(f"the run {run_id} has no closed group {number}")
+            raise unknown_group(run_id, number)
     return [rows[number] for number in numbers]
 
 

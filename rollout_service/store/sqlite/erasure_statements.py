@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import replace
 
-from rollout_service.base.ids import BatchId, SampleId
+from rollout_service.base.ids import BatchId
 from rollout_service.groups import DELETED
 from rollout_service.store import rules
 from rollout_service.store.codec import rollouts as rollout_codec
@@ -47,9 +46,8 @@ def rollouts_of(db: sqlite3.Connection, user: str) -> list[str]:
     """Return the first rollouts of the samples that are parts of a user's sessions."""
     found = {row["rollout_id"] for row in db.execute(_OPEN_OF_USER, {"user": user})}
     for row in db.execute(_CLOSED_OF_USER, {"user": user}):
-        samples = run_codec.decode_samples(row["samples"])
-        found |= {one.rollout_id for one in samples if one.owner is not None and one.owner.user == user}
-    return sorted({str(replace(SampleId.parse(one), retry=0)) for one in found})
+        found |= run_codec.rollouts_of(row["samples"], user)
+    return rules.first_rollouts(found)
 
 
 def overwrite_deleted(db: sqlite3.Connection) -> None:

@@ -13,8 +13,8 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.base.errors import NotFoundError
 from rollout_service.store import rules
+from rollout_service.store.base import unknown_run
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.history import encode_record
 from rollout_service.store.codec.record import id_taken
@@ -129,7 +129,7 @@ def row_of(db: sqlite3.Connection, run_id: str) -> sqlite3.Row:
     """
     row: sqlite3.Row | None = db.execute(_BY_ID, (run_id,)).fetchone()
     if row is None:
-        raise NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists all runs.")
+        raise unknown_run(run_id)
     return row
 
 
@@ -226,7 +226,8 @@ def append(
     row = row_of(db, run_id)
     run = record_of(db, row)
     first = run.tasks if offset is None else offset
-    if offset is not None and _are_there(db, row["seq"], first, tasks) and (run.total is not None) == close:
+    there = [] if offset is None else _tasks(db, row["seq"], first, len(tasks))
+    if rules.is_appended(run, there, tasks, close=close):
         return run
     rules.check_append(run, first)
     _add_tasks(db, row["seq"], first, tasks)
@@ -237,16 +238,13 @@ def append(
     return get(db, run_id)
 
 
-def _are_there(db: sqlite3.Connection, run: int, first: int, tasks: Sequence[Task]) -> bool:
-    rows = db.execute(_TASKS, (run, first, len(tasks))).fetchall()
-    there = [Task.model_validate_json(row["task"]) for row in rows]
-    return bool(tasks) and there == list(tasks)
-
-
 def inline_tasks(db: sqlite3.Connection, run_id: str, first: int, limit: int) -> list[Task]:
     """Return tasks by their number in the epoch."""
-    rows = db.execute(_TASKS, (row_of(db, run_id)["seq"], first, limit)).fetchall()
-    return [Task.model_validate_json(row["task"]) for row in rows]
+    return _tasks(db, row_of(db, run_id)["seq"], first, limit)
+
+
+def _tasks(db: sqlite3.Connection, run: int, first: int, limit: int) -> list[Task]:
+    return run_codec.decode_tasks(row["task"] for row in db.execute(_TASKS, (run, first, limit)))
 
 
 def start_groups(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup], now: float) -> int:

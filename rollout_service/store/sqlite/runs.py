@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 import anyio.to_thread
 
 from api_schemas.errors import ErrorInfo
-from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
-from api_schemas.runs import Group, RunRequest, RunState
+from api_schemas.runs import RunRequest, RunState
 from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.tasks import Task
 from api_schemas.views.summaries import SummaryOrder
-from rollout_service.base.signals import MonotonicCounter
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
+from rollout_service.store.base import BaseRuns, RunSignals
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import heads as head_codec
@@ -27,7 +26,7 @@ from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.groups import make_row
 from rollout_service.store.codec.history import make_history
-from rollout_service.store.codec.record import fingerprint
+from rollout_service.store.codec.record import Row, fingerprint
 from rollout_service.store.codec.summaries import decode_cursor, encode_cursor
 from rollout_service.store.columns import Columns
 from rollout_service.store.lists_contract import GroupSelection
@@ -41,7 +40,6 @@ from rollout_service.store.runs_contract import (
     OpenGroup,
     ReadyGroup,
     RunRecord,
-    RunStore,
 )
 from rollout_service.store.sqlite import (
     batch_statements,
@@ -55,22 +53,18 @@ from rollout_service.store.sqlite.thread import DatabaseThread
 
 T = TypeVar("T")
 
-HEADS_AT_ONCE = 16
-"""The most heads read in one job of the database's thread; with long conversations they take megabytes."""
 
-
-class SqliteRuns(RunStore):
+class SqliteRuns(BaseRuns):
     """The runs of one store."""
 
     def __init__(
         self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
     ) -> None:
         """`work_added` is called after rollouts were queued."""
+        super().__init__(RunSignals())
         self._thread = thread
         self._clock = clock
         self._work_added = work_added
-        self._changes = MonotonicCounter(1)
-        self._deliveries = MonotonicCounter(1)
 
     async def create(
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int
@@ -88,7 +82,7 @@ class SqliteRuns(RunStore):
             "now": self._clock(),
         }
         created = await self._write(lambda db: run_statements.create(db, values, request))
-        self._changed()
+        self._signals.changed()
         return created
 
     async def get(self, run_id: str) -> RunRecord:
@@ -115,7 +109,7 @@ class SqliteRuns(RunStore):
                 db, run_id, now=now, state=state, version=version, request=request, problem=problem
             )
         )
-        self._changed()
+        self._signals.changed()
         return record
 
     async def append(
@@ -125,7 +119,7 @@ class SqliteRuns(RunStore):
         record = await self._write(
             lambda db: run_statements.append(db, run_id, tasks, offset=offset, close=close, now=now)
         )
-        self._changed()
+        self._signals.changed()
         return record
 
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
@@ -159,7 +153,7 @@ class SqliteRuns(RunStore):
         head = await self._head_at_close(run_id, closure)
         now = self._clock()
         await self._write(lambda db: run_statements.close_group(db, run_id, closure, head, now))
-        self._changed()
+        self._signals.changed()
 
     async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
         return await self._read(lambda db: batch_statements.ready_groups(db, run_id))
@@ -172,7 +166,7 @@ class SqliteRuns(RunStore):
         head = await self._head_at_close(run_id, closure)
         now = self._clock()
         await self._write(lambda db: run_statements.reclose_group(db, run_id, closure, head, now))
-        self._changed()
+        self._signals.changed()
 
     async def _head_at_close(self, run_id: str, closure: GroupClosure) -> Mapping[str, Any] | None:
         """Return the head to store with a group that is about to be kept; None while a rollout of it could change."""
@@ -188,7 +182,7 @@ class SqliteRuns(RunStore):
         now = self._clock()
         leased = await self._write(lambda db: batch_statements.lease(db, order, now))
         if isinstance(leased, BatchLease):
-            self._changes.increment()
+            self._signals.changes.increment()
         return leased
 
     async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
@@ -199,12 +193,12 @@ class SqliteRuns(RunStore):
     async def acknowledge(self, run_id: str, batch: int) -> None:
         now = self._clock()
         await self._write(lambda db: batch_statements.acknowledge(db, run_id, batch, now))
-        self._changed()
+        self._signals.changed()
 
     async def give_back(self, run_id: str, batch: int) -> None:
         now = self._clock()
         await self._write(lambda db: batch_statements.give_back(db, run_id, batch, now))
-        self._changed()
+        self._signals.changed()
 
     async def group_states(self, run_id: str) -> Mapping[int, str]:
         return await self._read(lambda db: run_statements.group_states(db, run_id))
@@ -236,26 +230,15 @@ class SqliteRuns(RunStore):
         dropped = rules.dropped_counts(counters)
         return await anyio.to_thread.run_sync(_history, run_id, parts, dropped, points)
 
-    async def group(self, run_id: str, number: int) -> Group:
-        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
-        return await anyio.to_thread.run_sync(group_codec.decode_group, row, members)
+    async def _group(self, run_id: str, number: int) -> tuple[Row, Sequence[Row]]:
+        return await self._read(lambda db: batch_statements.read_group(db, run_id, number))
 
-    async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
-        firsts = range(0, len(numbers), HEADS_AT_ONCE)
-        parts = [await self._heads(run_id, numbers[first : first + HEADS_AT_ONCE]) for first in firsts]
-        return [head for part in parts for head in part]
-
-    async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+    async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
         rows = await self._read(lambda db: batch_statements.read_heads(db, run_id, numbers))
-        stored = await anyio.to_thread.run_sync(lambda: [head_codec.decode(row) for row in rows])
-        return [
-            await self._missing_head(run_id, number) if head is None else head
-            for number, head in zip(numbers, stored, strict=True)
-        ]
+        return await anyio.to_thread.run_sync(lambda: [head_codec.decode(row) for row in rows])
 
-    async def _missing_head(self, run_id: str, number: int) -> GroupHead:
-        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
-        return await anyio.to_thread.run_sync(group_codec.make_head, row, members)
+    async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
+        return await self._read(lambda db: batch_statements.read_rollouts(db, rollout_ids))
 
     async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
         packed = await self._read(lambda db: batch_statements.read_trajectories(db, run_id, number))
@@ -264,17 +247,8 @@ class SqliteRuns(RunStore):
     async def closed_groups(self, run_id: str) -> Sequence[int]:
         return await self._read(lambda db: batch_statements.closed_groups(db, run_id))
 
-    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
-        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
-        return await anyio.to_thread.run_sync(group_codec.decode_exported, row, members)
-
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
         return await self._read(lambda db: batch_statements.rollout_ids(db, run_id))
-
-    async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
-        rows = await self._read(lambda db: batch_statements.read_rollouts(db, rollout_ids))
-        found = await anyio.to_thread.run_sync(group_codec.decode_recorded, rows)
-        return [found[one] for one in rollout_ids if one in found]
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         now = self._clock()
@@ -292,7 +266,7 @@ class SqliteRuns(RunStore):
         now = self._clock()
         batches = await self._write(lambda db: erasure_statements.erase(db, rollout_ids, now))
         await self._thread.truncate_log()
-        self._changed()
+        self._signals.changed()
         return batches
 
     async def delete_expired(self, keep: RetentionSettings) -> int:
@@ -302,23 +276,9 @@ class SqliteRuns(RunStore):
     def fenced(self, lease: RoleLease) -> SqliteRuns:  # noqa: ARG002 - of the contract
         return self  # no other service can have the file open
 
-    async def wait_for_change(self, after: int) -> int:
-        return await self._changes.wait_above(after)
-
-    @property
-    def deliveries(self) -> int:
-        return self._deliveries.value
-
-    async def wait_for_delivery(self, after: int) -> int:
-        return await self._deliveries.wait_above(after)
-
     def rollout_ended(self) -> None:
         """Wake those who wait for changes, since a rollout has ended."""
-        self._changes.increment()
-
-    def _changed(self) -> None:
-        self._changes.increment()
-        self._deliveries.increment()
+        self._signals.changes.increment()
 
     async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
         return await self._thread.run(job, writes=True)

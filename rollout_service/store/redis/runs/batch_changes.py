@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from rollout_service.base.errors import NotFoundError
 from rollout_service.base.ids import BatchId
 from rollout_service.groups import SURPLUS
 from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
+from rollout_service.store.base import unknown_batch
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.redis.runs import run_changes
 from rollout_service.store.redis.runs.database import Replies
@@ -188,10 +188,7 @@ def _batch(change: RunTransaction, replies: Replies, number: int) -> tuple[Batch
         batch = BatchRecord.decode(stored)
         return batch, batch.state
     if final is None:
-        raise NotFoundError(
-            f"there is no batch {BatchId(change.keys.run_id, number)}",
-            hint="The answer to a lease contains the batch's id.",
-        )
+        raise unknown_batch(change.keys.run_id, number)
     return None, BatchState(final.decode())
 
 

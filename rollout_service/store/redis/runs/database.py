@@ -15,12 +15,13 @@ import anyio
 
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError, LeadershipLostError
+from rollout_service.store.base import unknown_run
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import RunKeys
 from rollout_service.store.redis.runs.records import Command, pack
-from rollout_service.store.redis.runs.transaction import RunTransaction, unknown_run
+from rollout_service.store.redis.runs.transaction import RunTransaction
 from rollout_service.store.runs_contract import RunRecord
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ import anyio.to_thread
 from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.views.summaries import SummaryOrder
 from rollout_service.store import rules
+from rollout_service.store.base import BaseRuns, RunSignals
 from rollout_service.store.codec.groups import StoredGroup, make_row
 from rollout_service.store.codec.history import SIZE, make_history
 from rollout_service.store.codec.summaries import decode_cursor, encode_cursor
@@ -31,21 +32,22 @@ _FIELDS = ("s", "w", "k", "N", "e")
 """The fields of a rollout's hash that a row of a group has, as `rollouts.lua` names them."""
 
 
-class RunPages:
+class RunPages(BaseRuns):
     """The lists of the runs of one store."""
 
-    def __init__(self, database: RunDatabase) -> None:
+    def __init__(self, database: RunDatabase, signals: RunSignals) -> None:
+        super().__init__(signals)
         self._database = database
 
     async def group_page(
-        self, run_id: str, which: GroupSelection, *, order: SummaryOrder, cursor: str | None, limit: int
+        self,
+        run_id: str,
+        which: GroupSelection,
+        *,
+        order: SummaryOrder = "newest",
+        cursor: str | None = None,
+        limit: int = 50,
     ) -> GroupPage:
-        """Return a page of groups.
-
-        Raises:
-            NotFoundError: There is no such run.
-            InvalidFieldError: The cursor is not one that an earlier page of this order returned.
-        """
         after = decode_cursor(order, cursor)
         run, _, _ = await self._database.look(run_id)
         count = run.record.cursor
@@ -55,7 +57,7 @@ class RunPages:
             numbers = range(0 if after is None else after + 1, count)
         found, last = await self._matching(run_id, which, numbers, limit)
         rows = await self._stored(run_id, found)
-        members = await self._members([name for group in rows for name in group.members])
+        members = await self._rows([name for group in rows for name in group.members])
         return GroupPage(
             groups=[make_row(group, members) for group in rows], next_cursor=encode_cursor(order, last)
         )
@@ -89,7 +91,7 @@ class RunPages:
         parts = zip(found.items(), started, closed, history, strict=True)
         return [_stored_group(number, status, *stored) for (number, status), *stored in parts]
 
-    async def _members(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    async def _rows(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the rollouts that exist, by id."""
         root, found = self._database.root, {}
         for some in chunks(rollout_ids, MEMBERS_AT_ONCE):
@@ -107,11 +109,6 @@ class RunPages:
         return found
 
     async def history(self, run_id: str, *, points: int) -> RunHistory:
-        """Return how a run went.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
         run, _, _ = await self._database.look(run_id)
         key, parts = self._database.keys(run_id).history, []
         for first in range(0, run.record.cursor, RECORDS_AT_ONCE):

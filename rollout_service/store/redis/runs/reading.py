@@ -6,17 +6,14 @@ Guarantees: decoding happens in threads. A group that retention has deleted is a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
-from api_schemas.exports import ExportedSample, RecordedRollout
-from api_schemas.runs import Group
-from rollout_service.base.errors import NotFoundError
-from rollout_service.base.ids import SampleId
 from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
+from rollout_service.store.base import RunSignals, unknown_group
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as rollout_codec
@@ -24,6 +21,7 @@ from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import Row
 from rollout_service.store.columns import Columns
 from rollout_service.store.redis.runs.database import RunDatabase
+from rollout_service.store.redis.runs.lists import RunPages
 from rollout_service.store.redis.runs.records import ClosedRecord, GroupStatus, OpenRecord
 from rollout_service.store.redis.runs.rollouts import MemberRecord, decode_member, member_read
 from rollout_service.store.redis.runs.transaction import by_number, chunks
@@ -36,27 +34,24 @@ GROUPS_AT_ONCE = 512
 """The most records of groups that one read of a listing returns; each has about 0.3 KB."""
 MEMBERS_AT_ONCE = 1_000
 """The most rollouts that one read looks at, which takes Redis about a millisecond."""
-HEADS_AT_ONCE = 16
-"""The most heads that one read returns; with long conversations they take megabytes."""
 MAX_HEAD_BYTES = 65_536
 """A larger head is not kept in memory of Redis, but made again when its group is delivered."""
 
 
-class GroupReader:
+class GroupReader(RunPages):
     """The groups of one store."""
 
-    def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
-        self._database = database
+    def __init__(self, database: RunDatabase, rollouts: RedisRollouts, signals: RunSignals) -> None:
+        super().__init__(database, signals)
         self._rollouts = rollouts
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
-        """Return the open groups of a run, oldest first."""
         keys = self._database.keys(run_id)
         _, _, (reply,) = await self._database.look(run_id, [("HGETALL", keys.open)])
         groups = {number: OpenRecord.decode(data) for number, data in by_number(reply).items()}
-        return await self.with_members(groups)
+        return await self._with_members(groups)
 
-    async def with_members(self, groups: Mapping[int, OpenRecord | ClosedRecord]) -> Sequence[OpenGroup]:
+    async def _with_members(self, groups: Mapping[int, OpenRecord | ClosedRecord]) -> Sequence[OpenGroup]:
         """Return groups with the present states of their rollouts."""
         ids = [rollout_id for group in groups.values() for rollout_id in group.members]
         found = dict(zip(ids, await self._members(ids), strict=True))
@@ -83,7 +78,7 @@ class GroupReader:
             found += (decode_member(reply, now) for reply in replies)
         return found
 
-    async def closing(self, run_id: str, closure: GroupClosure) -> tuple[int, bytes | None]:
+    async def _closing(self, run_id: str, closure: GroupClosure) -> tuple[int, bytes | None]:
         """Return the bytes of the trajectories of a group that is about to be closed, and the head to store.
 
         There is no head for a group that is dropped, while a rollout of it could change, or if it would be too large.
@@ -112,49 +107,29 @@ class GroupReader:
         rows = await self._rollouts.whole_rows(ids)
         return size, await anyio.to_thread.run_sync(_pack_head, row, rows)
 
-    async def group(self, run_id: str, number: int) -> Group:
-        """Return a closed group with its rollouts and their trajectories."""
+    async def _group(self, run_id: str, number: int) -> tuple[Row, Sequence[Row]]:
         closed = await self._closed(run_id, number)
-        members = await self._rollouts.whole_rows(closed.sample_ids)
-        return await anyio.to_thread.run_sync(group_codec.decode_group, closed.row, members)
+        return closed.row, await self._whole_rows(closed.sample_ids)
 
-    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
-        """Return the samples of a closed group with everything that an export contains."""
-        closed = await self._closed(run_id, number)
-        members = await self._rollouts.whole_rows(closed.sample_ids)
-        return await anyio.to_thread.run_sync(group_codec.decode_exported, closed.row, members)
+    async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
+        return await self._rollouts.whole_rows(rollout_ids)
 
     async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
-        """Return the columns of all segments of a closed group, sample by sample, without those of stale samples."""
         closed = await self._closed(run_id, number)
         kept = rules.delivered_rollouts(run_codec.decode_samples(closed.row["samples"]))
         found = {row["rollout_id"]: row["trajectory"] for row in await self._rollouts.whole_rows(kept)}
         packed = [found[one] for one in kept if found.get(one) is not None]
         return await anyio.to_thread.run_sync(group_codec.locate_columns, packed)
 
-    async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
-        """Return closed groups without tokens, in this order."""
-        parts = [await self._heads(run_id, part) for part in chunks(numbers, HEADS_AT_ONCE)]
-        return [head for part in parts for head in part]
-
-    async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+    async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
         keys = self._database.keys(run_id)
         _, (closed, heads) = await self._database.read(
             [("HMGET", keys.closed, *numbers), ("HMGET", keys.heads, *numbers)]
         )
         for number, record in zip(numbers, closed, strict=True):
             if record is None:
-                raise _unknown(run_id, number)
-        found = await anyio.to_thread.run_sync(_unpack_heads, run_id, numbers, closed, heads)
-        return [
-            await self._missing_head(run_id, number) if head is None else head
-            for number, head in zip(numbers, found, strict=True)
-        ]
-
-    async def _missing_head(self, run_id: str, number: int) -> GroupHead:
-        closed = await self._closed(run_id, number)
-        members = await self._rollouts.whole_rows(closed.sample_ids)
-        return await anyio.to_thread.run_sync(group_codec.make_head, closed.row, members)
+                raise unknown_group(run_id, number)
+        return await anyio.to_thread.run_sync(_unpack_heads, run_id, numbers, closed, heads)
 
     async def _closed(self, run_id: str, number: int) -> _ClosedGroup:
         keys = self._database.keys(run_id)
@@ -162,32 +137,29 @@ class GroupReader:
             [("HGET", keys.closed, number), ("HGET", keys.states, number)]
         )
         if data is None or status is None:
-            raise _unknown(run_id, number)
+            raise unknown_group(run_id, number)
         return _ClosedGroup.make(
             run_id, number, ClosedRecord.decode(data), GroupStatus.parse(status.decode())
         )
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:
-        """Return the numbers of all closed groups, kept or dropped."""
         keys = self._database.keys(run_id)
         _, _, (numbers,) = await self._database.look(run_id, [("HKEYS", keys.closed)])
         return sorted(int(number) for number in numbers)
 
     async def group_states(self, run_id: str) -> Mapping[int, str]:
-        """Return the state of every group by its number."""
         keys = self._database.keys(run_id)
         _, _, (reply,) = await self._database.look(run_id, [("HGETALL", keys.states)])
         return {number: GroupStatus.parse(text.decode()).counter for number, text in by_number(reply).items()}
 
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
-        """Return the ids of the rollouts of all closed groups, in task order."""
         keys, found = self._database.keys(run_id), list[str]()
         for numbers in chunks(await self.closed_groups(run_id), GROUPS_AT_ONCE):
             _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
             found += await anyio.to_thread.run_sync(_sample_ids, records)
         return found
 
-    async def owners(self, run_id: str, numbers: Sequence[int]) -> Mapping[int, Sequence[Owner]]:
+    async def _owners(self, run_id: str, numbers: Sequence[int]) -> Mapping[int, Sequence[Owner]]:
         """Return whose sessions the samples of closed groups are parts of."""
         found: dict[int, Sequence[Owner]] = {}
         for some in chunks(numbers, GROUPS_AT_ONCE):
@@ -195,7 +167,7 @@ class GroupReader:
             found |= await anyio.to_thread.run_sync(_owners, some, records)
         return found
 
-    async def rollouts_of(self, run_id: str, user: str) -> Sequence[str]:
+    async def _rollouts_of(self, run_id: str, user: str) -> Sequence[str]:
         """Return the first rollouts of the samples of a run that are parts of a user's sessions."""
         keys, found = self._database.keys(run_id), set[str]()
         for numbers in chunks(await self.closed_groups(run_id), GROUPS_AT_ONCE):
@@ -205,13 +177,7 @@ class GroupReader:
         for row in await self._rollouts.rows(members):
             session = rollout_codec.decode_rollout(row, rollout_codec.Shown.WORK).session
             found |= {row["rollout_id"]} if session is not None and session.user == user else set()
-        return sorted({str(replace(SampleId.parse(one), retry=0)) for one in found})
-
-    async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
-        """Return rollouts with everything needed to score them again, in this order, without those that are gone."""
-        rows = await self._rollouts.whole_rows(rollout_ids)
-        found = await anyio.to_thread.run_sync(group_codec.decode_recorded, rows)
-        return [found[one] for one in rollout_ids if one in found]
+        return rules.first_rollouts(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,17 +220,8 @@ def _owners(numbers: Sequence[int], records: Sequence[bytes | None]) -> dict[int
 
 
 def _sample_ids_of_user(records: Sequence[bytes | None], user: str) -> set[str]:
-    samples = (
-        sample
-        for data in records
-        if data is not None
-        for sample in run_codec.decode_samples(ClosedRecord.decode(data).samples)
-    )
-    return {one.rollout_id for one in samples if one.owner is not None and one.owner.user == user}
-
-
-def _unknown(run_id: str, number: int) -> NotFoundError:
-    return NotFoundError(f"the run {run_id} has no closed group {number}")
+    closed = (ClosedRecord.decode(data) for data in records if data is not None)
+    return {one for record in closed for one in run_codec.rollouts_of(record.samples, user)}
 
 
 def _pack_head(row: Row, members: Sequence[Row]) -> bytes | None:

@@ -66,7 +66,7 @@ def append(
     """
     run = change.run.record
     first = run.tasks if offset is None else offset
-    if offset is not None and (run.total is not None) == close and _are_there(there, tasks):
+    if rules.is_appended(run, run_codec.decode_tasks(there), tasks, close=close):
         return run
     rules.check_append(run, first)
     change.append_tasks(tasks)
@@ -76,11 +76,6 @@ def append(
     change.finish_if_done()
     change.announce()
     return change.run.record
-
-
-def _are_there(stored: Sequence[bytes], tasks: Sequence[Task]) -> bool:
-    there = [Task.model_validate_json(text) for text in stored]
-    return bool(tasks) and there == list(tasks)
 
 
 def start_groups(change: RunTransaction, groups: Sequence[NewGroup]) -> int:

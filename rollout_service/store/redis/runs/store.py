@@ -13,29 +13,23 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Self
 
 from api_schemas.errors import ErrorInfo
-from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
-from api_schemas.runs import Group, InlineTasks, RunRequest, RunState
-from api_schemas.runs.history import GroupPage, RunHistory
+from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
-from api_schemas.views.summaries import SummaryOrder
-from rollout_service.base.signals import MonotonicCounter
 from rollout_service.groups import SURPLUS
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
+from rollout_service.store.base import RunSignals
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import fingerprint, id_taken
-from rollout_service.store.columns import Columns
-from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.redis.runs import batch_changes, run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import active_runs, all_runs
-from rollout_service.store.redis.runs.lists import RunPages
 from rollout_service.store.redis.runs.reading import GroupReader
 from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord
 from rollout_service.store.redis.runs.retention import RunRetention
@@ -45,13 +39,11 @@ from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,
     GroupClosure,
-    GroupHead,
     NewGroup,
     NoBatch,
     OpenGroup,
     ReadyGroup,
     RunRecord,
-    RunStore,
 )
 
 if TYPE_CHECKING:
@@ -63,18 +55,13 @@ ROLLOUTS_AT_ONCE = 64
 """About the most rollouts that one change starts: queueing them takes Redis some ten milliseconds."""
 
 
-class RunSignals:
+class EventSignals(RunSignals):
     """Wakes those who wait for runs, by the events of all services."""
-
-    def __init__(self) -> None:
-        self.changes = MonotonicCounter(1)
-        self.deliveries = MonotonicCounter(1)
 
     def listen(self, events: Sequence[StreamEvent]) -> None:
         """Wake those whom these events concern; none at all means that some may be lost."""
         if not events or any(_may_change_lease(event) for event in events):
-            self.deliveries.increment()
-            self.changes.increment()
+            self.changed()
         elif any(event.kind == "batch.leased" or _ends_rollout(event) for event in events):
             self.changes.increment()
 
@@ -87,21 +74,17 @@ def _ends_rollout(event: StreamEvent) -> bool:
     return event.kind == "rollout.state" and RolloutState(json.loads(event.data)["state"]).terminal
 
 
-class RedisRuns(RunStore):
+class RedisRuns(GroupReader):
     """The runs of one store."""
 
     def __init__(self, database: RunDatabase, rollouts: RedisRollouts, signals: RunSignals) -> None:
-        self._database = database
-        self._rollouts = rollouts
-        self._signals = signals
-        self._reader = GroupReader(database, rollouts)
+        super().__init__(database, rollouts, signals)
         self._retention = RunRetention(database, rollouts)
-        self._pages = RunPages(database)
 
     @classmethod
     def of_store(cls, connection: RedisConnection, rollouts: RedisRollouts) -> Self:
         """Return the runs of a store, with the rollouts of the same store."""
-        signals = RunSignals()
+        signals = EventSignals()
         connection.events.listen(signals.listen)
         return cls(RunDatabase(connection), rollouts, signals)
 
@@ -193,7 +176,7 @@ class RedisRuns(RunStore):
             return []
         key = self._database.keys(run_id).tasks
         _, _, (texts,) = await self._database.look(run_id, [("LRANGE", key, first, first + limit - 1)])
-        return [Task.model_validate_json(text) for text in texts]
+        return run_codec.decode_tasks(texts)
 
     # -- open groups -----------------------------------------------------------
 
@@ -209,9 +192,6 @@ class RedisRuns(RunStore):
             if added < len(some):
                 break
         return started
-
-    async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
-        return await self._reader.open_groups(run_id)
 
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
         def plan(change: RunTransaction, replies: Replies) -> None:
@@ -232,7 +212,7 @@ class RedisRuns(RunStore):
         await self._database.change(run_id, [("HGETALL", self._database.keys(run_id).open)], plan)
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
-        size, head = await self._reader.closing(run_id, closure)
+        size, head = await self._closing(run_id, closure)
 
         def plan(change: RunTransaction, replies: Replies) -> None:
             run_changes.close_group(change, replies, closure, size=size, head=head)
@@ -254,7 +234,7 @@ class RedisRuns(RunStore):
     async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
         _, _, (reply,) = await self._database.look(run_id, [("HGETALL", self._database.keys(run_id).ready)])
         waiting = batch_changes.read_waiting(reply)
-        owners = await self._reader.owners(run_id, list(waiting))
+        owners = await self._owners(run_id, list(waiting))
         return [waiting[number].ready(owners.get(number, ())) for number in sorted(waiting)]
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
@@ -271,12 +251,12 @@ class RedisRuns(RunStore):
             return []
         _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
         pairs = zip(numbers, records, strict=True)
-        return await self._reader.with_members(
+        return await self._with_members(
             {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
         )
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
-        _, head = await self._reader.closing(run_id, closure)
+        _, head = await self._closing(run_id, closure)
         keys = self._database.keys(run_id)
 
         def plan(change: RunTransaction, replies: Replies) -> None:
@@ -294,7 +274,7 @@ class RedisRuns(RunStore):
             batches, waiting = batch_changes.read_batches(replies[0]), batch_changes.read_waiting(replies[1])
             numbers = [*waiting, *(group.number for batch in batches.values() for group in batch.groups)]
             is_live = change.run.record.request.live is not None
-            owners = await self._reader.owners(order.run_id, numbers) if is_live else {}
+            owners = await self._owners(order.run_id, numbers) if is_live else {}
             leased, cancels_open = batch_changes.lease(change, order, batches, waiting, owners)
             if cancels_open:
                 _, (groups,) = await self._database.read([("HGETALL", keys.open)])
@@ -331,51 +311,11 @@ class RedisRuns(RunStore):
         keys = self._database.keys(run_id)
         return [("HGET", keys.out, number), ("HGET", keys.batches, number)]
 
-    # -- closed groups ---------------------------------------------------------
-
-    async def group_states(self, run_id: str) -> Mapping[int, str]:
-        return await self._reader.group_states(run_id)
-
-    async def group_page(
-        self,
-        run_id: str,
-        which: GroupSelection,
-        *,
-        order: SummaryOrder = "newest",
-        cursor: str | None = None,
-        limit: int = 50,
-    ) -> GroupPage:
-        return await self._pages.group_page(run_id, which, order=order, cursor=cursor, limit=limit)
-
-    async def history(self, run_id: str, *, points: int) -> RunHistory:
-        return await self._pages.history(run_id, points=points)
-
-    async def group(self, run_id: str, number: int) -> Group:
-        return await self._reader.group(run_id, number)
-
-    async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
-        return await self._reader.group_heads(run_id, numbers)
-
-    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
-        return await self._reader.columns(run_id, number)
-
-    async def closed_groups(self, run_id: str) -> Sequence[int]:
-        return await self._reader.closed_groups(run_id)
-
-    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
-        return await self._reader.exported_samples(run_id, number)
-
-    async def rollout_ids(self, run_id: str) -> Sequence[str]:
-        return await self._reader.rollout_ids(run_id)
-
-    async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
-        return await self._reader.recorded_rollouts(rollout_ids)
-
     # -- retention -------------------------------------------------------------
 
     async def rollouts_of(self, user: str) -> Sequence[str]:
         runs = [run.run_id for run in await self.list() if run.request.live is not None]
-        return [one for run_id in runs for one in await self._reader.rollouts_of(run_id, user)]
+        return [one for run_id in runs for one in await self._rollouts_of(run_id, user)]
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
         return await self._retention.erase(rollout_ids)
@@ -393,18 +333,6 @@ class RedisRuns(RunStore):
         if not deleted:
             await self._rollouts.collect_garbage()
         return deleted
-
-    # -- waiting ---------------------------------------------------------------
-
-    @property
-    def deliveries(self) -> int:
-        return self._signals.deliveries.value
-
-    async def wait_for_delivery(self, after: int) -> int:
-        return await self._signals.deliveries.wait_above(after)
-
-    async def wait_for_change(self, after: int) -> int:
-        return await self._signals.changes.wait_above(after)
 
 
 def _of_size(groups: Sequence[NewGroup], rollouts: int) -> Iterator[Sequence[NewGroup]]:

@@ -15,7 +15,6 @@ from pydantic import JsonValue
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import RunState
 from api_schemas.tasks import Task
-from rollout_service.base.errors import NotFoundError
 from rollout_service.base.ids import BatchId, GroupId
 from rollout_service.store import rules
 from rollout_service.store.codec import history
@@ -177,11 +176,6 @@ class RunTransaction:
         if removed := self.run.removed():
             self.do("HDEL", self.keys.run, *removed)
         return self.commands
-
-
-def unknown_run(run_id: str) -> NotFoundError:
-    """Return the error for a run that does not exist."""
-    return NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists all runs.")
 
 
 # Replies of Redis as Python values, and long requests in parts.
