@@ -1,36 +1,50 @@
-"""The jobs that a store does many at a time: the result of each, and the time to make them durable.
+"""The thread of a store's database, which does the jobs that wait together as one.
 
-Guarantee: any thread may record a time, and any other may read them.
+Guarantees:
+- Jobs are done in the order of their requests.
+- Cancelling a caller does not stop its job.
+- If the thread itself fails, every caller gets an error, and `failed` raises it.
+- Any thread may record how long jobs took to become durable, and any other may read it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Any, Final, Generic, Protocol, TypeVar
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Generic, TypeVar
 
+import anyio
+import anyio.to_thread
 from prometheus_client import Histogram
 
+from rollout_service.base.errors import StoreError
+
 COMMIT_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+MAX_BATCH = 256
+"""The most jobs that are done as one, so that the first does not wait for too many others."""
 
 
-class Job(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
     """A job that somebody waits for."""
 
-    @property
-    def future(self) -> asyncio.Future[Any]:
-        """The future that the caller awaits."""
-        ...
+    writes: bool
+    future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The future that the caller awaits."""
 
 
-J_co = TypeVar("J_co", bound=Job, covariant=True)
+J = TypeVar("J", bound=Job)
 
 
 @dataclass(frozen=True, slots=True)
-class JobResult(Generic[J_co]):
+class JobResult(Generic[J]):
     """The value of a job, or its error."""
 
-    job: J_co
+    job: J
     value: Any = None
     error: BaseException | None = None
 
@@ -44,11 +58,132 @@ class JobResult(Generic[J_co]):
             self.job.future.set_result(self.value)
 
 
-def commit_times() -> Histogram:
-    """Return an empty record, which belongs to no registry."""
-    return Histogram(
-        "rollout_store_commit_seconds",
-        "Time to make the writes that waited together durable",
-        buckets=COMMIT_SECONDS,
-        registry=None,
-    )
+class JobThread(ABC, Generic[J]):
+    """A thread that does jobs from `start` to `close`; create it on the event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[J | None] = SimpleQueue()
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._closed = False
+        self._failure: StoreError | None = None
+        self._died = anyio.Event()
+        self.commit_seconds = Histogram(
+            "rollout_store_commit_seconds",
+            "Time to make the writes that waited together durable",
+            buckets=COMMIT_SECONDS,
+            registry=None,
+        )
+
+    async def start(self) -> None:
+        """Start the thread and open the database.
+
+        Raises:
+            StoreError: The database cannot be opened.
+        """
+        self._thread.start()
+        with anyio.CancelScope(shield=True):
+            await self._opened
+
+    async def failed(self) -> None:
+        """Wait until the thread fails, which only a defect can cause.
+
+        Raises:
+            StoreError: The thread has failed.
+        """
+        await self._died.wait()
+        raise self._failure or StoreError("the store failed")
+
+    async def close(self) -> None:
+        """Do the remaining jobs, close the database and end the thread; idempotent."""
+        self._refuse()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._thread.join)
+
+    def _refuse(self) -> None:
+        """Accept no more jobs."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+
+    async def _submit(self, job: J) -> Any:
+        """Return what a job returns, or raise its error, once it is durable."""
+        if self._died.is_set():
+            raise self._failure or StoreError("the store failed")
+        if self._closed:
+            raise StoreError(
+                "the store is closed", hint="The service is shutting down; try again after its restart."
+            )
+        self._jobs.put(job)
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([job.future])
+        return job.future.result()
+
+    def _die(self, error: BaseException, batch: Sequence[J] = ()) -> None:
+        """Fail everyone who waits."""
+        self._failure = StoreError(
+            f"a thread of the store failed: {type(error).__name__}: {error}", hint="Restart the service."
+        )
+        self._died.set()
+        left = list(batch)
+        while not self._jobs.empty():
+            left += [job for job in [self._jobs.get_nowait()] if job is not None]
+        self._jobs.put(None)
+        for job in left:
+            JobResult(job, error=self._failure).deliver()
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop, unless the loop is closed and nobody waits."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # -- in the thread -----------------------------------------------------------
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Open the database."""
+
+    @abstractmethod
+    def _run_batch(self, batch: list[J]) -> None:
+        """Do jobs, and have their results delivered."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Close the database."""
+
+    def _next_job(self) -> J | None:
+        """Wait for a job; None ends the thread."""
+        return self._jobs.get()
+
+    def _work(self) -> None:
+        try:
+            self._open()
+        except Exception as error:  # noqa: BLE001 - it is the caller's of `start`
+            self._call(self._opened.set_exception, error)
+            return
+        self._call(self._opened.set_result, None)
+        batch: list[J] = []
+        try:
+            while batch := self._next_batch():
+                self._run_batch(batch)
+        except BaseException as error:  # noqa: BLE001 - nobody sees a thread end
+            self._call(self._die, error, batch)
+        finally:
+            self._disconnect()
+
+    def _next_batch(self) -> list[J]:
+        """Return the waiting jobs, at least one; an empty list ends the thread."""
+        batch: list[J] = []
+        job = self._next_job()
+        while job is not None:
+            batch.append(job)
+            if len(batch) == MAX_BATCH:
+                return batch
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                return batch
+        if batch:
+            self._jobs.put(None)  # the end comes after this batch
+        return batch

@@ -12,19 +12,16 @@ Guarantees:
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import anyio
 import redis
 
 from rollout_service.base.errors import DefectError, ServiceError, StoreError
-from rollout_service.store.jobs import JobResult, commit_times
+from rollout_service.store.jobs import Job, JobResult, JobThread
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.health import RedisHealth
@@ -37,23 +34,18 @@ from rollout_service.store.redis.problems import (
 )
 from rollout_service.store.redis.reader import EventReader
 
-MAX_BATCH = 256
-"""The most calls in one pipeline, so that the first does not wait for too many others."""
-
 REPLICA_SECONDS = 2.0
 """How long replicas may take to have a write."""
 
 Argument = str | bytes | int | float
 
 
-@dataclass(frozen=True, slots=True)
-class _RedisJob:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RedisJob(Job):
     command: tuple[Any, ...]
-    future: asyncio.Future[Any]
-    writes: bool
 
 
-class RedisConnection:
+class RedisConnection(JobThread[_RedisJob]):
     """A store's connection, from `open` to `close`.
 
     `call` runs a function that writes, `read` one that does not, and `command` any other command that does not.
@@ -61,21 +53,14 @@ class RedisConnection:
     """
 
     def __init__(self, config: RedisConfig, *, clock: Callable[[], float] | None = None) -> None:
+        super().__init__("store-redis")
         self.config = config
         self._clock = clock
         self._library = function_library()
-        self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[_RedisJob | None] = SimpleQueue()
-        self._opened: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._work, name="store-redis", daemon=True)
         self._client: redis.Redis | None = None
         self._was_connected = False
-        self._closed = False
-        self._died = anyio.Event()
-        self._failure: StoreError | None = None
         self.reconnects = 0
         """How often it has connected again: the Redis there may then be another, which lacks the last writes."""
-        self.commit_seconds = commit_times()
         self.health = RedisHealth(config.address)
         self._identity = checks.StoreIdentity()
         self.events = EventReader(config, self._library, self._identity, self.health, self._die)
@@ -90,10 +75,9 @@ class RedisConnection:
         """
         config.check()
         connection = cls(config, clock=clock)
-        connection._thread.start()
         try:
             with anyio.CancelScope(shield=True):
-                await connection._opened
+                await connection.start()
                 await connection.events.start()
         except BaseException:
             await connection.close()
@@ -113,15 +97,6 @@ class RedisConnection:
     def size_bytes(self) -> int:
         """Return the memory that Redis uses for all its data, as of a few seconds ago."""
         return self.events.used_memory
-
-    async def failed(self) -> None:
-        """Wait until a thread fails, which only a defect can cause.
-
-        Raises:
-            StoreError: A thread has failed.
-        """
-        await self._died.wait()
-        raise self._failure or StoreError("the store failed")
 
     async def call(self, function: str, *arguments: Argument) -> Any:
         """Run a function that writes, and return its answer; cancelling the caller does not stop it.
@@ -188,65 +163,30 @@ class RedisConnection:
 
     async def close(self) -> None:
         """Run the remaining calls, disconnect and end the threads; idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._jobs.put(None)
+        self._refuse()
         with anyio.CancelScope(shield=True):
             await self.events.close()
-            await anyio.to_thread.run_sync(self._thread.join)
+            await super().close()
 
     def _function(self, name: str, arguments: Sequence[Argument]) -> tuple[Any, ...]:
         now = self._clock() if self._clock is not None else None
         return checks.call_arguments(self.config, self._library, name, now, *arguments)
 
     async def _run(self, command: tuple[Any, ...], *, writes: bool) -> Any:
-        if self._died.is_set():
-            raise self._failure or StoreError("the store failed")
-        if self._closed:
-            raise StoreError(
-                "the store is closed", hint="The service is shutting down; try again after its restart."
-            )
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._jobs.put(_RedisJob(command, future, writes))
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait([future])
-        return future.result()
+        return await self._submit(_RedisJob(command=command, writes=writes))
 
     # -- the thread --------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _open(self) -> None:
         try:
             checks.warn_of_failover(self._connect(), self.config)
-        except Exception as error:  # noqa: BLE001 - it is the caller's of `open`
-            self._post(self._opened.set_exception, self._explained(error))
-            return
-        self._post(self._opened.set_result, None)
-        batch: list[_RedisJob] = []
-        try:
-            while batch := self._next_batch():
-                self._post(self._deliver, self._run_batch(batch))
-        except BaseException as error:  # noqa: BLE001 - nobody sees a thread end
-            self._post(self._die, error, batch)
-        finally:
-            self._disconnect()
+        except (redis.RedisError, OSError) as error:
+            raise explain(error, self.config.address) from error
 
-    def _next_batch(self) -> list[_RedisJob]:
-        """Return the waiting calls, at least one; an empty list ends the thread."""
-        batch: list[_RedisJob] = []
-        job = self._jobs.get()
-        while job is not None:
-            batch.append(job)
-            if len(batch) == MAX_BATCH:
-                return batch
-            try:
-                job = self._jobs.get_nowait()
-            except Empty:
-                return batch
-        if batch:
-            self._jobs.put(None)  # the end comes after this batch
-        return batch
+    def _run_batch(self, batch: list[_RedisJob]) -> None:
+        self._call(self._deliver, self._answers(batch))
 
-    def _run_batch(self, batch: list[_RedisJob]) -> list[JobResult[_RedisJob]]:
+    def _answers(self, batch: list[_RedisJob]) -> list[JobResult[_RedisJob]]:
         started = time.perf_counter()
         try:
             answers = self._send(batch)
@@ -294,7 +234,7 @@ class RedisConnection:
         if self._client is None:
             self._client = checks.connect(self.config, self._library, self._identity)
             if self._was_connected:
-                self._post(self._connected_again)
+                self._call(self._connected_again)
             self._was_connected = True
         return self._client
 
@@ -329,24 +269,6 @@ class RedisConnection:
     def _connected_again(self) -> None:
         self.reconnects += 1
         self.events.look_anew()
-
-    def _die(self, error: BaseException, batch: Sequence[_RedisJob] = ()) -> None:
-        """Fail everyone who waits."""
-        self._failure = StoreError(
-            f"a thread of the store failed: {type(error).__name__}: {error}", hint="Restart the service."
-        )
-        self._died.set()
-        left = list(batch)
-        while not self._jobs.empty():
-            left += [job for job in [self._jobs.get_nowait()] if job is not None]
-        self._jobs.put(None)
-        for job in left:
-            JobResult(job, error=self._failure).deliver()
-
-    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop, unless the loop is closed and nobody waits."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def _as_store_error(error: ServiceError) -> StoreError:

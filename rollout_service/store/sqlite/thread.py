@@ -11,22 +11,19 @@ Guarantees:
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any, TypeVar
 
-import anyio
 import structlog
 
 from rollout_service.base.errors import StoreError
-from rollout_service.store.jobs import JobResult, commit_times
+from rollout_service.store.jobs import Job, JobResult, JobThread
 from rollout_service.store.sqlite.connection import Database, FileLostError, explain_job
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema
 
@@ -38,35 +35,26 @@ PROBLEM_SECONDS = 3.0
 """The shortest time for which `problem` reports a failure."""
 LOOK_SECONDS = 2.0
 """How often the thread looks whether the file is still there, besides each time it writes."""
-MAX_BATCH = 256
-"""The most jobs in one transaction, so that the first does not wait for too many others."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DatabaseJob:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DatabaseJob(Job):
     run: Callable[[sqlite3.Connection], Any]
-    future: asyncio.Future[Any]
-    writes: bool
     alone: bool = False
     """Whether it runs outside any transaction, after the others of its batch."""
 
 
-class DatabaseThread:
+class DatabaseThread(JobThread[_DatabaseJob]):
     """A thread that runs jobs on a store's file, from `start` to `close`."""
 
     def __init__(
         self, path: Path | str, on_commit: Callable[[int], None], schema: DatabaseSchema = STORE
     ) -> None:
         """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
+        super().__init__("store")
         self._path = path
         self._schema = schema
         self._on_commit = on_commit
-        self._jobs: SimpleQueue[_DatabaseJob | None] = SimpleQueue()
-        self._loop = asyncio.get_running_loop()
-        self._opened: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._work, name="store", daemon=True)
-        self._closed = False
-        self._failure: StoreError | None = None
         self._failed_at = 0.0
         self._recovered = True
         self._is_lost = False
@@ -76,23 +64,13 @@ class DatabaseThread:
         """Whether the log reports that writing fails, and not yet that it works again."""
         self.errors = 0
         """The number of jobs that failed because of the database."""
-        self.commit_seconds = commit_times()
-        self._died = anyio.Event()
-
-    async def start(self) -> None:
-        """Start the thread and open the file.
-
-        Raises:
-            StoreError: The file cannot be opened.
-        """
-        self._thread.start()
-        with anyio.CancelScope(shield=True):
-            await self._opened
 
     @property
     def problem(self) -> StoreError | None:
         """Why writes fail, or None. On a full disk small writes succeed, so one success does not end the problem."""
-        failing = not self._recovered or time.monotonic() - self._failed_at < PROBLEM_SECONDS
+        failing = (
+            self._died.is_set() or not self._recovered or time.monotonic() - self._failed_at < PROBLEM_SECONDS
+        )
         return self._failure if failing else None
 
     def size_bytes(self) -> int:
@@ -103,15 +81,6 @@ class DatabaseThread:
                 total += Path(f"{self._path}{suffix}").stat().st_size
         return total
 
-    async def failed(self) -> None:
-        """Wait until the thread fails, which only a defect can cause.
-
-        Raises:
-            StoreError: The thread has failed.
-        """
-        await self._died.wait()
-        raise self._failure or StoreError("the store failed")
-
     async def run(self, job: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
         """Run a job, and return its result once it is durable; cancelling the caller does not stop the job.
 
@@ -120,22 +89,8 @@ class DatabaseThread:
             DefectError: A statement of the job is wrong.
             Exception: Whatever the job raises.
         """
-        return await self._submit(job, writes=writes)
-
-    async def _submit(
-        self, job: Callable[[sqlite3.Connection], T], *, writes: bool, alone: bool = False
-    ) -> T:
-        if self._died.is_set():
-            raise self._failure or StoreError("the store failed")
-        if self._closed:
-            raise StoreError(
-                "the store is closed", hint="The service is shutting down; try again after its restart."
-            )
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_DatabaseJob(job, future, writes, alone))
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait([future])
-        return future.result()
+        result: T = await self._submit(_DatabaseJob(run=job, writes=writes))
+        return result
 
     async def truncate_log(self) -> None:
         """Merge the write-ahead log into the file and empty it, so that the log keeps nothing that was deleted.
@@ -143,81 +98,47 @@ class DatabaseThread:
         Raises:
             StoreError: The database failed, or the store is closed.
         """
-        await self._submit(_truncate_log, writes=False, alone=True)
+        await self._submit(_DatabaseJob(run=_truncate_log, writes=False, alone=True))
 
-    async def close(self) -> None:
-        """Run the remaining jobs, close the file and end the thread; idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._jobs.put(None)
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._thread.join)
+    def _open(self) -> None:
+        self._database = Database(self._path, self._schema)
 
-    def _work(self) -> None:
-        try:
-            database = Database(self._path, self._schema)
-        except StoreError as error:
-            self._call(self._opened.set_exception, error)
-            return
-        self._call(self._opened.set_result, None)
-        batch: list[_DatabaseJob] = []
-        try:
-            while batch := self._next_batch(database):
-                self._run_batch(database, batch)
-        except BaseException as error:  # noqa: BLE001 - nobody sees a thread end
-            self._call(self._die, error, batch)
-        finally:
-            database.close()
+    def _disconnect(self) -> None:
+        self._database.close()
 
-    def _next_batch(self, database: Database) -> list[_DatabaseJob]:
-        """Return the waiting jobs, at least one; an empty list ends the thread."""
-        batch: list[_DatabaseJob] = []
-        job = self._next_job(database)
-        while job is not None:
-            batch.append(job)
-            if len(batch) == MAX_BATCH:
-                return batch
-            try:
-                job = self._jobs.get_nowait()
-            except Empty:
-                return batch
-        if batch:
-            self._jobs.put(None)  # the end comes after this batch
-        return batch
-
-    def _next_job(self, database: Database) -> _DatabaseJob | None:
+    def _next_job(self) -> _DatabaseJob | None:
         """Wait for a job, and look now and then whether the file is still there."""
         while True:
-            self._look(database)
+            self._look()
             try:
                 return self._jobs.get(timeout=LOOK_SECONDS)
             except Empty:
                 pass
 
-    def _look(self, database: Database) -> None:
+    def _look(self) -> None:
         now = time.monotonic()
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
         try:
-            database.check_place()
+            self._database.check_place()
         except FileLostError as error:
             self._call(self._looked, error)
         else:
             self._call(self._looked, None)
 
-    def _run_batch(self, database: Database, batch: list[_DatabaseJob]) -> None:
-        connection = database.connection
+    def _run_batch(self, batch: list[_DatabaseJob]) -> None:
+        connection = self._database.connection
         writes = any(job.writes for job in batch)
         started = time.perf_counter()
         try:
             if writes:
-                database.check_place()
+                self._database.check_place()
                 connection.execute("BEGIN IMMEDIATE")
             outcomes = [_attempt(connection, job) for job in batch if not job.alone]
             newest = _newest_event(connection) if writes and self._schema.has_events else 0
             if writes:
-                database.check_place()
+                self._database.check_place()
                 connection.execute("COMMIT")
                 self.commit_seconds.observe(time.perf_counter() - started)
         except (sqlite3.Error, FileLostError) as error:
@@ -228,18 +149,6 @@ class DatabaseThread:
             writes = False
         outcomes += [_attempt(connection, job) for job in batch if job.alone]
         self._call(self._deliver, outcomes, newest if writes else None)
-
-    def _die(self, error: BaseException, batch: list[_DatabaseJob]) -> None:
-        """Fail everyone who waits; closing the connection rolls the batch back."""
-        self._failure = StoreError(
-            f"the store's thread failed: {type(error).__name__}: {error}", hint="Restart the service."
-        )
-        self._recovered = False
-        self._died.set()
-        while not self._jobs.empty():
-            batch += [job for job in [self._jobs.get_nowait()] if job is not None]
-        for job in batch:
-            JobResult(job, error=self._failure).deliver()
 
     def _deliver(self, outcomes: list[JobResult[_DatabaseJob]], newest: int | None) -> None:
         failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
@@ -270,11 +179,6 @@ class DatabaseThread:
         elif problem is None and self._is_reported:
             log.info("the store works again", path=str(self._path))
         self._is_reported = problem is not None
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop, unless the loop is closed and nobody waits."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> JobResult[_DatabaseJob]:
