@@ -71,7 +71,7 @@ def _all_undecided(db: sqlite3.Connection, session: int, turns: Sequence[int]) -
 
 
 def fates(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, list[PendingTurn]]:
-    """Return the turns of each session that are in no part."""
+    """Return the turns of each session that are in no part, by their ids."""
     found: dict[str, list[PendingTurn]] = {}
     for row in db.execute(_FATES, (json.dumps(list(session_ids)),)):
         found.setdefault(row["session_id"], []).append(_fate(row))
@@ -92,7 +92,7 @@ def _fate(row: sqlite3.Row) -> PendingTurn:
 
 
 def give_back(db: sqlite3.Connection, session_id: str, part: int) -> bool:
-    """Undo a part that has no offset."""
+    """Undo a part that has no offset, so that its turns can go into another; return False if it has one."""
     row = db.execute(_ONE, (session_id, part)).fetchone()
     if row is None or row["offset"] is not None or row["rollout_id"] is not None:
         return False
@@ -102,7 +102,11 @@ def give_back(db: sqlite3.Connection, session_id: str, part: int) -> bool:
 
 
 def parts(
-    db: sqlite3.Connection, run_id: str | None, session_id: str | None, *, unsubmitted: bool
+    db: sqlite3.Connection,
+    run_id: str | None = None,
+    *,
+    unsubmitted: bool = False,
+    session_id: str | None = None,
 ) -> list[PartRecord]:
     """Return parts, the oldest first."""
     rows = db.execute(_PARTS, {"run": run_id, "id": session_id, "unsubmitted": unsubmitted})
@@ -110,13 +114,13 @@ def parts(
 
 
 def set_offset(db: sqlite3.Connection, session_id: str, part: int, offset: int | None) -> None:
-    """Keep the number of a part's task."""
+    """Keep the number of the part's task in its run before it is appended there."""
     values = {"id": session_id, "part": part, "offset": offset}
     db.execute(_SET_OFFSET, values)
 
 
 def claim(db: sqlite3.Connection, parts: Sequence[tuple[str, int]], rollout_id: str) -> PartRecord | None:
-    """Give a rollout the part that it has, or else the first that is free."""
+    """Give a rollout the first of these parts that is free or its own already; None if there is none."""
     rows = [row for one in parts if (row := db.execute(_ONE, one).fetchone()) is not None]
     own = [row for row in rows if row["rollout_id"] == rollout_id]
     if own:

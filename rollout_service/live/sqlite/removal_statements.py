@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from api_schemas.rollouts.sessions import MaskReason
 from rollout_service.live.contract import Deleted, PartRecord
 from rollout_service.live.sqlite.part_statements import parts
+from rollout_service.live.sqlite.session_statements import find
 
 SHOWN_SECONDS = 3_600.0
 """How long a closed session of which nothing is left to deliver is still shown, so that its client learns its end."""
 MAX_PRUNED = 500
 """The most sessions that one call prunes, so that turns being served do not wait."""
 
+_NOTHING = {"served": 0, "recorded": 0, "judged": 0, "delivered": 0, "waiting": 0}
 _COUNT_TURNS = """
 SELECT
     CASE WHEN dropped IS NOT NULL THEN 'dropped:' || dropped WHEN part IS NULL THEN 'waiting' ELSE 'delivered' END
@@ -64,15 +66,21 @@ SELECT seq, session_id FROM (
 """
 
 
-def counts(db: sqlite3.Connection, session: int | None = None) -> Counter[str]:
-    """Return the numbers of turns of a session, or of all, removed ones included.
+def counts(db: sqlite3.Connection, session_id: str | None = None) -> Counter[str]:
+    """Return the numbers of turns: `served`, `recorded`, `judged`, `delivered`, `waiting`, `dropped:<reason>`.
 
-    Those of all are kept up to date by triggers, so that reading them takes no longer as traffic grows.
+    Without an id they are over all sessions, removed ones included; those are kept up to date by triggers, so that
+    reading them takes no longer as traffic grows. There are none of a session that is unknown.
     """
-    found: Counter[str] = Counter(served=0, recorded=0, judged=0, delivered=0, waiting=0)
-    if session is None:
-        found.update({row["name"]: row["count"] for row in db.execute("SELECT * FROM totals")})
-        return found
+    if session_id is not None:
+        session = find(db, session_id)
+        return Counter() if session is None else _counts_of(db, session["seq"])
+    totals = {row["name"]: row["count"] for row in db.execute("SELECT * FROM totals")}
+    return Counter(_NOTHING | totals)
+
+
+def _counts_of(db: sqlite3.Connection, session: int) -> Counter[str]:
+    found = Counter(_NOTHING)
     for row in db.execute(_COUNT_TURNS, (session,)):
         found[row["fate"]] += row["turns"]
         found["recorded"] += row["turns"]
@@ -95,8 +103,8 @@ def delete(db: sqlite3.Connection, *, session_id: str | None, user: str | None) 
     kept: list[PartRecord] = []
     turns = 0
     for row in rows:
-        kept += parts(db, None, row["session_id"], unsubmitted=False)
-        turns += counts(db, row["seq"])["recorded"]
+        kept += parts(db, session_id=row["session_id"])
+        turns += _counts_of(db, row["seq"])["recorded"]
         _remove(db, row["seq"], MaskReason.OPTED_OUT)
     if user is not None:
         db.execute("DELETE FROM earlier_sessions WHERE user = ?", (user,))

@@ -73,7 +73,7 @@ UPDATE sessions SET looked_at = (SELECT max(looked_at) + 1 FROM sessions) WHERE 
 
 
 def open_session(db: sqlite3.Connection, session: SessionRecord) -> bool:
-    """Keep a session unless its id is known."""
+    """Keep a new session; return False, and change nothing, if its id is known."""
     row = db.execute(_OPEN, {name: getattr(session, name) for name in _COLUMNS}).fetchone()
     if row is not None:
         contents.put_metadata(db, row["seq"], session.metadata)
@@ -101,7 +101,7 @@ def of_key(db: sqlite3.Connection, key_hash: bytes) -> SessionRecord | None:
 
 
 def latest_of_client(db: sqlite3.Connection, client: str) -> SessionRecord | None:
-    """Return the newest session of a client's own id."""
+    """Return the newest session of a client's own id, by its hash."""
     row = db.execute(_OF_CLIENT, (client,)).fetchone()
     return None if row is None else _session(db, row)
 
@@ -113,19 +113,20 @@ def tenants(db: sqlite3.Connection) -> list[str]:
 
 def page(
     db: sqlite3.Connection,
-    before: tuple[float, str] | None,
-    limit: int,
-    is_open: bool | None,
-    user: str | None,
+    *,
+    before: tuple[float, str] | None = None,
+    limit: int = 100,
+    is_open: bool | None = None,
+    user: str | None = None,
 ) -> list[SessionRecord]:
-    """Return sessions, the newest first."""
+    """Return sessions, the newest first, that were opened before this time and id; `user` is a hash."""
     time, session_id = before or (None, None)
     values = {"time": time, "id": session_id, "limit": limit, "is_open": is_open, "user": user}
     return [_session(db, row) for row in db.execute(_PAGE, values).fetchall()]
 
 
 def group(db: sqlite3.Connection, tenant: str, name: str) -> list[SessionRecord]:
-    """Return a tenant's sessions of a group, the oldest first."""
+    """Return a tenant's sessions that work on the same task, the oldest first."""
     values = (name, tenant)
     rows = db.execute(
         'SELECT * FROM sessions WHERE "group" = ? AND tenant = ? ORDER BY seq', values
@@ -134,23 +135,25 @@ def group(db: sqlite3.Connection, tenant: str, name: str) -> list[SessionRecord]
 
 
 def had(db: sqlite3.Connection, user: str) -> int:
-    """Return how many sessions a user has had."""
+    """Return how many sessions a user has had, deleted ones not counted."""
     count: int = db.execute(_HAD, {"user": user}).fetchone()[0]
     return count
 
 
 def served(db: sqlite3.Connection, session_id: str, at: float, *, opted_out: bool) -> None:
-    """Note a served turn; count it if it is opted out, since others are counted when they are recorded."""
+    """Note that a turn was served. One that is opted out is counted here, and leaves nothing else; others are
+    counted when they are recorded.
+    """
     db.execute(_SERVED, {"id": session_id, "at": at, "opted_out": opted_out})
 
 
 def close(db: sqlite3.Connection, session_id: str, because: ClosedBecause, at: float) -> bool:
-    """Close an open session."""
+    """Close a session; return False if it was closed before."""
     return db.execute(_CLOSE, {"id": session_id, "because": because, "at": at}).rowcount > 0
 
 
 def expired(db: sqlite3.Connection, now: float, idle: float, age: float) -> list[tuple[str, ClosedBecause]]:
-    """Return open sessions that are to be closed, and why."""
+    """Return the open sessions whose last request, or whose opening, is longer ago than allowed."""
     rows = db.execute(_EXPIRED, {"now": now, "idle": idle, "age": age})
     return [
         (row["session_id"], ClosedBecause.MAX_AGE if row["too_old"] else ClosedBecause.IDLE) for row in rows
@@ -158,7 +161,7 @@ def expired(db: sqlite3.Connection, now: float, idle: float, age: float) -> list
 
 
 def undecided(db: sqlite3.Connection, limit: int) -> list[SessionRecord]:
-    """Return sessions with a turn that is in no part, and note that they were looked at."""
+    """Return sessions with a turn that is in no part, those first that were looked at longest ago, and note it."""
     rows: Sequence[sqlite3.Row] = db.execute(_UNDECIDED, (limit,)).fetchall()
     return [_session(db, row) for row in sorted(rows, key=lambda row: row["seq"])]
 

@@ -45,7 +45,7 @@ ORDER BY followed_at LIMIT ?
 
 
 def record(db: sqlite3.Connection, turn: TurnRecord) -> None:
-    """Keep a turn of a known session, and count it as served."""
+    """Keep a turn of a known session, and count it as served. One with the same id changes nothing."""
     values = {
         "id": turn.session_id,
         "turn": turn.turn,
@@ -69,17 +69,17 @@ def record(db: sqlite3.Connection, turn: TurnRecord) -> None:
 
 
 def deliver(db: sqlite3.Connection, session_id: str, turn: int) -> None:
-    """Note that the client got a turn."""
+    """Note that the client got the turn's last token."""
     db.execute(_DELIVER, {"id": session_id, "turn": turn})
 
 
 def mask(db: sqlite3.Connection, session_id: str, turn: int, because: MaskReason) -> None:
-    """Note that a turn can never be trained on."""
+    """Note that a turn can never be trained on; the first reason stays."""
     db.execute(_MASK, {"id": session_id, "turn": turn, "because": because})
 
 
 def follow(db: sqlite3.Connection, session_id: str, turn: int, state: NextStateRecord) -> bool:
-    """Set a turn's next state, once."""
+    """Set a turn's next state; return False if it has one, which stays."""
     row = db.execute(_FOLLOW, {"id": session_id, "turn": turn, "at": state.arrived_at}).fetchone()
     if row is not None:
         size = contents.put_state(db, row["session"], turn, state)
@@ -87,30 +87,33 @@ def follow(db: sqlite3.Connection, session_id: str, turn: int, state: NextStateR
     return row is not None
 
 
-def mark(db: sqlite3.Connection, session_id: str, turn: int, new: TurnMarkRecord) -> bool:
-    """Set a turn's value unless it has one that wins; a turn that is decided gets a revision instead."""
+def mark(db: sqlite3.Connection, session_id: str, turn: int, mark: TurnMarkRecord) -> bool:
+    """Set a turn's value unless it has one that wins: explicit ones win over all, and the first of others stays.
+
+    Return whether it was set. A turn that a part has taken keeps its value; the new one is kept as a revision.
+    """
     row = db.execute(_ONE, (session_id, turn)).fetchone()
     if row is None:
         return False
-    explicit = new.reason is MarkReason.EXPLICIT
+    explicit = mark.reason is MarkReason.EXPLICIT
     if row["part"] is not None or row["dropped"] is not None:
         if explicit:
-            contents.put_mark(db, row["session"], turn, new, "revision")
+            contents.put_mark(db, row["session"], turn, mark, "revision")
         return False
     if row["reason"] is not None and not explicit:
         return False
     old = contents.mark_of(db, row["session"], turn)
-    if old is not None and new.hint is None:
-        new = replace(new, hint=old.hint, hint_dropped=old.hint_dropped)
-    value_statements.replace_value(db, row, new.value)
-    values = {"session": row["session"], "turn": turn, "value": new.value, "reason": new.reason}
-    db.execute(_SET_MARK, values | {"at": new.at})
-    contents.put_mark(db, row["session"], turn, new)
+    if old is not None and mark.hint is None:
+        mark = replace(mark, hint=old.hint, hint_dropped=old.hint_dropped)
+    value_statements.replace_value(db, row, mark.value)
+    values = {"session": row["session"], "turn": turn, "value": mark.value, "reason": mark.reason}
+    db.execute(_SET_MARK, values | {"at": mark.at})
+    contents.put_mark(db, row["session"], turn, mark)
     return True
 
 
-def turns(db: sqlite3.Connection, session_id: str, first: int) -> list[TurnRecord]:
-    """Return the turns of a session from this one on."""
+def turns(db: sqlite3.Connection, session_id: str, first: int = 0) -> list[TurnRecord]:
+    """Return the turns of a session from this one on, by their ids."""
     rows = db.execute(_FROM, (session_id, first)).fetchall()
     return contents.of_session(db, rows[0]["session"], rows, first) if rows else []
 
@@ -122,5 +125,8 @@ def get(db: sqlite3.Connection, session_id: str, turn: int) -> TurnRecord | None
 
 
 def to_judge(db: sqlite3.Connection, limit: int) -> list[TurnRecord]:
-    """Return turns that may be judged and are not, the longest waiting first."""
+    """Return turns that may be judged and are not, the longest waiting first.
+
+    They are main turns that were delivered, have a next state, and neither a mask, a mark nor a part.
+    """
     return contents.with_content(db, db.execute(_TO_JUDGE, (limit,)).fetchall())

@@ -27,7 +27,7 @@ def replace_value(db: sqlite3.Connection, turn: sqlite3.Row, value: float | None
 
 
 def figures(db: sqlite3.Connection) -> list[FeedbackByVersion]:
-    """Return the figures by pool and version."""
+    """Return the values of turns by their session's pool and by their version, removed ones included."""
     return [
         FeedbackByVersion(
             pool=row["pool"],

@@ -163,7 +163,7 @@ def _new_batch(
         for number in decision.surplus:
             history.write_reason(db, row["seq"], number, SURPLUS)
     if decision.cancels_open:
-        cancel_groups(db, row["seq"], SURPLUS)
+        cancel_groups(db, request.run_id, SURPLUS)
     return _batch(db, made, request.run_id)
 
 

@@ -273,11 +273,12 @@ def tree(db: sqlite3.Connection, rollout_id: str, *, with_trajectories: bool) ->
     return row
 
 
-def page(db: sqlite3.Connection, values: dict[str, Any]) -> RolloutPage:
+def page(db: sqlite3.Connection, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
     """Return up to `limit` rollouts with numbers above `after`, only those in `state` if that is set."""
-    rows = db.execute(_PAGE if values["state"] is None else _PAGE_IN_STATE, values).fetchall()
-    more = len(rows) > values["limit"]
-    rows = rows[: values["limit"]]
+    values = {"state": state, "after": after, "limit": limit}
+    rows = db.execute(_PAGE if state is None else _PAGE_IN_STATE, values).fetchall()
+    more = len(rows) > limit
+    rows = rows[:limit]
     return RolloutPage(
         rollouts=[codec.decode_rollout(row, codec.Shown.WORK) for row in rows],
         next_cursor=str(rows[-1]["seq"]) if more else None,

@@ -175,9 +175,14 @@ def get(db: sqlite3.Connection, run_id: str) -> RunRecord:
     return record_of(db, row_of(db, run_id))
 
 
-def list_runs(db: sqlite3.Connection, *, active: bool) -> list[RunRecord]:
-    """Return all runs, or only those that still need work."""
-    return [record_of(db, row) for row in db.execute(_ACTIVE if active else _ALL).fetchall()]
+def list_runs(db: sqlite3.Connection) -> list[RunRecord]:
+    """Return all runs."""
+    return [record_of(db, row) for row in db.execute(_ALL).fetchall()]
+
+
+def active_runs(db: sqlite3.Connection) -> list[RunRecord]:
+    """Return the runs that still need work."""
+    return [record_of(db, row) for row in db.execute(_ACTIVE).fetchall()]
 
 
 def update(
@@ -238,7 +243,7 @@ def append(
     return get(db, run_id)
 
 
-def inline_tasks(db: sqlite3.Connection, run_id: str, first: int, limit: int) -> list[Task]:
+def inline_tasks(db: sqlite3.Connection, run_id: str, *, first: int, limit: int) -> list[Task]:
     """Return tasks by their number in the epoch."""
     return _tasks(db, row_of(db, run_id)["seq"], first, limit)
 
@@ -329,9 +334,9 @@ def mark_stragglers(db: sqlite3.Connection, run_id: str, number: int, samples: S
     db.execute(_MARK_STRAGGLERS, {"run": run, "number": number, "cut": json.dumps(sorted(samples))})
 
 
-def cancel_groups(db: sqlite3.Connection, run: int, reason: str) -> None:
+def cancel_groups(db: sqlite3.Connection, run_id: str, reason: str) -> None:
     """Record why the open groups are being cancelled."""
-    db.execute(_CANCEL_GROUPS, {"run": run, "reason": reason})
+    db.execute(_CANCEL_GROUPS, {"run": row_of(db, run_id)["seq"], "reason": reason})
 
 
 def close_group(

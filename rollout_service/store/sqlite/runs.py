@@ -5,8 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio.to_thread
 
@@ -26,7 +25,7 @@ from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.groups import make_row
 from rollout_service.store.codec.history import make_history
-from rollout_service.store.codec.record import Row, fingerprint
+from rollout_service.store.codec.record import fingerprint
 from rollout_service.store.codec.summaries import decode_cursor, encode_cursor
 from rollout_service.store.columns import Columns
 from rollout_service.store.lists_contract import GroupSelection
@@ -38,7 +37,6 @@ from rollout_service.store.runs_contract import (
     NewGroup,
     NoBatch,
     OpenGroup,
-    ReadyGroup,
     RunRecord,
 )
 from rollout_service.store.sqlite import (
@@ -49,9 +47,7 @@ from rollout_service.store.sqlite import (
 )
 from rollout_service.store.sqlite.lists import history
 from rollout_service.store.sqlite.lists.groups import StoredGroups, look_at_groups
-from rollout_service.store.sqlite.thread import DatabaseThread
-
-T = TypeVar("T")
+from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
 
 
 class SqliteRuns(BaseRuns):
@@ -81,18 +77,13 @@ class SqliteRuns(BaseRuns):
             "digest": digest,
             "now": self._clock(),
         }
-        created = await self._write(lambda db: run_statements.create(db, values, request))
+        created = await self._thread.write(run_statements.create, values, request)
         self._signals.changed()
         return created
 
-    async def get(self, run_id: str) -> RunRecord:
-        return await self._read(lambda db: run_statements.get(db, run_id))
-
-    async def list(self) -> Sequence[RunRecord]:
-        return await self._read(lambda db: run_statements.list_runs(db, active=False))
-
-    async def active(self) -> Sequence[RunRecord]:
-        return await self._read(lambda db: run_statements.list_runs(db, active=True))
+    get = reads(run_statements.get)
+    list = reads(run_statements.list_runs)
+    active = reads(run_statements.active_runs)
 
     async def update(
         self,
@@ -103,11 +94,14 @@ class SqliteRuns(BaseRuns):
         request: RunRequest | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
-        now = self._clock()
-        record = await self._write(
-            lambda db: run_statements.update(
-                db, run_id, now=now, state=state, version=version, request=request, problem=problem
-            )
+        record = await self._thread.write(
+            run_statements.update,
+            run_id,
+            now=self._clock(),
+            state=state,
+            version=version,
+            request=request,
+            problem=problem,
         )
         self._signals.changed()
         return record
@@ -115,93 +109,74 @@ class SqliteRuns(BaseRuns):
     async def append(
         self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
     ) -> RunRecord:
-        now = self._clock()
-        record = await self._write(
-            lambda db: run_statements.append(db, run_id, tasks, offset=offset, close=close, now=now)
+        record = await self._thread.write(
+            run_statements.append, run_id, tasks, offset=offset, close=close, now=self._clock()
         )
         self._signals.changed()
         return record
 
-    async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
-        return await self._read(lambda db: run_statements.inline_tasks(db, run_id, first, limit))
+    inline_tasks = reads(run_statements.inline_tasks)
 
     async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
-        now = self._clock()
-        started = await self._write(lambda db: run_statements.start_groups(db, run_id, groups, now))
+        started = await self._thread.write(run_statements.start_groups, run_id, groups, self._clock())
         self._work_added()
         return started
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
-        now = self._clock()
-        return await self._read(lambda db: run_statements.open_groups(db, run_id, now))
+        return await self._thread.read(run_statements.open_groups, run_id, self._clock())
 
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
-        now = self._clock()
-        await self._write(lambda db: run_statements.retry_sample(db, run_id, number, sample, request, now))
+        await self._thread.write(run_statements.retry_sample, run_id, number, sample, request, self._clock())
         self._work_added()
 
-    async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
-        await self._write(lambda db: run_statements.mark_stragglers(db, run_id, number, samples))
-
-    async def cancel_groups(self, run_id: str, reason: str) -> None:
-        def job(db: sqlite3.Connection) -> None:
-            run_statements.cancel_groups(db, run_statements.row_of(db, run_id)["seq"], reason)
-
-        await self._write(job)
+    mark_stragglers = writes(run_statements.mark_stragglers)
+    cancel_groups = writes(run_statements.cancel_groups)
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         head = await self._head_at_close(run_id, closure)
-        now = self._clock()
-        await self._write(lambda db: run_statements.close_group(db, run_id, closure, head, now))
+        await self._thread.write(run_statements.close_group, run_id, closure, head, self._clock())
         self._signals.changed()
 
-    async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
-        return await self._read(lambda db: batch_statements.ready_groups(db, run_id))
+    ready_groups = reads(batch_statements.ready_groups)
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
-        now = self._clock()
-        return await self._write(lambda db: batch_statements.stale_groups(db, run_id, bound, now))
+        return await self._thread.write(batch_statements.stale_groups, run_id, bound, self._clock())
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
         head = await self._head_at_close(run_id, closure)
-        now = self._clock()
-        await self._write(lambda db: run_statements.reclose_group(db, run_id, closure, head, now))
+        await self._thread.write(run_statements.reclose_group, run_id, closure, head, self._clock())
         self._signals.changed()
 
     async def _head_at_close(self, run_id: str, closure: GroupClosure) -> Mapping[str, Any] | None:
         """Return the head to store with a group that is about to be kept; None while a rollout of it could change."""
         if closure.reason is not None:
             return None
-        row, members = await self._read(lambda db: batch_statements.read_closing(db, run_id, closure))
+        row, members = await self._thread.read(batch_statements.read_closing, run_id, closure)
         ended = all(RolloutState(member["state"]).terminal for member in members)
         if row is None or not ended or len(members) < len(closure.samples):
             return None
         return await anyio.to_thread.run_sync(group_codec.encode_head, row, members)
 
     async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
-        now = self._clock()
-        leased = await self._write(lambda db: batch_statements.lease(db, order, now))
+        leased = await self._thread.write(batch_statements.lease, order, self._clock())
         if isinstance(leased, BatchLease):
             self._signals.changes.increment()
         return leased
 
     async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
         until = self._clock() + seconds
-        await self._write(lambda db: batch_statements.renew(db, run_id, batch, key, until))
+        await self._thread.write(batch_statements.renew, run_id, batch, key, until)
         return codec.when(until)
 
     async def acknowledge(self, run_id: str, batch: int) -> None:
-        now = self._clock()
-        await self._write(lambda db: batch_statements.acknowledge(db, run_id, batch, now))
+        await self._thread.write(batch_statements.acknowledge, run_id, batch, self._clock())
         self._signals.changed()
 
     async def give_back(self, run_id: str, batch: int) -> None:
-        now = self._clock()
-        await self._write(lambda db: batch_statements.give_back(db, run_id, batch, now))
+        await self._thread.write(batch_statements.give_back, run_id, batch, self._clock())
         self._signals.changed()
 
-    async def group_states(self, run_id: str) -> Mapping[int, str]:
-        return await self._read(lambda db: run_statements.group_states(db, run_id))
+    group_states = reads(run_statements.group_states)
 
     async def group_page(
         self,
@@ -218,60 +193,49 @@ class SqliteRuns(BaseRuns):
             run = run_statements.row_of(db, run_id)["seq"]
             return look_at_groups(db, run, which, order=order, after=after, limit=limit)
 
-        found = await self._read(look)
+        found = await self._thread.read(look)
         rows = [make_row(group, found.rollouts) for group in found.groups]
         return GroupPage(groups=rows, next_cursor=encode_cursor(order, found.next))
 
     async def history(self, run_id: str, *, points: int) -> RunHistory:
-        run, counters = await self._read(lambda db: run_statements.seq_and_counters(db, run_id))
+        run, counters = await self._thread.read(run_statements.seq_and_counters, run_id)
         parts: dict[int, bytes] = {}
-        while some := await self._read(partial(history.read_from, run=run, part=max(parts, default=-1) + 1)):
+        while some := await self._thread.read(history.read_from, run, max(parts, default=-1) + 1):
             parts.update(some)
         dropped = rules.dropped_counts(counters)
         return await anyio.to_thread.run_sync(_history, run_id, parts, dropped, points)
 
-    async def _group(self, run_id: str, number: int) -> tuple[Row, Sequence[Row]]:
-        return await self._read(lambda db: batch_statements.read_group(db, run_id, number))
+    _group = reads(batch_statements.read_group)
 
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
-        rows = await self._read(lambda db: batch_statements.read_heads(db, run_id, numbers))
+        rows = await self._thread.read(batch_statements.read_heads, run_id, numbers)
         return await anyio.to_thread.run_sync(lambda: [head_codec.decode(row) for row in rows])
 
-    async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
-        return await self._read(lambda db: batch_statements.read_rollouts(db, rollout_ids))
+    _whole_rows = reads(batch_statements.read_rollouts)
 
     async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
-        packed = await self._read(lambda db: batch_statements.read_trajectories(db, run_id, number))
+        packed = await self._thread.read(batch_statements.read_trajectories, run_id, number)
         return await anyio.to_thread.run_sync(group_codec.locate_columns, packed)
 
-    async def closed_groups(self, run_id: str) -> Sequence[int]:
-        return await self._read(lambda db: batch_statements.closed_groups(db, run_id))
-
-    async def rollout_ids(self, run_id: str) -> Sequence[str]:
-        return await self._read(lambda db: batch_statements.rollout_ids(db, run_id))
+    closed_groups = reads(batch_statements.closed_groups)
+    rollout_ids = reads(batch_statements.rollout_ids)
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
-        now = self._clock()
-        return await self._write(
-            lambda db: run_statements.prune(db, run_id, seconds=seconds, max_bytes=max_bytes, now=now)
+        return await self._thread.write(
+            run_statements.prune, run_id, seconds=seconds, max_bytes=max_bytes, now=self._clock()
         )
 
-    async def rollouts_of(self, user: str) -> Sequence[str]:
-        return await self._read(lambda db: erasure_statements.rollouts_of(db, user))
-
-    async def overwrite_deleted(self) -> None:
-        await self._write(erasure_statements.overwrite_deleted)
+    rollouts_of = reads(erasure_statements.rollouts_of)
+    overwrite_deleted = writes(erasure_statements.overwrite_deleted)
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
-        now = self._clock()
-        batches = await self._write(lambda db: erasure_statements.erase(db, rollout_ids, now))
+        batches = await self._thread.write(erasure_statements.erase, rollout_ids, self._clock())
         await self._thread.truncate_log()
         self._signals.changed()
         return batches
 
     async def delete_expired(self, keep: RetentionSettings) -> int:
-        now = self._clock()
-        return await self._write(lambda db: retention_statements.delete_expired(db, keep, now))
+        return await self._thread.write(retention_statements.delete_expired, keep, self._clock())
 
     def fenced(self, lease: RoleLease) -> SqliteRuns:  # noqa: ARG002 - of the contract
         return self  # no other service can have the file open
@@ -279,12 +243,6 @@ class SqliteRuns(BaseRuns):
     def rollout_ended(self) -> None:
         """Wake those who wait for changes, since a rollout has ended."""
         self._signals.changes.increment()
-
-    async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._thread.run(job, writes=True)
-
-    async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._thread.run(job, writes=False)
 
 
 def _history(run_id: str, parts: Mapping[int, bytes], reasons: Mapping[str, int], points: int) -> RunHistory:

@@ -10,9 +10,8 @@ import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -21,14 +20,14 @@ from pydantic_core import to_json
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder
 from rollout_service.base.signals import KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.base import BaseStore
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
-from rollout_service.store.contract import EncodedSteps, Lease, UnsavedTurn
+from rollout_service.store.contract import Lease
 from rollout_service.store.lists_contract import LOOKED_AT
 from rollout_service.store.single_cluster import SingleCluster
 from rollout_service.store.sqlite import rollout_statements as statements
@@ -36,9 +35,7 @@ from rollout_service.store.sqlite import turn_statements
 from rollout_service.store.sqlite.lists.summaries import ROWS_AT_ONCE, SummarySearch, look
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.schema import STORE, Disk
-from rollout_service.store.sqlite.thread import DatabaseThread
-
-T = TypeVar("T")
+from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
 
 _STAGES = (RolloutState.QUEUED, RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
 
@@ -96,7 +93,7 @@ class SqliteStore(BaseStore):
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
         values = statements.submission(request, self._clock())
-        rollout, new = await self._write(lambda db: statements.submit(db, values))
+        rollout, new = await self._thread.write(statements.submit, values)
         if new:
             self._work.set()
         return rollout, new
@@ -115,7 +112,7 @@ class SqliteStore(BaseStore):
         values = {"owner": owner, "limit": limit, "now": now, "until": now + lease_seconds}
         values["pools"] = None if pools is None else to_json(sorted(pools)).decode()
         values["waits"] = None if waits is None else to_json(dict(waits)).decode()
-        leases, cancelled, due = await self._write(lambda db: statements.claim(db, values))
+        leases, cancelled, due = await self._thread.write(statements.claim, values)
         self._due = due
         self._announce(cancelled)
         if len(leases) == limit:
@@ -125,7 +122,7 @@ class SqliteStore(BaseStore):
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
         ids = to_json(rollout_ids).decode()
         values = {"owner": owner, "ids": ids, "until": self._clock() + lease_seconds}
-        renewed = await self._write(lambda db: db.execute(statements.RENEW, values).fetchall())
+        renewed = await self._thread.write(lambda db: db.execute(statements.RENEW, values).fetchall())
         return sorted(set(rollout_ids) - {row["rollout_id"] for row in renewed})
 
     async def recover(self, owner: str) -> int:
@@ -138,13 +135,13 @@ class SqliteStore(BaseStore):
     async def _requeue(self, statement: str, owner: str, rollout_ids: Sequence[str] | None) -> int:
         ids = None if rollout_ids is None else to_json(rollout_ids).decode()
         values = {"owner": owner, "ids": ids, "now": self._clock()}
-        rows = await self._write(lambda db: db.execute(statement, values).fetchall())
+        rows = await self._thread.write(lambda db: db.execute(statement, values).fetchall())
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
         self._work.set()
         return len(rows)
 
     async def held(self, owner: str) -> Mapping[str, int]:
-        rows = await self._read(lambda db: db.execute(statements.HELD, {"owner": owner}).fetchall())
+        rows = await self._thread.read(lambda db: db.execute(statements.HELD, {"owner": owner}).fetchall())
         return {row["rollout_id"]: row["token"] for row in rows}
 
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
@@ -152,7 +149,7 @@ class SqliteStore(BaseStore):
             raise ValueError(f"a leased rollout cannot advance to {state}")
         before = _STAGES[: _STAGES.index(state) + 1]
         values = self._held(lease, owner) | {"state": state, "before": to_json(before).decode()}
-        return await self._write(lambda db: statements.advance(db, values))
+        return await self._thread.write(statements.advance, values)
 
     async def retry(
         self,
@@ -174,28 +171,21 @@ class SqliteStore(BaseStore):
                 turn_statements.delete(db, values)
             return rows
 
-        return self._requeued(await self._write(retry))
+        return self._requeued(await self._thread.write(retry))
 
     async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
         values = self._held(lease, owner) | {"spans": codec.encode_spans(spans)}
-        return self._requeued(await self._write(lambda db: turn_statements.restart(db, values)))
+        return self._requeued(await self._thread.write(turn_statements.restart, values))
 
     def _requeued(self, rows: Sequence[sqlite3.Row]) -> bool:
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
         self._work.set()
         return bool(rows)
 
-    async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
-        return await self._write(lambda db: turn_statements.save(db, owner, turns))
-
-    async def saved_turns(self, rollout_id: str) -> list[bytes]:
-        return await self._read(lambda db: turn_statements.saved(db, rollout_id))
-
-    async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
-        return await self._write(lambda db: turn_statements.save_steps(db, attempts))
-
-    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
-        return await self._read(lambda db: turn_statements.saved_steps(db, rollout_ids))
+    save_turns = writes(turn_statements.save)
+    saved_turns = reads(turn_statements.saved)
+    save_steps = writes(turn_statements.save_steps)
+    saved_steps = reads(turn_statements.saved_steps)
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         values = self._held(lease, owner)
@@ -209,14 +199,14 @@ class SqliteStore(BaseStore):
             "trajectory": tokens,
         }
         values |= codec.version_range(result.trajectory) | summary_codec.figures(result)
-        done = await self._write(lambda db: statements.finish(db, values))
+        done = await self._thread.write(statements.finish, values)
         if done:
             self._announce([lease.rollout_id])
         return done
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
         values = {"id": rollout_id, "now": self._clock()}
-        state, ended = await self._write(lambda db: statements.cancel(db, values))
+        state, ended = await self._thread.write(statements.cancel, values)
         if ended:
             self._announce([rollout_id])
         self._cancels.set()
@@ -224,19 +214,21 @@ class SqliteStore(BaseStore):
 
     async def cancel_requested(self, owner: str) -> list[str]:
         self._cancels.clear()
-        rows = await self._read(lambda db: db.execute(statements.CANCEL_REQUESTED, (owner,)).fetchall())
+        rows = await self._thread.read(
+            lambda db: db.execute(statements.CANCEL_REQUESTED, (owner,)).fetchall()
+        )
         return [row["rollout_id"] for row in rows]
 
     async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
         shown = codec.Shown.ALL if whole_tree else codec.Shown.REQUESTED
-        return await self._read(lambda db: statements.get(db, rollout_id, shown))
+        return await self._thread.read(statements.get, rollout_id, shown)
 
     async def _tokens(self, rollout_id: str) -> bytes | None:
-        row = await self._read(lambda db: db.execute(statements.TRAJECTORY, (rollout_id,)).fetchone())
+        row = await self._thread.read(lambda db: db.execute(statements.TRAJECTORY, (rollout_id,)).fetchone())
         return None if row is None else row["trajectory"]
 
     async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
-        row = await self._read(lambda db: statements.tree(db, rollout_id, with_trajectories=trajectories))
+        row = await self._thread.read(statements.tree, rollout_id, with_trajectories=trajectories)
         return None if row is None else await anyio.to_thread.run_sync(codec.decode_tree, row)
 
     async def _summaries(
@@ -245,29 +237,28 @@ class SqliteStore(BaseStore):
         rows = list[RolloutSummary]()
         for _ in range(LOOKED_AT // ROWS_AT_ONCE):
             search = SummarySearch(which, order, after, limit - len(rows))
-            found = await self._read(partial(look, search=search))
+            found = await self._thread.read(look, search)
             rows += [summary_codec.decode_summary(row) for row in found.rows]
             after = found.next
             if after is None or len(rows) == limit:
                 break
         return rows, after
 
-    async def counts(self) -> dict[RolloutState, int]:
-        return await self._read(statements.counts)
+    counts = reads(statements.counts)
+    _page = reads(statements.page)
 
     async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:
         now = self._clock()
         values = {"now": now, "kind": kind, "subject": subject, "data": to_json(data).decode()}
-        event_id = await self._write(lambda db: db.execute(statements.RECORD, values).lastrowid)
+        event_id = await self._thread.write(lambda db: db.execute(statements.RECORD, values).lastrowid)
         return Event(event_id=event_id or 0, time=codec.when(now), kind=kind, subject=subject, data=data)
 
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
-        return await self._read(
+        return await self._thread.read(
             lambda db: [codec.decode_event(row) for row in db.execute(statements.EVENTS, (after, limit))]
         )
 
-    async def last_event(self) -> int:
-        return await self._read(statements.newest_event)
+    last_event = reads(statements.newest_event)
 
     async def wait_for_work(self) -> None:
         with anyio.move_on_after(max(0.0, self._due - self._clock())):
@@ -288,12 +279,6 @@ class SqliteStore(BaseStore):
         await ended.wait()
         return await self.get(rollout_id)
 
-    async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._thread.run(job, writes=True)
-
-    async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._thread.run(job, writes=False)
-
     def _held(self, lease: Lease, owner: str) -> dict[str, Any]:
         """Return the parameters of a statement on a lease."""
         return {"id": lease.rollout_id, "owner": owner, "token": lease.token, "now": self._clock()}
@@ -302,7 +287,3 @@ class SqliteStore(BaseStore):
         for rollout_id in ended:
             self._results.set(rollout_id)
             self._runs.rollout_ended()
-
-    async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
-        values = {"state": state, "after": after, "limit": limit}
-        return await self._read(lambda db: statements.page(db, values))

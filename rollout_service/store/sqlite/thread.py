@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import structlog
 
@@ -29,7 +29,11 @@ from rollout_service.store.sqlite.schema import STORE, DatabaseSchema
 
 log = structlog.get_logger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+Statement = Callable[Concatenate[sqlite3.Connection, P], T]
+"""A function that runs in the database's thread, as a whole or not at all."""
 
 PROBLEM_SECONDS = 3.0
 """The shortest time for which `problem` reports a failure."""
@@ -81,15 +85,24 @@ class DatabaseThread(JobThread[_DatabaseJob]):
                 total += Path(f"{self._path}{suffix}").stat().st_size
         return total
 
-    async def run(self, job: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
-        """Run a job, and return its result once it is durable; cancelling the caller does not stop the job.
+    async def read(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a statement that only reads, and return its result; cancelling the caller does not stop it.
 
         Raises:
             StoreError: The database failed, or the store is closed.
-            DefectError: A statement of the job is wrong.
-            Exception: Whatever the job raises.
+            DefectError: The statement is wrong.
+            Exception: Whatever the statement raises.
         """
-        result: T = await self._submit(_DatabaseJob(run=job, writes=writes))
+        result: T = await self._submit(
+            _DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=False)
+        )
+        return result
+
+    async def write(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a statement that writes, and return its result once it is durable; it raises what `read` does."""
+        result: T = await self._submit(
+            _DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=True)
+        )
         return result
 
     async def truncate_log(self) -> None:
@@ -179,6 +192,29 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         elif problem is None and self._is_reported:
             log.info("the store works again", path=str(self._path))
         self._is_reported = problem is not None
+
+
+def reads(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Return the method that runs a statement which only reads, for a class whose objects have a `_thread`.
+
+    It has the statement's own parameters but the first, and its type: `get = reads(run_statements.get)`.
+    """
+
+    async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        thread: DatabaseThread = self._thread
+        return await thread.read(statement, *args, **kwargs)
+
+    return method
+
+
+def writes(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Return the method that runs a statement which writes; see `reads`."""
+
+    async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        thread: DatabaseThread = self._thread
+        return await thread.write(statement, *args, **kwargs)
+
+    return method
 
 
 def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> JobResult[_DatabaseJob]:

@@ -119,9 +119,9 @@ async def test_a_thread_of_the_store_that_fails_is_seen() -> None:
 
     with anyio.fail_after(10):
         with pytest.raises(StoreError, match="a defect"):
-            await thread.run(fail, writes=True)
+            await thread.write(fail)
         with pytest.raises(StoreError, match="a defect"):
             await thread.failed()
         with pytest.raises(StoreError, match="a defect"):
-            await thread.run(lambda _: None, writes=False)
+            await thread.read(lambda _: None)
         await thread.close()

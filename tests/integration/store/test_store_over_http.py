@@ -29,7 +29,7 @@ async def served(state: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Service]
     with anyio.fail_after(120):
         async with app.router.lifespan_context(app):
             service: Service = app.state.service
-            await service.store._read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
+            await service.store._thread.read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 yield client, service
@@ -72,15 +72,15 @@ async def test_a_database_that_is_damaged(tmp_path: Path) -> None:
     async with served(tmp_path) as (client, service):
         for number in range(50):
             await create(service, f"r{number}")
-        await service.store._read(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+        await service.store._thread.read(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
         whole = database.read_bytes()
         database.write_bytes(whole[:8192].ljust(len(whole), b"Z"))
-        await service.store._read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
+        await service.store._thread.read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
         for method, path in (("GET", "/v1/runs"), ("GET", "/v1/runs/r7"), ("POST", "/v1/runs/r7/lease")):
             problem = refused(await client.request(method, path))
             assert "restore a backup" in problem.detail
         assert any("restore" in reason for reason in (await client.get("/ready")).json()["reasons"])
         assert (await client.get("/health")).status_code == 200
         database.write_bytes(whole)
-        await service.store._read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
+        await service.store._thread.read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
         assert len((await client.get("/v1/runs")).json()["runs"]) == 50, "a copy that is put back is used"

@@ -43,7 +43,7 @@ async def store(clock: ManualClock) -> AsyncIterator[SqliteStore]:
 
 
 async def stored_heads(store: SqliteStore) -> int:
-    return await store._read(lambda db: db.execute("SELECT count(*) FROM group_heads").fetchone()[0])
+    return await store._thread.read(lambda db: db.execute("SELECT count(*) FROM group_heads").fetchone()[0])
 
 
 async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(store: SqliteStore) -> None:
@@ -57,9 +57,11 @@ async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(stor
         assert head.tokens == [[3], [3]]
     with pytest.raises(NotFoundError):
         await store.runs.group_heads("a", [0, 7])
-    await store._write(lambda db: db.execute("UPDATE group_heads SET form = x'00', json = x'' WHERE seq = 1"))
+    await store._thread.write(
+        lambda db: db.execute("UPDATE group_heads SET form = x'00', json = x'' WHERE seq = 1")
+    )
     assert await store.runs.group_heads("a", [1, 0]) == heads, "one of other wire models is made anew"
-    await store._write(lambda db: db.execute("UPDATE group_heads SET tokens = '[[9]]' WHERE seq = 2"))
+    await store._thread.write(lambda db: db.execute("UPDATE group_heads SET tokens = '[[9]]' WHERE seq = 2"))
     assert [head.tokens for head in await store.runs.group_heads("a", [1, 0])] == [[[9]], [[3], [3]]]
     await leased_batch(store)
     await store.runs.acknowledge("a", 0)
@@ -94,7 +96,7 @@ async def all_rows(store: SqliteStore) -> dict[str, int]:
     def count(db: sqlite3.Connection) -> dict[str, int]:
         return {name: db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
 
-    return await store._read(count)
+    return await store._thread.read(count)
 
 
 async def test_no_row_is_left_of_what_was_deleted_by_age(store: SqliteStore, clock: ManualClock) -> None:
@@ -135,7 +137,7 @@ async def groups_of_rollouts(store: SqliteStore) -> dict[str, tuple[int | None, 
         rows = db.execute("SELECT rollout_id, run, group_number FROM rollouts")
         return {name: (run, number) for name, run, number in rows}
 
-    return await store._read(read)
+    return await store._thread.read(read)
 
 
 GROUPS_OF_ROLLOUTS = {

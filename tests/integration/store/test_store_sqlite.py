@@ -87,7 +87,7 @@ async def test_on_a_network_disk_nothing_is_shared_in_memory_and_a_file_of_a_loc
 async def test_writes_that_wait_share_a_commit(path: Path) -> None:
     statements: list[str] = []
     async with await SqliteStore.open(path) as store:
-        await store._read(lambda db: db.set_trace_callback(statements.append))
+        await store._thread.read(lambda db: db.set_trace_callback(statements.append))
         await submit_many(store, range(200))
         assert 1 <= statements.count("COMMIT") <= 20
 
@@ -141,7 +141,7 @@ async def test_a_damaged_record_fails_its_rollout_and_no_other(
     async with await SqliteStore.open(path) as store:
         for number in (1, 2):
             await store.submit(order(number))
-        await store._write(lambda db: db.execute("UPDATE requests SET request = '{' WHERE seq = 1"))
+        await store._thread.write(lambda db: db.execute("UPDATE requests SET request = '{' WHERE seq = 1"))
         assert await store.claim("here", limit=1, lease_seconds=10, waits=waits) == []
         await store.wait_for_work()
         (lease,) = await store.claim("here", limit=1, lease_seconds=10, waits=waits)
@@ -185,7 +185,7 @@ async def test_damage_is_reported_with_a_hint(path: Path) -> None:
 
 async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path: Path) -> None:
     async with await SqliteStore.open(path) as store:
-        wrong = partial(store._read, lambda db: db.execute("SELECT name FROM nowhere"))
+        wrong = partial(store._thread.read, lambda db: db.execute("SELECT name FROM nowhere"))
         with anyio.fail_after(10), pytest.raises(DefectError, match="no such table: nowhere") as caught:
             await retry_until_stored("read", wrong)
         assert isinstance(caught.value.__cause__, sqlite3.Error)
@@ -194,7 +194,7 @@ async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path: Path) 
 
 async def test_a_full_disk_is_waited_for(path: Path) -> None:
     async with await SqliteStore.open(path) as store:
-        await store._read(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())
+        await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(
@@ -202,15 +202,15 @@ async def test_a_full_disk_is_waited_for(path: Path) -> None:
                 )
                 while not store.errors:
                     await anyio.sleep(0.01)
-                await store._read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())
+                await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())
         assert await store.get("r1") is not None
 
 
 async def test_a_full_disk_fails_one_write_and_later_writes_succeed(path: Path) -> None:
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
-        pages = await store._read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
-        await store._read(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone()[0])
+        pages = await store._thread.read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+        await store._thread.read(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone()[0])
         with capture_logs() as log:
             for _ in range(2):
                 with pytest.raises(StoreError, match="full") as caught:
@@ -219,7 +219,7 @@ async def test_a_full_disk_fails_one_write_and_later_writes_succeed(path: Path) 
         assert store.errors == 2
         assert [(line["log_level"], line["event"]) for line in log] == [("error", "the store fails")]
         assert await store.get("r1") is None
-        await store._read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone()[0])
+        await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone()[0])
         await store.submit(order(1, padding="x" * 100_000))
         assert await store.counts() == {RolloutState.QUEUED: 2}
         assert store.size_bytes() > 100_000
@@ -285,7 +285,7 @@ async def test_work_goes_on_once_a_lost_file_is_back(path: Path, monkeypatch: py
 
 async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(path: Path) -> None:
     async with await SqliteStore.open(path) as store:
-        await store._read(lambda db: db.execute("PRAGMA busy_timeout = 50").fetchone())
+        await store._thread.read(lambda db: db.execute("PRAGMA busy_timeout = 50").fetchone())
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN")
             other.execute("SELECT count(*) FROM rollouts").fetchone()
@@ -308,13 +308,15 @@ async def test_old_events_and_tombstones_are_dropped(path: Path) -> None:
         SELECT 0, 'test', '', '{}' FROM n
     """
     async with await SqliteStore.open(path) as store:
-        await store._write(lambda db: db.execute(fill_events).rowcount)
+        await store._thread.write(lambda db: db.execute(fill_events).rowcount)
         events = await store.events(after=0, limit=200_000)
         assert events[0].event_id == 2_001
         assert events[-1].event_id == await store.last_event() == 102_500
         await store.cancel("first")
-        await store._write(lambda db: db.execute("INSERT INTO tombstones VALUES (100001, 'newest')").rowcount)
-        rows = await store._read(lambda db: db.execute("SELECT rollout_id FROM tombstones").fetchall())
+        await store._thread.write(
+            lambda db: db.execute("INSERT INTO tombstones VALUES (100001, 'newest')").rowcount
+        )
+        rows = await store._thread.read(lambda db: db.execute("SELECT rollout_id FROM tombstones").fetchall())
         assert [tuple(row) for row in rows] == [("newest",)]
 
 
@@ -323,7 +325,7 @@ async def test_the_database_itself_refuses_to_change_a_terminal_rollout(path: Pa
         await store.submit(order(0))
         await store.cancel("r0")
         with pytest.raises(DefectError, match="never changes"):
-            await store._write(lambda db: db.execute("UPDATE rollouts SET state = 'queued'").rowcount)
+            await store._thread.write(lambda db: db.execute("UPDATE rollouts SET state = 'queued'").rowcount)
         assert await store.counts() == {RolloutState.CANCELLED: 1}
 
 
@@ -334,6 +336,6 @@ async def test_a_job_that_fails_half_way_leaves_nothing(path: Path) -> None:
 
     async with await SqliteStore.open(path) as store:
         with pytest.raises(LookupError, match="on the way"):
-            await store._write(half)
-        rows = await store._read(lambda db: db.execute("SELECT * FROM tombstones").fetchall())
+            await store._thread.write(half)
+        rows = await store._thread.read(lambda db: db.execute("SELECT * FROM tombstones").fetchall())
         assert rows == []

@@ -846,7 +846,7 @@ async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_not
 
     settings = SETTINGS.model_copy(update={"lease_seconds": 0.3, "rollout_workers": 6})
     async with await SqliteStore.open(path) as store:
-        await store._read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
+        await store._thread.read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
         async with bench(Played(run=run, image="any"), store=store, settings=settings) as b:
             for i in range(6):
                 await b.submit(f"r{i}")

@@ -465,7 +465,7 @@ async def set_pages(store: SqliteStore, pages: str) -> None:
 
     while True:
         try:
-            return await store._read(limit)
+            return await store._thread.read(limit)
         except StoreError:
             await anyio.sleep(0.01)
 
@@ -536,13 +536,13 @@ async def test_a_lost_record_pauses_only_its_own_run_until_it_is_restored(
     tmp_path: Path, harm: str, mend: str
 ) -> None:
     async with two_runs(tmp_path) as (it, may_end):
-        row = dict(await it.store._read(lambda db: db.execute(ROW).fetchone()))
-        await it.store._write(lambda db: db.execute(harm, row).rowcount)
+        row = dict(await it.store._thread.read(lambda db: db.execute(ROW).fetchone()))
+        await it.store._thread.write(lambda db: db.execute(harm, row).rowcount)
         may_end.set()
         with capture_logs() as logs:
             await stopped(it, "record_lost")
         assert [line["run"] for line in logs if line["event"] == "a run cannot go on"] == ["a"]
-        await it.store._write(lambda db: db.execute(mend, row).rowcount)
+        await it.store._thread.write(lambda db: db.execute(mend, row).rowcount)
         await it.store.runs.update("a", state=RunState.RUNNING)
         assert sum(len(batch.groups) for batch in await it.all("a")) == 2
         assert (await it.store.runs.get("a")).state is RunState.FINISHED
@@ -552,7 +552,9 @@ async def test_a_lost_record_pauses_only_its_own_run_until_it_is_restored(
 @pytest.mark.parametrize("lost", ["= 'a.0.1'", "LIKE 'a.0.%'"], ids=["one", "all of a group"])
 async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path: Path, lost: str) -> None:
     async with two_runs(tmp_path) as (it, may_end):
-        await it.store._write(lambda db: db.execute(f"DELETE FROM rollouts WHERE rollout_id {lost}").rowcount)
+        await it.store._thread.write(
+            lambda db: db.execute(f"DELETE FROM rollouts WHERE rollout_id {lost}").rowcount
+        )
         may_end.set()
         await stopped(it, "record_lost")
         await it.store.runs.update("a", state=RunState.ENDED)
@@ -585,8 +587,10 @@ async def test_a_damaged_part_of_the_file_stops_only_runs_that_need_it(tmp_path:
     async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):
         while not damage_padding(tmp_path / "store.sqlite3"):
             with suppress(StoreError):  # a write in the same transaction may fail
-                await it.store._read(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
-        await it.store._read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
+                await it.store._thread.read(
+                    lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                )
+        await it.store._thread.read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
         may_end.set()
         while it.store.problem is None:
             await anyio.sleep(0.01)
@@ -600,7 +604,7 @@ async def test_a_batch_with_a_lost_rollout_says_so(tmp_path: Path) -> None:
         await it.create(tasks=2)
         while (await it.store.runs.get("a")).count("ready") < 2:
             await anyio.sleep(0.01)
-        await it.store._write(
+        await it.store._thread.write(
             lambda db: db.execute("DELETE FROM rollouts WHERE rollout_id = 'a.0.1'").rowcount
         )
         with pytest.raises(RecordLostError, match=r"a\.0\.1") as caught:
