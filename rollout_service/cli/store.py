@@ -15,7 +15,7 @@ from rollout_service.cli.common import AsJson, CommandError
 
 if TYPE_CHECKING:
     from rollout_service.store.redis import RedisConnection
-    from rollout_service.store.redis.trajectories.lost import FolderReport
+    from rollout_service.store.redis.lost_trajectories import FolderReport
     from rollout_service.store.segments.files import SharedFiles
 
 app = typer.Typer(
@@ -58,7 +58,7 @@ def new_folder(
     """
 
     async def main() -> int:
-        from rollout_service.store.redis.trajectories.lost import begin_again
+        from rollout_service.store.redis.lost_trajectories import begin_again
 
         async with _opened(config) as (connection, files):
             report = await _look(connection, files)
@@ -94,7 +94,7 @@ async def _opened(config: Path | None) -> AsyncIterator[tuple[RedisConnection, S
 
 
 async def _look(connection: RedisConnection, files: SharedFiles) -> FolderReport:
-    from rollout_service.store.redis.trajectories.lost import look
+    from rollout_service.store.redis.lost_trajectories import look
 
     return await look(connection, files)
 

@@ -27,7 +27,6 @@ from rollout_service.live.sqlite import (
     removal_statements,
     session_statements,
     turn_statements,
-    value_statements,
 )
 from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.store.sqlite.schema import Disk
@@ -167,7 +166,7 @@ class SqliteLiveStore:
     set_offset = writes(part_statements.set_offset)
     claim = writes(part_statements.claim)
     counts = reads(removal_statements.counts)
-    feedback = reads(value_statements.figures)
+    feedback = reads(turn_statements.figures)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
         """Remove a session, or all of a user, so that no byte of them stays in the store's files; counts stay."""

@@ -1,4 +1,8 @@
-"""The statements on turns; each function runs inside one transaction, in the database's thread."""
+"""The statements on turns, and on their values by pool and version; each function runs inside one transaction, in the
+database's thread.
+
+Guarantee: a turn counts once, with the value that it has, and still does after its session was removed.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import sqlite3
 from dataclasses import replace
 
 from api_schemas.rollouts.sessions import MarkReason, MaskReason
+from api_schemas.sessions import FeedbackByVersion
 from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord
-from rollout_service.live.sqlite import contents, value_statements
+from rollout_service.live.sqlite import contents
 
 _RECORD = """
 INSERT INTO turns (session, turn, kind, version, truncated, malformed, recorded_at, delivered, mask)
@@ -42,6 +47,13 @@ _TO_JUDGE = f"""
     AND mask IS NULL AND reason IS NULL AND part IS NULL AND dropped IS NULL
 ORDER BY followed_at LIMIT ?
 """
+_ADD_VALUE = """
+INSERT INTO version_values (pool, version, turns, total, satisfied)
+SELECT pool, :version, :sign, :sign * :value, :sign * (:value > 0) FROM sessions WHERE seq = :session
+ON CONFLICT (pool, version) DO UPDATE SET
+    turns = turns + excluded.turns, total = total + excluded.total, satisfied = satisfied + excluded.satisfied
+"""
+_FIGURES = "SELECT * FROM version_values WHERE turns > 0 ORDER BY pool, version"
 
 
 def record(db: sqlite3.Connection, turn: TurnRecord) -> None:
@@ -105,11 +117,19 @@ def mark(db: sqlite3.Connection, session_id: str, turn: int, mark: TurnMarkRecor
     old = contents.mark_of(db, row["session"], turn)
     if old is not None and mark.hint is None:
         mark = replace(mark, hint=old.hint, hint_dropped=old.hint_dropped)
-    value_statements.replace_value(db, row, mark.value)
+    _replace_value(db, row, mark.value)
     values = {"session": row["session"], "turn": turn, "value": mark.value, "reason": mark.reason}
     db.execute(_SET_MARK, values | {"at": mark.at})
     contents.put_mark(db, row["session"], turn, mark)
     return True
+
+
+def _replace_value(db: sqlite3.Connection, turn: sqlite3.Row, value: float | None) -> None:
+    """Count a new value of this row of `turns` in place of the one that it has."""
+    for sign, counted in ((-1, turn["value"]), (1, value)):
+        if counted is not None:
+            values = {"session": turn["session"], "version": turn["version"], "sign": sign, "value": counted}
+            db.execute(_ADD_VALUE, values)
 
 
 def turns(db: sqlite3.Connection, session_id: str, first: int = 0) -> list[TurnRecord]:
@@ -130,3 +150,17 @@ def to_judge(db: sqlite3.Connection, limit: int) -> list[TurnRecord]:
     They are main turns that were delivered, have a next state, and neither a mask, a mark nor a part.
     """
     return contents.with_content(db, db.execute(_TO_JUDGE, (limit,)).fetchall())
+
+
+def figures(db: sqlite3.Connection) -> list[FeedbackByVersion]:
+    """Return the values of turns by their session's pool and by their version, removed ones included."""
+    return [
+        FeedbackByVersion(
+            pool=row["pool"],
+            version=row["version"],
+            turns=row["turns"],
+            value_mean=row["total"] / row["turns"],
+            satisfied=row["satisfied"] / row["turns"],
+        )
+        for row in db.execute(_FIGURES)
+    ]

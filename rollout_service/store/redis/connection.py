@@ -24,9 +24,9 @@ from rollout_service.base.errors import DefectError, ServiceError, StoreError
 from rollout_service.store.jobs import Job, JobResult, JobThread
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.config import RedisConfig
-from rollout_service.store.redis.health import RedisHealth
 from rollout_service.store.redis.library import LIBRARY_NAMES, function_library, library_name
 from rollout_service.store.redis.problems import (
+    RedisHealth,
     breaks_connection,
     explain,
     is_unknown_function,

@@ -23,13 +23,12 @@ from rollout_service.base.errors import RecordLostError, StoreError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec.record import fingerprint, id_taken
-from rollout_service.store.contract import EncodedSteps, Lease, UnsavedTurn
+from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, Lease, UnsavedTurn
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import decode_row
 from rollout_service.store.redis.rollout_reading import ROWS_AT_ONCE, RolloutReads
 from rollout_service.store.redis.signals import RolloutSignals
-from rollout_service.store.redis.trajectories import steps
-from rollout_service.store.redis.trajectories.place import InRedis, TrajectoryPlace
+from rollout_service.store.redis.trajectories import InRedis, TrajectoryPlace
 
 EXPIRED_AT_ONCE = 512
 """The most rollouts that one call deletes."""
@@ -178,7 +177,15 @@ class RedisRollouts(RolloutReads):
         return saved
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
-        return await steps.save(self._connection, attempts)
+        # In Redis itself, also where trajectories are in files: a record of one or two kilobytes would keep a whole
+        # file of trajectories alive after these were pruned.
+        saved = 0
+        for start in range(0, len(attempts), ROWS_AT_ONCE):
+            values: list[str | bytes] = []
+            for attempt in attempts[start : start + ROWS_AT_ONCE]:
+                values += [attempt.rollout_id, attempt.data]
+            saved += await self._connection.call("rollouts_save_steps", MAX_RECORDS, *values)
+        return saved
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         written, encoded = await codec.encode_finished(lease, result)

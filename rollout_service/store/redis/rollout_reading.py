@@ -17,11 +17,10 @@ from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.lists import find_summaries
 from rollout_service.store.redis.reader import decode_entry
 from rollout_service.store.redis.replies import RolloutRow, decode_counts, decode_row
-from rollout_service.store.redis.trajectories import steps
-from rollout_service.store.redis.trajectories.place import TrajectoryPlace
+from rollout_service.store.redis.trajectories import TrajectoryPlace
 
 ROWS_AT_ONCE = 256
-"""The most rollouts that one call reads."""
+"""The most rollouts, or records of them, that one call reads or writes."""
 
 
 class RolloutReads(BaseStore):
@@ -66,7 +65,12 @@ class RolloutReads(BaseStore):
         return turns
 
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
-        return await steps.saved(self._connection, rollout_ids)
+        found: dict[str, list[bytes]] = {}
+        for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
+            some = rollout_ids[start : start + ROWS_AT_ONCE]
+            answer = await self._connection.read("rollouts_saved_steps", *some)
+            found |= {name: records for name, records in zip(some, answer, strict=True) if records}
+        return found
 
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
         key = self._connection.key("events")

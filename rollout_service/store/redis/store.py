@@ -37,7 +37,7 @@ from rollout_service.store.redis.engines import RedisEngines
 from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.redis.rollout_changes import RedisRollouts
 from rollout_service.store.redis.runs.store import RedisRuns
-from rollout_service.store.redis.trajectories.place import InSharedFolder, RedisSegmentLedger, TrajectoryPlace
+from rollout_service.store.redis.trajectories import InSharedFolder, RedisSegmentLedger, TrajectoryPlace
 from rollout_service.store.segments import SegmentFolder
 
 LIBRARIES_SECONDS = 3_600.0

@@ -13,7 +13,7 @@ from api_schemas.tasks import Task
 from rollout_service.base.errors import ConfigurationError, RecordLostError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store.redis import RedisConfig, RedisStore
-from rollout_service.store.redis.trajectories.lost import begin_again, look
+from rollout_service.store.redis.lost_trajectories import begin_again, look
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.redis_server import RedisServer

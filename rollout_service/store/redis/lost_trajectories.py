@@ -18,7 +18,7 @@ from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import decode_row
 from rollout_service.store.redis.rollout_reading import ROWS_AT_ONCE
-from rollout_service.store.redis.trajectories.place import RedisSegmentLedger, referred
+from rollout_service.store.redis.trajectories import RedisSegmentLedger, referred
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.proof import FolderMark, FolderProof, prove_shared

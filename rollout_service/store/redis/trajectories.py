@@ -1,4 +1,4 @@
-"""Where the trajectories of a Redis store are.
+"""The places of the trajectories of a Redis store: Redis itself, or segment files of a shared folder.
 
 Guarantee: the reference from `keep` finds the trajectory again, on every node, until its rollout is deleted.
 """
