@@ -6,7 +6,7 @@ A store inherits these classes and reads or writes records. Decoding and encodin
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -17,17 +17,23 @@ from api_schemas.errors import FieldError
 from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutPage, RolloutState
 from api_schemas.runs import Group
+from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.trajectories import Trajectory
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder, SummaryPage
 from rollout_service.base.errors import InvalidFieldError, NotFoundError, StoreError
 from rollout_service.base.ids import BatchId
 from rollout_service.base.signals import MonotonicCounter
+from rollout_service.store import rules
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
+from rollout_service.store.codec.groups import StoredGroups
+from rollout_service.store.codec.history import make_history
 from rollout_service.store.codec.record import Row
+from rollout_service.store.columns import Columns
 from rollout_service.store.contract import Store
+from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.runs_contract import GroupHead, RunStore
 
 HEADS_AT_ONCE = 16
@@ -175,6 +181,25 @@ class BaseRuns(RunStore):
     async def wait_for_change(self, after: int) -> int:
         return await self._signals.changes.wait_above(after)
 
+    async def group_page(
+        self,
+        run_id: str,
+        which: GroupSelection,
+        *,
+        order: SummaryOrder = "newest",
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> GroupPage:
+        after = summary_codec.decode_cursor(order, cursor)
+        found = await self._groups(run_id, which, order, after, limit)
+        rows = [group_codec.make_row(group, found.rollouts) for group in found.groups]
+        return GroupPage(groups=rows, next_cursor=summary_codec.encode_cursor(order, found.next))
+
+    async def history(self, run_id: str, *, points: int) -> RunHistory:
+        parts, counters = await self._history(run_id)
+        reasons = rules.dropped_counts(counters)
+        return await anyio.to_thread.run_sync(lambda: make_history(run_id, b"".join(parts), reasons, points))
+
     async def group(self, run_id: str, number: int) -> Group:
         stored = await self._group(run_id, number)
         return await anyio.to_thread.run_sync(group_codec.decode_group, *stored)
@@ -195,14 +220,32 @@ class BaseRuns(RunStore):
         stored = await self._group(run_id, number)
         return await anyio.to_thread.run_sync(group_codec.make_head, *stored)
 
+    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
+        packed = await self._trajectories(run_id, number)
+        return await anyio.to_thread.run_sync(group_codec.locate_columns, packed)
+
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         rows = await self._whole_rows(rollout_ids)
         found = await anyio.to_thread.run_sync(group_codec.decode_recorded, rows)
         return [found[one] for one in rollout_ids if one in found]
 
     @abstractmethod
+    async def _groups(
+        self, run_id: str, which: GroupSelection, order: SummaryOrder, after: int | None, limit: int
+    ) -> StoredGroups:
+        """Return up to `limit` groups that match, after a number if one is given."""
+
+    @abstractmethod
+    async def _history(self, run_id: str) -> tuple[Sequence[bytes], Mapping[str, int]]:
+        """Return the records of all groups of a run, in parts that follow each other, and the run's counters."""
+
+    @abstractmethod
     async def _group(self, run_id: str, number: int) -> tuple[Row, Sequence[Row]]:
         """Return the row of a closed group and those of its rollouts, as `codec.groups` reads them."""
+
+    @abstractmethod
+    async def _trajectories(self, run_id: str, number: int) -> Sequence[bytes]:
+        """Return the encoded trajectories of a closed group in the order of its samples, without stale ones."""
 
     @abstractmethod
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:

@@ -179,6 +179,17 @@ class StoredGroup:
     """The output of `codec.history.encode_record`; empty for a group without a record."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredGroups:
+    """One page of groups, with their rollouts."""
+
+    groups: Sequence[StoredGroup]
+    rollouts: Mapping[str, Row]
+    """Those of their members that exist, by id."""
+    next: int | None
+    """The number after which to go on; None if nothing is left."""
+
+
 def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
     """Return a group with its rollouts; these have `state`, `reward`, `code`, `tokens` and `environment`."""
     closed_at, mean, std = decode_closed(group.record)

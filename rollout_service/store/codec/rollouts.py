@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, StopReason
+from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span, StopReason
 from api_schemas.rollouts.sessions import TurnMark
 from api_schemas.rollouts.trees import NodeDetail, RolloutNodes
 from api_schemas.trajectories import Trajectory
@@ -149,6 +149,15 @@ def decode_rollout(row: Row, shown: Shown = Shown.REQUESTED) -> Rollout:
     """
     with reading(row["rollout_id"]):
         return _decode_rollout(row, shown)
+
+
+def make_page(rows: Sequence[Row], limit: int, counts: dict[RolloutState, int]) -> RolloutPage:
+    """Return a page of rollouts from their rows, of which there is one more if another page follows."""
+    return RolloutPage(
+        rollouts=[decode_rollout(row, Shown.WORK) for row in rows[:limit]],
+        next_cursor=str(rows[limit - 1]["seq"]) if len(rows) > limit else None,
+        counts=counts,
+    )
 
 
 def decode_tree(row: Row) -> RolloutNodes | None:

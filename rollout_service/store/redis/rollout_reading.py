@@ -84,12 +84,7 @@ class RolloutReads(BaseStore):
 
     async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
         found, counts = await self._connection.read("rollouts_page", state or "", str(after), limit + 1)
-        rows = [decode_row(row) for row in found]
-        return RolloutPage(
-            rollouts=[codec.decode_rollout(row, codec.Shown.WORK) for row in rows[:limit]],
-            next_cursor=str(rows[limit - 1]["seq"]) if len(rows) > limit else None,
-            counts=decode_counts(counts),
-        )
+        return codec.make_page([decode_row(row) for row in found], limit, decode_counts(counts))
 
     async def rows(self, rollout_ids: Sequence[str], *, trajectories: bool = False) -> Sequence[RolloutRow]:
         """Return the rows of the rollouts that exist, in this order, with Redis's records of their trajectories."""

@@ -277,13 +277,7 @@ def page(db: sqlite3.Connection, state: RolloutState | None, after: int, limit: 
     """Return up to `limit` rollouts with numbers above `after`, only those in `state` if that is set."""
     values = {"state": state, "after": after, "limit": limit}
     rows = db.execute(_PAGE if state is None else _PAGE_IN_STATE, values).fetchall()
-    more = len(rows) > limit
-    rows = rows[:limit]
-    return RolloutPage(
-        rollouts=[codec.decode_rollout(row, codec.Shown.WORK) for row in rows],
-        next_cursor=str(rows[-1]["seq"]) if more else None,
-        counts=counts(db),
-    )
+    return codec.make_page(rows, limit, counts(db))
 
 
 def counts(db: sqlite3.Connection) -> dict[RolloutState, int]:

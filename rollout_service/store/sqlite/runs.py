@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -12,9 +11,7 @@ import anyio.to_thread
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunRequest, RunState
-from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.tasks import Task
-from api_schemas.views.summaries import SummaryOrder
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.base import BaseRuns, RunSignals
@@ -23,12 +20,7 @@ from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec.groups import make_row
-from rollout_service.store.codec.history import make_history
 from rollout_service.store.codec.record import fingerprint
-from rollout_service.store.codec.summaries import decode_cursor, encode_cursor
-from rollout_service.store.columns import Columns
-from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,
@@ -46,7 +38,7 @@ from rollout_service.store.sqlite import (
     run_statements,
 )
 from rollout_service.store.sqlite.lists import history
-from rollout_service.store.sqlite.lists.groups import StoredGroups, look_at_groups
+from rollout_service.store.sqlite.lists.groups import look_at_groups
 from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
 
 
@@ -178,33 +170,14 @@ class SqliteRuns(BaseRuns):
 
     group_states = reads(run_statements.group_states)
 
-    async def group_page(
-        self,
-        run_id: str,
-        which: GroupSelection,
-        *,
-        order: SummaryOrder = "newest",
-        cursor: str | None = None,
-        limit: int = 50,
-    ) -> GroupPage:
-        after = decode_cursor(order, cursor)
-
-        def look(db: sqlite3.Connection) -> StoredGroups:
-            run = run_statements.row_of(db, run_id)["seq"]
-            return look_at_groups(db, run, which, order=order, after=after, limit=limit)
-
-        found = await self._thread.read(look)
-        rows = [make_row(group, found.rollouts) for group in found.groups]
-        return GroupPage(groups=rows, next_cursor=encode_cursor(order, found.next))
-
-    async def history(self, run_id: str, *, points: int) -> RunHistory:
+    async def _history(self, run_id: str) -> tuple[Sequence[bytes], Mapping[str, int]]:
         run, counters = await self._thread.read(run_statements.seq_and_counters, run_id)
         parts: dict[int, bytes] = {}
         while some := await self._thread.read(history.read_from, run, max(parts, default=-1) + 1):
             parts.update(some)
-        dropped = rules.dropped_counts(counters)
-        return await anyio.to_thread.run_sync(_history, run_id, parts, dropped, points)
+        return list(parts.values()), counters
 
+    _groups = reads(look_at_groups)
     _group = reads(batch_statements.read_group)
 
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
@@ -212,11 +185,7 @@ class SqliteRuns(BaseRuns):
         return await anyio.to_thread.run_sync(lambda: [head_codec.decode(row) for row in rows])
 
     _whole_rows = reads(batch_statements.read_rollouts)
-
-    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
-        packed = await self._thread.read(batch_statements.read_trajectories, run_id, number)
-        return await anyio.to_thread.run_sync(group_codec.locate_columns, packed)
-
+    _trajectories = reads(batch_statements.read_trajectories)
     closed_groups = reads(batch_statements.closed_groups)
     rollout_ids = reads(batch_statements.rollout_ids)
 
@@ -243,7 +212,3 @@ class SqliteRuns(BaseRuns):
     def rollout_ended(self) -> None:
         """Wake those who wait for changes, since a rollout has ended."""
         self._signals.changes.increment()
-
-
-def _history(run_id: str, parts: Mapping[int, bytes], reasons: Mapping[str, int], points: int) -> RunHistory:
-    return make_history(run_id, b"".join(parts.values()), reasons, points)

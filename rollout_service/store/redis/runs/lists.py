@@ -8,15 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import anyio.to_thread
-
-from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.views.summaries import SummaryOrder
-from rollout_service.store import rules
 from rollout_service.store.base import BaseRuns, RunSignals
-from rollout_service.store.codec.groups import StoredGroup, make_row
-from rollout_service.store.codec.history import SIZE, make_history
-from rollout_service.store.codec.summaries import decode_cursor, encode_cursor
+from rollout_service.store.codec.groups import StoredGroup, StoredGroups
+from rollout_service.store.codec.history import SIZE
 from rollout_service.store.lists_contract import LOOKED_AT, GroupSelection
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.records import ClosedRecord, Command, GroupStatus, OpenRecord
@@ -39,16 +34,9 @@ class RunPages(BaseRuns):
         super().__init__(signals)
         self._database = database
 
-    async def group_page(
-        self,
-        run_id: str,
-        which: GroupSelection,
-        *,
-        order: SummaryOrder = "newest",
-        cursor: str | None = None,
-        limit: int = 50,
-    ) -> GroupPage:
-        after = decode_cursor(order, cursor)
+    async def _groups(
+        self, run_id: str, which: GroupSelection, order: SummaryOrder, after: int | None, limit: int
+    ) -> StoredGroups:
         run, _, _ = await self._database.look(run_id)
         count = run.record.cursor
         if order == "newest":
@@ -58,9 +46,7 @@ class RunPages(BaseRuns):
         found, last = await self._matching(run_id, which, numbers, limit)
         rows = await self._stored(run_id, found)
         members = await self._rows([name for group in rows for name in group.members])
-        return GroupPage(
-            groups=[make_row(group, members) for group in rows], next_cursor=encode_cursor(order, last)
-        )
+        return StoredGroups(rows, members, last)
 
     async def _matching(
         self, run_id: str, which: GroupSelection, numbers: Sequence[int], limit: int
@@ -108,15 +94,14 @@ class RunPages(BaseRuns):
                     }
         return found
 
-    async def history(self, run_id: str, *, points: int) -> RunHistory:
+    async def _history(self, run_id: str) -> tuple[Sequence[bytes], Mapping[str, int]]:
         run, _, _ = await self._database.look(run_id)
         key, parts = self._database.keys(run_id).history, []
         for first in range(0, run.record.cursor, RECORDS_AT_ONCE):
             last = (first + RECORDS_AT_ONCE) * SIZE - 1
             _, (data,) = await self._database.read([("GETRANGE", key, first * SIZE, last)])
             parts.append(data)
-        reasons = rules.dropped_counts(run.record.counters)
-        return await anyio.to_thread.run_sync(make_history, run_id, b"".join(parts), reasons, points)
+        return parts, run.record.counters
 
 
 def _is_wanted(status: GroupStatus, which: GroupSelection) -> bool:

@@ -19,7 +19,6 @@ from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import Row
-from rollout_service.store.columns import Columns
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.lists import RunPages
 from rollout_service.store.redis.runs.records import ClosedRecord, GroupStatus, OpenRecord
@@ -114,12 +113,11 @@ class GroupReader(RunPages):
     async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
         return await self._rollouts.whole_rows(rollout_ids)
 
-    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
+    async def _trajectories(self, run_id: str, number: int) -> Sequence[bytes]:
         closed = await self._closed(run_id, number)
         kept = rules.delivered_rollouts(run_codec.decode_samples(closed.row["samples"]))
         found = {row["rollout_id"]: row["trajectory"] for row in await self._rollouts.whole_rows(kept)}
-        packed = [found[one] for one in kept if found.get(one) is not None]
-        return await anyio.to_thread.run_sync(group_codec.locate_columns, packed)
+        return [found[one] for one in kept if found.get(one) is not None]
 
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
         keys = self._database.keys(run_id)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from api_schemas.views.summaries import SummaryOrder
-from rollout_service.store.codec.groups import StoredGroup
+from rollout_service.store.codec.groups import StoredGroup, StoredGroups
 from rollout_service.store.lists_contract import LOOKED_AT, GroupSelection
 from rollout_service.store.sqlite.lists.history import records_of
+from rollout_service.store.sqlite.run_statements import row_of
 
 _NEWEST = 2**62
 _COLUMNS = """
@@ -23,26 +23,16 @@ WHERE rollout_id IN (SELECT value FROM json_each(?))
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StoredGroups:
-    """One page of groups, with their rollouts."""
-
-    groups: Sequence[StoredGroup]
-    rollouts: dict[str, sqlite3.Row]
-    next: int | None
-    """The number after which to go on; None if nothing is left."""
-
-
 def look_at_groups(
     db: sqlite3.Connection,
-    run: int,
+    run_id: str,
     which: GroupSelection,
-    *,
     order: SummaryOrder,
     after: int | None,
     limit: int,
 ) -> StoredGroups:
     """Return the next groups that match, with their rollouts."""
+    run = row_of(db, run_id)["seq"]
     low, high = 0, _NEWEST
     if after is not None:
         low, high = (0, after - 1) if order == "newest" else (after + 1, _NEWEST)
