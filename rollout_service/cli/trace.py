@@ -30,7 +30,7 @@ def command(
     """Write the steps of rollouts, with their engines and sandboxes, as a trace for Perfetto."""
 
     async def main() -> None:
-        from rollout_service.cli.trace_writing import write_trace
+        from rollout_service.cli.trace_file import write_trace
 
         async with common.connect(url, key) as client:
             written = await write_trace(client, names, output)

@@ -22,10 +22,10 @@ from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
+from rollout_service.gateway.server.listener import address_of, bind, serving
 from rollout_service.gateway.server.paths import KeyedApp, KeyedApps
-from rollout_service.gateway.server.serving import address_of, bind, serving
+from rollout_service.gateway.sessions.engines import PolicyEngines
 from rollout_service.gateway.sessions.keys import GatewaySessions, OneSession
-from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit
 from rollout_service.http.protocol import Observe
@@ -86,8 +86,9 @@ class Gateway:
     def open(
         self, request: RolloutRequest, limits: EpisodeLimits, hidden: Collection[str] = ()
     ) -> GatewaySession:
-        """Open the session of a rollout's agent; its key is valid until `close`. `hidden` texts are masked for the
-        policy.
+        """Open the session of a rollout's agent; its key is valid until `close`.
+
+        The texts in `hidden` are masked for the policy.
 
         Raises:
             NoBackendError: The rollout's pool is not served.

@@ -127,7 +127,7 @@ class TurnRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnFate:
+class PendingTurn:
     """The state of a turn that is in no part, without its content."""
 
     turn: int

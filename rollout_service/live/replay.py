@@ -21,8 +21,8 @@ from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentR
 from rollout_service.base.errors import RecordLostError
 from rollout_service.engines.contract import Generation
 from rollout_service.gateway.capture import CapturePolicy, PlannedTurn, TurnCapture
+from rollout_service.gateway.capture.echoes import Match, RecordedTurn
 from rollout_service.gateway.capture.history import Head, as_messages, canonical
-from rollout_service.gateway.capture.matching import Match, RecordedTurn
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, Lane, ModelCall
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.detectors import texts_in

@@ -32,8 +32,8 @@ from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PAGE, SessionRegister, hash_of
 from rollout_service.live.serving.active import ActiveSessions
-from rollout_service.live.serving.connecting import SessionEngines
-from rollout_service.live.serving.served import KEY_PREFIX, SessionResolver
+from rollout_service.live.serving.engines import SessionEngines
+from rollout_service.live.serving.resolver import KEY_PREFIX, SessionResolver
 from rollout_service.live.serving.users import DEFAULT_TENANT, UserHashes
 from rollout_service.live.serving.views import (
     decode_cursor,

@@ -21,7 +21,7 @@ from rollout_service.activity import waits_for
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.base.errors import UnavailableError, describe
 from rollout_service.base.masking import mask_info
-from rollout_service.engines.serving.masked import without_secrets
+from rollout_service.engines.serving.masked_policy import without_secrets
 from rollout_service.engines.serving.subagent_pools import subagent_pool
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, RecordedPolicies

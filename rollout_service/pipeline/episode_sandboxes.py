@@ -22,7 +22,7 @@ from rollout_service.pipeline.stage import Timer
 from sandboxes import Sandbox, SessionName
 from sandboxes.errors import LimitExceededError
 from sandboxes.scheduling.admission import AdmissionController, Purpose, Ticket
-from sandboxes.sessions.opening import open_sessions
+from sandboxes.sessions.startup import open_sessions
 
 log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import RolloutRequest, Stage, StopReason
 from api_schemas.tasks import Task
-from rollout_service.engines.serving.masked import without_secrets
+from rollout_service.engines.serving.masked_policy import without_secrets
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Episode, Policy, Score

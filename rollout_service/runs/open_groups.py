@@ -16,7 +16,7 @@ from rollout_service.base.ids import SampleId
 from rollout_service.groups import CANCELLED, SURPLUS, FilterChain, StragglerRule
 from rollout_service.groups.auxiliary import reward_weights
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.runs.closing import PERMANENT, close_group
+from rollout_service.runs.group_closing import PERMANENT, close_group
 from rollout_service.runs.planning import ActiveRun, has_surplus, rollout_request
 from rollout_service.store import rules
 from rollout_service.store.codec.rollouts import RESTORE

@@ -18,7 +18,7 @@ from rich.text import Text
 from rollout_service.base.errors import InvalidFieldError, SecretMissingError, ServiceError
 from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
-from rollout_service.cli.image.showing import unpacked_images
+from rollout_service.cli.image.tables import unpacked_images
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.dataset_files import count_splits, get_split
 from rollout_service.environments.declarative.declaration import FILE_NAME

@@ -20,7 +20,7 @@ from rollout_service.cli.image.dockerfiles import (
     failure_as_dict,
     is_dockerfile,
 )
-from rollout_service.cli.image.showing import (
+from rollout_service.cli.image.tables import (
     image_as_dict,
     image_builder,
     image_store,

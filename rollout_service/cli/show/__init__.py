@@ -9,7 +9,7 @@ import typer
 
 from rollout_service.cli import common, completion
 from rollout_service.cli.common import DEFAULT_URL, Key, Url
-from rollout_service.cli.show.coloring import Coloring
+from rollout_service.cli.show.colors import Coloring
 
 if TYPE_CHECKING:
     from rollout_client.client import RolloutClient
@@ -91,7 +91,7 @@ def command(
 
 
 async def _save(client: RolloutClient, rollout_id: str, file: Path) -> None:
-    from rollout_service.cli.trace_writing import written
+    from rollout_service.cli.trace_file import written
 
     content = await client.saved_page(rollout_id)
     with written(file) as write:

@@ -15,7 +15,7 @@ from rich.style import Style
 
 from rollout_service.base.terminal_text import escape_controls
 from rollout_service.cli.common import count
-from rollout_service.cli.show.coloring import Coloring, Mark, Token, legend, mark, plain_legend
+from rollout_service.cli.show.colors import Coloring, Mark, Token, legend, mark, plain_legend
 
 if TYPE_CHECKING:
     from api_schemas.rollouts.tokens import SegmentOutline, TokenRange, TrajectoryOutline

@@ -13,8 +13,8 @@ from typing import Protocol
 import orjson
 
 from api_schemas.trajectories import SegmentRole
+from rollout_service.gateway.capture.echoes import Match, RecordedTurn
 from rollout_service.gateway.capture.history import Head
-from rollout_service.gateway.capture.matching import Match, RecordedTurn
 from rollout_service.gateway.contract import ClientMessage, ModelCall
 from rollout_service.gateway.errors import ContextOverflowError
 from rollout_service.tokens import ChatRenderer, TreeTurn

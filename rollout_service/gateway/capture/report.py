@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from api_schemas.trajectories import ForkReason, SegmentRole
-from rollout_service.gateway.capture.matching import EchoMatch
+from rollout_service.gateway.capture.echoes import EchoMatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import structlog
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.live.contract import SessionRecord, TurnFate
+from rollout_service.live.contract import SessionRecord, PendingTurn
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.parts.deletion import SessionDeletion
@@ -99,7 +99,7 @@ class PartCloser:
         return made
 
     async def _close(
-        self, session: SessionRecord, turns: Sequence[TurnFate], runs: Sequence[RunRecord]
+        self, session: SessionRecord, turns: Sequence[PendingTurn], runs: Sequence[RunRecord]
     ) -> bool:
         run = run_of(session, runs, self._trained_pool)
         decision = decide(
@@ -158,7 +158,7 @@ class DecisionTime:
 
 def decide(
     session: SessionRecord,
-    turns: Sequence[TurnFate],
+    turns: Sequence[PendingTurn],
     order: LiveDelivery | None,
     moment: DecisionTime,
     *,
@@ -187,7 +187,7 @@ def decide(
 
 
 def _without_run(
-    session: SessionRecord, turns: Sequence[TurnFate], moment: DecisionTime
+    session: SessionRecord, turns: Sequence[PendingTurn], moment: DecisionTime
 ) -> TurnDecision | None:
     """Decide the turns of a session that no run takes: those that can never be trained on, or were kept too long."""
     old = {
@@ -201,7 +201,9 @@ def _without_run(
     return TurnDecision(dropped=old) if old else None
 
 
-def _decision(session: SessionRecord, turns: Sequence[TurnFate], order: LiveDelivery) -> TurnDecision | None:
+def _decision(
+    session: SessionRecord, turns: Sequence[PendingTurn], order: LiveDelivery
+) -> TurnDecision | None:
     dropped = {turn.turn: reason for turn in turns if (reason := _reason(session, turn)) is not None}
     judged = [turn for turn in turns if turn.turn not in dropped]
     zeros = [turn.turn for turn in judged if turn.value == 0 and order.zeros != "keep"]
@@ -212,7 +214,7 @@ def _decision(session: SessionRecord, turns: Sequence[TurnFate], order: LiveDeli
     return TurnDecision(usable, dropped) if usable or dropped else None
 
 
-def _reason(session: SessionRecord, turn: TurnFate) -> MaskReason | None:
+def _reason(session: SessionRecord, turn: PendingTurn) -> MaskReason | None:
     """Return why a turn is not usable, as far as it is not for its value; None if it is judged."""
     if turn.kind is TurnKind.SIDE:
         return MaskReason.SIDE
@@ -226,24 +228,24 @@ def _reason(session: SessionRecord, turn: TurnFate) -> MaskReason | None:
     return MaskReason.QUARANTINED if session.quarantined else None
 
 
-def _is_judged(turn: TurnFate) -> bool:
+def _is_judged(turn: PendingTurn) -> bool:
     return turn.value is not None and turn.delivered and turn.mask is None and turn.kind is TurnKind.MAIN
 
 
-def _is_due(turn: TurnFate) -> bool:
+def _is_due(turn: PendingTurn) -> bool:
     """Return whether a turn waits for the judge."""
     is_open = turn.kind is TurnKind.MAIN and turn.mask is None and turn.delivered
     return is_open and turn.followed_at is not None and turn.marked_at is None
 
 
-def _may_change(turn: TurnFate) -> bool:
+def _may_change(turn: PendingTurn) -> bool:
     """Return whether a turn of an open session may still be delivered, followed or judged."""
     if turn.kind is TurnKind.SIDE or turn.mask is not None:
         return False
     return not turn.delivered or turn.marked_at is None
 
 
-def _is_late(turn: TurnFate, session: SessionRecord, order: LiveDelivery, moment: DecisionTime) -> bool:
+def _is_late(turn: PendingTurn, session: SessionRecord, order: LiveDelivery, moment: DecisionTime) -> bool:
     """Return whether a due turn has waited for the judge as long as it may."""
     if moment.now >= turn.recorded_at + session.retention_seconds:
         return True
@@ -253,7 +255,7 @@ def _is_late(turn: TurnFate, session: SessionRecord, order: LiveDelivery, moment
     return moment.now >= since + order.judge_seconds
 
 
-def _closes(judged: Sequence[TurnFate], order: LiveDelivery, now: float) -> bool:
+def _closes(judged: Sequence[PendingTurn], order: LiveDelivery, now: float) -> bool:
     first = min(turn.marked_at or 0.0 for turn in judged)
     return len(judged) >= order.close_turns or now >= first + order.close_seconds
 

@@ -29,7 +29,7 @@ from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.http.requests import BodiesInFlight
-from rollout_service.live.serving.served import SessionResolver
+from rollout_service.live.serving.resolver import SessionResolver
 from rollout_service.settings.gateway import GatewaySettings
 
 log = structlog.get_logger(__name__)

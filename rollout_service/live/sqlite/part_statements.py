@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
-from rollout_service.live.contract import PartRecord, TurnFate
+from rollout_service.live.contract import PartRecord, PendingTurn
 from rollout_service.live.sqlite.session_statements import find
 
 _DECIDE = """
@@ -70,16 +70,16 @@ def _all_undecided(db: sqlite3.Connection, session: int, turns: Sequence[int]) -
     return {row["turn"] for row in rows} >= set(turns)
 
 
-def fates(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, list[TurnFate]]:
+def fates(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, list[PendingTurn]]:
     """Return the turns of each session that are in no part."""
-    found: dict[str, list[TurnFate]] = {}
+    found: dict[str, list[PendingTurn]] = {}
     for row in db.execute(_FATES, (json.dumps(list(session_ids)),)):
         found.setdefault(row["session_id"], []).append(_fate(row))
     return found
 
 
-def _fate(row: sqlite3.Row) -> TurnFate:
-    return TurnFate(
+def _fate(row: sqlite3.Row) -> PendingTurn:
+    return PendingTurn(
         turn=row["turn"],
         kind=TurnKind(row["kind"]),
         recorded_at=row["recorded_at"],

@@ -24,7 +24,7 @@ from rollout_service.live.contract import (
     OptOuts,
     PartRecord,
     SessionRecord,
-    TurnFate,
+    PendingTurn,
     TurnMarkRecord,
     TurnRecord,
 )
@@ -196,7 +196,7 @@ class SqliteLiveStore:
         """Return sessions with a turn that is in no part, those first that were looked at longest ago."""
         return await self._write(lambda db: session_statements.undecided(db, limit))
 
-    async def fates(self, session_ids: Sequence[str]) -> Mapping[str, Sequence[TurnFate]]:
+    async def fates(self, session_ids: Sequence[str]) -> Mapping[str, Sequence[PendingTurn]]:
         """Return the turns of each session that are in no part, by their ids."""
         return await self._read(lambda db: part_statements.fates(db, session_ids))
 

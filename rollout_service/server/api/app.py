@@ -18,7 +18,7 @@ from rollout_service.base.shutdown import Shutdown
 from rollout_service.http import problems
 from rollout_service.http.access_log import AccessLogMiddleware
 from rollout_service.http.allowed_hosts import AllowedHosts, HostMiddleware
-from rollout_service.http.draining import ShutdownMiddleware
+from rollout_service.http.drain import ShutdownMiddleware
 from rollout_service.http.keyring import Keyring
 from rollout_service.live.serving.app import SessionCalls
 from rollout_service.observability.telemetry.metrics import Metrics

@@ -25,7 +25,7 @@ from rollout_service import __version__
 from rollout_service.base.errors import ConfigurationError, find_known_error
 from rollout_service.base.shutdown import Shutdown
 from rollout_service.http.connections import ConnectionLimits, Connections, descriptor_limit
-from rollout_service.http.draining import FAILED, DrainingServer
+from rollout_service.http.drain import FAILED, DrainingServer
 from rollout_service.http.protocol import RequestLimits
 from rollout_service.http.tls import Certificate
 from rollout_service.observability.telemetry.logging import configure_logging

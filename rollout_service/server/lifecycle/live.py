@@ -21,13 +21,13 @@ from rollout_service.judging.contract import Judge
 from rollout_service.live.canary import Canaries
 from rollout_service.live.consent import MessageHashes
 from rollout_service.live.detectors import Detectors
-from rollout_service.live.judging.opening import make_judge_stage, make_teacher
+from rollout_service.live.judging.factory import make_judge_stage, make_teacher
 from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
 from rollout_service.live.parts.work import SessionTraining
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.serving.app import LiveApp
-from rollout_service.live.serving.connecting import SessionEngines
+from rollout_service.live.serving.engines import SessionEngines
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sessions import LiveSessionParts, LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore

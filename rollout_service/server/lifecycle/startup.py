@@ -27,7 +27,7 @@ from rollout_service.groups import FilterRegistry
 from rollout_service.observability.telemetry.health import NodeMetrics
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.observability.telemetry.parallel import SlotMetrics
-from rollout_service.observability.tracing.otel.opening import tracing
+from rollout_service.observability.tracing.otel.setup import tracing
 from rollout_service.observability.tracing.steps import StepArchive, StepWriter
 from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext, Stages

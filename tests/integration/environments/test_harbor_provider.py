@@ -49,7 +49,7 @@ def harbors_rewards(tasks: Path, folder: Path) -> dict[tuple[str, str], float]:
         "agents": [{"name": "oracle"}, {"name": "nop"}],
         "datasets": [{"path": str(tasks)}],
         "environment": {
-            "import_path": "sandboxes.adapters.harbor:RolloutEnvironment",
+            "import_path": "sandboxes.harbor:RolloutEnvironment",
             "kwargs": {
                 "bases": {"base": str(BASE)},
                 "images_dir": str(folder / "images"),

@@ -30,7 +30,7 @@ from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnMarkRecord
-from rollout_service.live.judging.opening import make_judge_stage, make_teacher
+from rollout_service.live.judging.factory import make_judge_stage, make_teacher
 from rollout_service.live.recorder import next_state
 from rollout_service.live.replay import LIVE, pack
 from rollout_service.live.sqlite.store import SqliteLiveStore

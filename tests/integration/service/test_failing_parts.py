@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rollout_service.base.errors import StoreError
-from rollout_service.http.draining import FAILED
+from rollout_service.http.drain import FAILED
 from rollout_service.store.sqlite.thread import DatabaseThread
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 

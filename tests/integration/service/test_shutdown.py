@@ -154,7 +154,7 @@ def test_a_signal_while_it_starts_ends_it(tmp_path: Path) -> None:
 HANGING = """
 import socket, time
 import uvicorn
-from rollout_service.http.draining import DrainingServer
+from rollout_service.http.drain import DrainingServer
 from rollout_service.http.connections import ConnectionLimits, Connections
 from rollout_service.http.protocol import RequestLimits
 from rollout_service.base.shutdown import Shutdown

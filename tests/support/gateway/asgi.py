@@ -21,8 +21,8 @@ from rollout_service.gateway.contract import Dialect
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
+from rollout_service.gateway.sessions.engines import PolicyEngines
 from rollout_service.gateway.sessions.keys import OneSession
-from rollout_service.gateway.sessions.sampling import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.requests import BodiesInFlight
 from rollout_service.settings.gateway import GatewaySettings

@@ -15,9 +15,9 @@ from typing import Any
 from harbor.models.task.config import EnvironmentConfig, NetworkMode, NetworkPolicy
 from harbor.models.trial.paths import TrialPaths
 
-from sandboxes.adapters import harbor_settings
-from sandboxes.adapters.harbor import RolloutEnvironment
+from sandboxes import harbor_settings
 from sandboxes.errors import SandboxConfigError, SandboxError
+from sandboxes.harbor import RolloutEnvironment
 
 BASE = "base"
 HOSTILE = """

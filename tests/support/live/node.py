@@ -24,7 +24,7 @@ from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
-from rollout_service.live.serving.connecting import SessionEngines
+from rollout_service.live.serving.engines import SessionEngines
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sessions import LiveSessionParts, LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore

@@ -62,7 +62,7 @@ PARTS = (
         "harbor",
         2,
         "runs trials with the real Harbor",
-        ("rollout_service/environments/harbor/", "sandboxes/adapters/", "deploy/harbor/"),
+        ("rollout_service/environments/harbor/", "sandboxes/harbor.py", "deploy/harbor/"),
     ),
     Part(
         "docker",

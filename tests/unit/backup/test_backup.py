@@ -13,7 +13,7 @@ import pytest
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.backup import Places, make_backup, restore_backup
-from rollout_service.backup.making import pinned
+from rollout_service.backup.creation import pinned
 from rollout_service.backup.manifest import MANIFEST, ONLY, STATES
 from rollout_service.base import state_files
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError

@@ -9,7 +9,7 @@ import pytest
 
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
-from rollout_service.environments.bridges.games.declared import DeclaredGame, load_game
+from rollout_service.environments.bridges.games.declared_game import DeclaredGame, load_game
 from rollout_service.environments.lint import Solving
 from rollout_service.environments.registry import load_path
 from rollout_service.pipeline.sandbox_source import SandboxSource

@@ -26,7 +26,7 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec, 
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.episodes import Episode, Policy, Score, WorkClock
 from rollout_service.pipeline.pipeline import Pipeline
-from rollout_service.pipeline.settling import keeps_turns
+from rollout_service.pipeline.settlement import keeps_turns
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import UnsavedTurn

@@ -60,6 +60,13 @@ def architecture() -> ModuleType:
             "rollout_service holds 25 folders and modules, over 24",
         ),
         (
+            {"sandboxes/a.py": "import sandboxes.b", "sandboxes/b.py": "import sandboxes.a"},
+            "import each other",
+        ),
+        ({"sandboxes/c/a.py": "", "sandboxes/c/b.py": ""}, "sandboxes/c holds 2 modules, under 3"),
+        ({"sandboxes/working.py": ""}, "sandboxes/working.py: working says too little"),
+        ({"sandboxes/a.py": "class _Roster: ..."}, "sandboxes/a.py: Roster says too little"),
+        (
             {"api_schemas/a.py": "class Twin: ...", "sandboxes/b.py": "\nclass _Twin: ..."},
             "rollout-service has 2 classes Twin: api_schemas/a.py:1, sandboxes/b.py:2",
         ),
@@ -83,4 +90,5 @@ def test_a_broken_rule_is_named(
 def test_types_may_come_from_a_higher_layer(architecture: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "rollout_service" / "base").mkdir(parents=True)
     (tmp_path / "rollout_service" / "base" / "errors.py").write_text(FOR_TYPES)
+    (tmp_path / "rollout_service" / "base" / "data.json").touch()
     assert architecture.main(["--root", str(tmp_path)]) == 0

@@ -33,7 +33,7 @@ def test_a_store_in_redis_names_the_extra() -> None:
 def test_services_backups_and_jobs_without_redis_do_not_need_it() -> None:
     code = (
         "import rollout_service.server.api.serve, rollout_service.cli.backup\n"
-        "import rollout_service.backup.making, rollout_service.backup.restoring, rollout_service.backup.slurm_jobs\n"
+        "import rollout_service.backup.creation, rollout_service.backup.restore, rollout_service.backup.slurm_jobs\n"
         "from rollout_service.cli import slurm, store\n"
         "print('imported')\n"
     )

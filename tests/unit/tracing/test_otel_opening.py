@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.observability.tracing.otel import opening
+from rollout_service.observability.tracing.otel import setup
 from rollout_service.observability.tracing.otel.export import FLUSH_SECONDS, Exporter, queue_size
-from rollout_service.observability.tracing.otel.opening import is_wanted, tracing
+from rollout_service.observability.tracing.otel.setup import is_wanted, tracing
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_exported_is_refused_with_a_hint(environ: dict[str, str])
 
 @pytest.mark.anyio
 async def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening.os, "environ", ENDPOINT)
+    monkeypatch.setattr(setup.os, "environ", ENDPOINT)
     monkeypatch.setitem(sys.modules, "rollout_service.observability.tracing.otel.export", None)
     with pytest.raises(ConfigurationError, match="not installed") as refused:
         async with tracing(ActivityBoard(), CollectorRegistry(), "node", tuple):
@@ -61,7 +61,7 @@ async def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.anyio
 async def test_a_wrong_value_is_a_known_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening.os, "environ", ENDPOINT | {"OTEL_BSP_MAX_QUEUE_SIZE": "many"})
+    monkeypatch.setattr(setup.os, "environ", ENDPOINT | {"OTEL_BSP_MAX_QUEUE_SIZE": "many"})
     with pytest.raises(ConfigurationError, match="OTEL_BSP_MAX_QUEUE_SIZE"):
         async with tracing(ActivityBoard(), CollectorRegistry(), "node", tuple):
             pass

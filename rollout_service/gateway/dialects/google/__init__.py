@@ -11,9 +11,9 @@ from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
-from rollout_service.gateway.dialects.google.reading import read_call
+from rollout_service.gateway.dialects.google.requests import read_call
+from rollout_service.gateway.dialects.google.responses import CandidateStream, error_answer, whole_content
 from rollout_service.gateway.dialects.google.table import PARAMETERS
-from rollout_service.gateway.dialects.google.writing import CandidateStream, error_answer, whole_content
 
 _METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 

@@ -11,9 +11,9 @@ from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import openai_common
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
-from rollout_service.gateway.dialects.openai_responses.reading import read_call
+from rollout_service.gateway.dialects.openai_responses.requests import read_call
+from rollout_service.gateway.dialects.openai_responses.responses import ResponseStream, whole_response
 from rollout_service.gateway.dialects.openai_responses.table import PARAMETERS
-from rollout_service.gateway.dialects.openai_responses.writing import ResponseStream, whole_response
 
 
 class ResponsesCodec(DialectCodec):

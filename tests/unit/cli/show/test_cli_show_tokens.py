@@ -16,7 +16,7 @@ from api_schemas.rollouts.tokens import SegmentOutline, TokenRange, TrajectoryOu
 from api_schemas.trajectories import ForkReason, SegmentRole
 from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.show import pages
-from rollout_service.cli.show.coloring import Coloring
+from rollout_service.cli.show.colors import Coloring
 from rollout_service.cli.show.pages import as_text, page, print_parts
 from rollout_service.cli.show.tokens import render
 

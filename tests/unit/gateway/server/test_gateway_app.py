@@ -21,7 +21,7 @@ from rollout_service.engines.shipped import policy_folder
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.gateway import Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.gateway.server import serving
+from rollout_service.gateway.server.listener import bind
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.testing.gateway import CharacterCapture, ManualPool
@@ -185,7 +185,7 @@ async def test_another_model_is_served_or_refused_as_the_settings_say(renderer: 
 async def test_a_session_is_served_alone_on_a_socket_of_its_own(renderer: ChatRenderer) -> None:
     async with bench(renderer) as b:
         other = b.gateway.open(REQUEST, EpisodeLimits())
-        listener = serving.bind(GatewaySettings())
+        listener = bind(GatewaySettings())
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with other.serve(listener), httpx.AsyncClient(base_url=url) as http:
             assert (await http.get("/v1/models", headers={"x-api-key": b.session.key})).status_code == 401

@@ -14,7 +14,7 @@ from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnRecord
-from rollout_service.live.judging.opening import (
+from rollout_service.live.judging.factory import (
     HEADER,
     POSITIONS,
     JudgedHints,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
-from rollout_service.live.contract import SessionRecord, TurnFate
+from rollout_service.live.contract import SessionRecord, PendingTurn
 from rollout_service.live.parts.work import DecisionTime, TurnDecision, decide
 from tests.support.live.store import a_session
 
@@ -23,7 +23,7 @@ OPEN = a_session()
 ORDER = LiveDelivery(close_turns=2)
 
 
-def fate(turn: int, **values: Any) -> TurnFate:
+def fate(turn: int, **values: Any) -> PendingTurn:
     defaults: dict[str, Any] = {
         "kind": TurnKind.MAIN,
         "recorded_at": 90.0,
@@ -33,10 +33,10 @@ def fate(turn: int, **values: Any) -> TurnFate:
         "marked_at": 99.0,
         "value": 1.0,
     }
-    return TurnFate(turn=turn, **defaults | values)
+    return PendingTurn(turn=turn, **defaults | values)
 
 
-def unjudged(turn: int, **values: Any) -> TurnFate:
+def unjudged(turn: int, **values: Any) -> PendingTurn:
     return fate(turn, **{"marked_at": None, "value": None} | values)
 
 
@@ -54,7 +54,7 @@ def unjudged(turn: int, **values: Any) -> TurnFate:
         (fate(0, value=0.0), MaskReason.ZERO),
     ],
 )
-def test_a_turn_that_is_not_usable_says_why(turn: TurnFate, reason: MaskReason) -> None:
+def test_a_turn_that_is_not_usable_says_why(turn: PendingTurn, reason: MaskReason) -> None:
     assert decide(ENDED, [turn], ORDER, JUDGE_IS_ON) == TurnDecision((), {0: reason})
 
 
@@ -162,7 +162,7 @@ ORDERS = st.builds(
     SESSIONS, st.lists(FATES, max_size=8), st.none() | ORDERS, st.sampled_from([JUDGE_IS_ON, JUDGE_IS_OFF])
 )
 def test_only_judged_turns_are_usable_whatever_happened(
-    session: SessionRecord, fates: list[TurnFate], order: LiveDelivery | None, moment: DecisionTime
+    session: SessionRecord, fates: list[PendingTurn], order: LiveDelivery | None, moment: DecisionTime
 ) -> None:
     turns = [replace(turn, turn=number) for number, turn in enumerate(fates)]
     decided = decide(session, turns, order, moment)

@@ -16,7 +16,7 @@ from rollout_service.engines.contract import GenerateRequest, Generation, TokenC
 from rollout_service.engines.errors import BackendRejected, NoBackendError
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.register import PoolHeldError
-from rollout_service.live.serving.connecting import HeldPool
+from rollout_service.live.serving.engines import HeldPool
 from rollout_service.testing.gateway import ManualPool
 
 pytestmark = pytest.mark.anyio

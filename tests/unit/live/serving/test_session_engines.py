@@ -18,7 +18,7 @@ from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.register import PoolHeldError
-from rollout_service.live.serving.connecting import SessionEngines, Unrecorded
+from rollout_service.live.serving.engines import SessionEngines, Unrecorded
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.settings.live import LiveSettings
 from rollout_service.testing.gateway import ManualPool

@@ -1,4 +1,4 @@
-"""This project's sandboxes as an environment of Harbor: `harbor run -e sandboxes.adapters.harbor:RolloutEnvironment`.
+"""This project's sandboxes as an environment of Harbor: `harbor run -e sandboxes.harbor:RolloutEnvironment`.
 
 Guarantees:
 - Each trial has an Apptainer sandbox of its own, which ends with `stop`, with a failed or cancelled `start`, and at the
@@ -31,7 +31,7 @@ from harbor.models.task.config import NetworkMode
 from harbor.models.trial.paths import EnvironmentPaths
 
 from sandboxes import Bind, FileMissingError, Network, Sandbox, SandboxError, SandboxSpec
-from sandboxes.adapters.harbor_settings import HarborSandboxSettings, SharedProvider, shared_provider
+from sandboxes.harbor_settings import HarborSandboxSettings, SharedProvider, shared_provider
 from sandboxes.image_names import find_own_file
 from sandboxes.images.build import ApptainerBuilder
 from sandboxes.images.dockerfiles import build_many, dockerfile_at, find_or_pull

@@ -22,7 +22,7 @@ from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import CallObserver, ModelCall
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.gateway.sessions.sampling import PolicyEngines
+from rollout_service.gateway.sessions.engines import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.live.contract import SessionRecord
 from rollout_service.live.metrics import LiveMetrics

@@ -31,7 +31,7 @@ from rollout_service.live.recorder import RecordingParts, SessionRecorder
 from rollout_service.live.register import RateLimitedError, SessionEndedError, SessionRegister, hash_of
 from rollout_service.live.replay import LIVE, rebuild
 from rollout_service.live.serving.active import ActiveSession, ActiveSessions
-from rollout_service.live.serving.connecting import SessionEngines, Unrecorded
+from rollout_service.live.serving.engines import SessionEngines, Unrecorded
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveKey, LiveSettings
 

@@ -1,1 +1,0 @@
-"""Sandboxes behind the interfaces of other programs."""
