@@ -16,7 +16,7 @@ import structlog
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.live.contract import SessionRecord, PendingTurn
+from rollout_service.live.contract import PendingTurn, SessionRecord
 from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.parts.deletion import SessionDeletion

@@ -23,8 +23,8 @@ from rollout_service.live.contract import (
     NextStateRecord,
     OptOuts,
     PartRecord,
-    SessionRecord,
     PendingTurn,
+    SessionRecord,
     TurnMarkRecord,
     TurnRecord,
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
-from rollout_service.live.contract import SessionRecord, PendingTurn
+from rollout_service.live.contract import PendingTurn, SessionRecord
 from rollout_service.live.parts.work import DecisionTime, TurnDecision, decide
 from tests.support.live.store import a_session
 
