@@ -86,7 +86,9 @@ class Gateway:
     def open(
         self, request: RolloutRequest, limits: EpisodeLimits, hidden: Collection[str] = ()
     ) -> GatewaySession:
-        """Open the session of a rollout's agent; its key is valid until `close`. The policy is not told `hidden`.
+        """Open the session of a rollout's agent; its key is valid until `close`.
+
+        The texts in `hidden` are masked for the policy.
 
         Raises:
             NoBackendError: The rollout's pool is not served.

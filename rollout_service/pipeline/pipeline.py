@@ -120,7 +120,7 @@ class Pipeline:
             active.scope.cancel()
 
     def on_finished(self, tell: Callable[[Rollout], None]) -> None:
-        """Have a function told of each rollout that this pipeline ends; it must be quick and must not raise."""
+        """Call a function with each rollout that this pipeline ends; it must be quick and must not raise."""
         self._on_finished += (tell,)
 
     def _count(self, result: Rollout) -> None:

@@ -72,7 +72,7 @@ class AdmissionController:
             controller: sets the target; it has the same ceiling.
             read: reads the host's metrics; called in a thread.
             ceiling: the most sandboxes that may be alive; at least two.
-            on_held_back: told of each resource for which a start has to wait.
+            on_held_back: called with each resource for which a start has to wait.
             period: seconds between two readings.
         """
         if ceiling <= GRADER_PLACES:

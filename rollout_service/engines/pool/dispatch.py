@@ -52,9 +52,9 @@ class Dispatcher:
         self._options = options
         self._observer = observer
         self._decided: deque[Decision] = deque()
-        """Decisions that the observer has not been told of yet."""
+        """Decisions that the observer has not got yet."""
         self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
-        """Ended requests that the router and the observer have not been told of yet."""
+        """Ended requests that the router and the observer have not got yet."""
         self._ended: deque[tuple[str, float, RequestEnd]] = deque()
         """The same, with their backend, their seconds and how they ended."""
 

@@ -102,7 +102,7 @@ class PoolController:
         )
 
     def take_over(self, state: PoolState) -> None:
-        """Bring this pool to the state that another service left it in; its backends have been told already."""
+        """Bring this pool to the state that another service left it in; its backends have their commands already."""
         present = WeightSet(state.source, state.version) if state.source is not None else None
         self._weights.replace(present, state.kept_kv, state.unknown)
         self._groups.replace(state.groups)
