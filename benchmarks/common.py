@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout_client.client import RolloutClient
-from rollout_service.cli.figures import write_figures
+from rollout_service.cli.demo.run import write_figures
 from rollout_service.cli.server_child import running_child, stop
 from sandboxes.host.children import start_process
 

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rollout_service.cli import common
-from rollout_service.cli.demo.options import DemoEngine, DemoPolicy, DemoSandbox
 
 EXAMPLE = "Example: rollout-service demo --rollouts 64 --json figures.json"
+
+
+# The choices that `rollout-service demo` offers.
+
+
+class DemoEngine(StrEnum):
+    """The engines that can serve the policy."""
+
+    EMBEDDED = "embedded"
+    SGLANG = "sglang"
+
+
+class DemoSandbox(StrEnum):
+    """The providers of sandboxes that tools can run in."""
+
+    APPTAINER = "apptainer"
+    LOCAL = "local"
+
+
+class DemoPolicy(StrEnum):
+    """The shipped policies."""
+
+    TUNED = "calc-tuned"
+    BASE = "calc-base"
 
 
 def command(

@@ -5,18 +5,22 @@ Guarantee: the server and the engine have ended when it returns.
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import signal
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
 import anyio
+import psutil
 from pydantic import JsonValue
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,9 +30,8 @@ from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.console import Heading, SafeConsole, table
+from rollout_service.cli.demo import DemoEngine, DemoPolicy, DemoSandbox
 from rollout_service.cli.demo.cluster import KILL_AT, KILL_LATEST, ClusterView, DemoCluster, running_cluster
-from rollout_service.cli.demo.options import DemoEngine, DemoPolicy, DemoSandbox
-from rollout_service.cli.figures import figures_document, write_figures
 from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.cli.submit.files import ResultFile
@@ -356,3 +359,52 @@ def _verdict(plan: DemoPlan, summary: Summary, invalid: list[str]) -> int:
     if not invalid:
         console.print(f"every trajectory passes the invariants ({len(summary.rollouts)} checked)")
     return 1 if invalid or short else 0
+
+
+# The document that `demo --json` and the benchmarks write: figures, with their settings and machine.
+
+GIBIBYTE = 2**30
+
+
+def machine() -> dict[str, JsonValue]:
+    """Describe the machine that the figures depend on."""
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / GIBIBYTE, 1),
+        "processor": _processor(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def figures_document(
+    settings: Mapping[str, JsonValue],
+    figures: Mapping[str, float | int | None],
+    aims: Mapping[str, str] | None = None,
+) -> dict[str, JsonValue]:
+    """Return `{"machine", "settings", "figures"}`, and `"aims"` if there are any.
+
+    Figures are a flat mapping to numbers, or null if there is none. Aims are texts such as `<= 2`, by their figures.
+    """
+    found: dict[str, JsonValue] = {"settings": dict(settings), "figures": dict(figures)}
+    return {"machine": machine()} | found | ({"aims": dict(aims)} if aims else {})
+
+
+def write_figures(
+    path: Path,
+    settings: Mapping[str, JsonValue],
+    figures: Mapping[str, float | int | None],
+    aims: Mapping[str, str] | None = None,
+) -> None:
+    """Write the document to a file."""
+    document = figures_document(settings, figures, aims)
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
