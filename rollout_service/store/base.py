@@ -1,4 +1,4 @@
-"""What every store does alike, whatever its database: it encodes, decodes and pages what the database keeps.
+"""The part of a store that is the same for every database: encoding, decoding and pages of what a database keeps.
 
 A store inherits these classes and reads or writes records. Decoding and encoding that takes long happens in threads.
 """
