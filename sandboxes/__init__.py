@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         PressureConfig,
         ProviderConfig,
         WarmPoolConfig,
+        default_cache,
         default_state_dir,
     )
     from sandboxes.factory import make_provider
@@ -115,6 +116,7 @@ __all__ = [
     "SessionName",
     "SweepReport",
     "WarmPoolConfig",
+    "default_cache",
     "default_state_dir",
     "make_provider",
 ]

@@ -283,7 +283,7 @@ def _advice(error: Exception) -> str:
 
 _HERE: Final = "rollout_service.environments"
 KINDS: Final = {
-    "game": f"{_HERE}.bridges.games.declared:load_game",
+    "game": f"{_HERE}.bridges.games.declared_game:load_game",
     "openenv": f"{_HERE}.bridges.openenv:load_openenv",
     "swe": f"{_HERE}.swe.environment:load_swe",
     "verifiers": f"{_HERE}.bridges.verifiers.environment:load_verifiers",
