@@ -78,7 +78,7 @@ def _param(value: object) -> str | list[str]:
     return [str(each) for each in value] if isinstance(value, list | tuple) else str(value)
 
 
-# What people look at: the service at a glance, and trajectories.
+# Views for people: the service at a glance, and trajectories.
 
 
 class ViewCalls:

@@ -112,7 +112,7 @@ def weighted_total(weights: RewardWeights, parts: Mapping[RewardPart, float]) ->
     return reduce(add, (weight * parts[part] for part, weight in weighted_parts(weights).items()))
 
 
-# What in a request for a run is allowed, and yet may not do what it is meant to do.
+# Warnings on requests for runs that are allowed, but may not do what they are meant to do.
 
 
 def run_warnings(request: RunRequest, total: int | None) -> list[str]:

@@ -281,7 +281,7 @@ def _calls(sent: SentAnswer) -> Iterator[str]:
         yield json.dumps([call.name, canonical(call.arguments)])
 
 
-# What followed an answer: the client's messages since it, as one text for a judge.
+# The next state of an answer: the client's messages since it, as one text for a judge.
 #
 # Guarantees: every message of a user or a tool is in the text, whole, with its role and the name of its tool, in the
 # order in which it came. Messages from the assistant or the system say nothing about the answer, and are left out.

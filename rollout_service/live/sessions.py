@@ -286,7 +286,7 @@ def _trying_again() -> Iterator[None]:
         log.debug("live sessions cannot be looked after; trying again", error=str(error), hint=error.hint)
 
 
-# What users say of answers. Guarantee: it wins over the judge, once; the same again changes nothing.
+# Feedback of users on answers. Guarantee: it wins over the judge, once; the same again changes nothing.
 
 
 async def take_feedback(parts: RecordingParts, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:

@@ -221,7 +221,7 @@ def _note(missing: int) -> str:
     return f"\n[... {missing} characters cut ...]\n"
 
 
-# What the tools share that work in the agent's sandbox: a mistake of the policy becomes a text for it.
+# For tools that work in the agent's sandbox: a mistake of the policy becomes a text for it.
 
 
 @contextmanager

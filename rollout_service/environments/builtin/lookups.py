@@ -181,7 +181,7 @@ def instances(make: Make, sizes: Sequence[int], seed: int) -> list[dict[str, Jso
     ]
 
 
-# What the environments `pointers` and `split` share: a sum as the answer, scored within a budget of steps.
+# Shared by the environments `pointers` and `split`: a sum as the answer, scored within a budget of steps.
 
 
 class LookupEnvironment(AgentEnvironment):

@@ -296,7 +296,7 @@ class Splitter:
             self.disagreed = True
 
 
-# What of a model's chat format can be told from its tokens while they are sampled.
+# Features of a chat format that can be told from its tokens while they are sampled.
 #
 # In every format here a part begins and ends with control tokens, so that text which only looks like one ends
 # nothing. In all other formats an answer is read when it is complete.

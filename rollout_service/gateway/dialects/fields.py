@@ -199,7 +199,7 @@ def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
     return separator.join(texts)
 
 
-# What the dialects do alike with the parts of messages and with tools.
+# Parts of messages, and tools, which all dialects treat alike.
 
 BETWEEN_PARTS = "\n\n"
 """The separator of the texts of one message that a client sent in several parts, other than an assistant's."""

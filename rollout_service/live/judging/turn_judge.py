@@ -111,7 +111,7 @@ def _overridden(name: str, value: float) -> TurnMarkRecord:
     return TurnMarkRecord(value=value, reason=MarkReason.OVERRIDE, source=f"override:{name}", at=0.0)
 
 
-# What the judge's votes on a turn come to.
+# The outcome of the judge's votes on a turn.
 #
 # Guarantees: a value rests on valid votes alone. The value with most of them counts; if several have most, it is 0,
 # and the reason says so. Without any there is no value, which is not the same as 0.

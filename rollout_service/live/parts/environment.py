@@ -292,7 +292,7 @@ def _usage(turns: Sequence[TurnRecord], trajectory: Trajectory) -> Usage:
     )
 
 
-# What a rollout tells about the turns of its part of a session.
+# The marks of the turns of a session's part, for its rollout.
 
 
 def session_info(session: SessionRecord, part: PartRecord) -> SessionInfo:

@@ -151,7 +151,7 @@ def split_session_path(scope: Scope) -> tuple[str, str] | None:
     return unquote(session_id), "/" + unquote(rest)
 
 
-# What a client of a live session says beside its dialect: the kind of the turn, and its consent.
+# A client's options for a turn beside its dialect: the kind of the turn, and its consent.
 #
 # Guarantee: fields that no dialect knows are removed from the body before the dialect reads it.
 

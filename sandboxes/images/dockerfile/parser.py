@@ -211,7 +211,7 @@ class _InstructionReader:
         return DockerfileError(message, file=self._file, line=line, hint=hint)
 
 
-# What a build knows of its stages: the variables, labels and layers that the instructions so far have given one.
+# The stages of a build so far: the variables, labels and layers that the instructions so far have given one.
 
 
 @dataclass(slots=True)

@@ -86,7 +86,7 @@ class VersionBody(_Body):
     abort_all_requests: bool = True
 
 
-# What a request to the embedded engine may ask for beyond its samples: log-probabilities of its prompt, likely
+# Extras that a request to the embedded engine may ask for beyond its samples: log-probabilities of its prompt, likely
 # tokens.
 #
 # Guarantees: a prompt's log-probabilities are at temperature 1, all of the same weights, and one for each token after

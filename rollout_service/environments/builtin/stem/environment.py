@@ -217,7 +217,7 @@ def _message(message: str) -> str:
 environment = Stem()
 
 
-# What rules can decide about an answer: a letter of several, a number with its unit, the same words.
+# Verdicts that rules can give on an answer: a letter of several, a number with its unit, the same words.
 #
 # Guarantee: a verdict is certain by the rule; whatever the rules cannot read or compare is undecided.
 

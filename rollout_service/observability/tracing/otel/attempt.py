@@ -266,7 +266,7 @@ def _plain(value: object) -> AttributeValue:
     return value if isinstance(value, bool | int | float) else str(value)
 
 
-# What a span says of one request to an engine. Prompts and answers are never part of it.
+# The attributes of a span for one request to an engine. Prompts and answers are never part of it.
 
 _PORTS = {"http": 80, "https": 443}
 

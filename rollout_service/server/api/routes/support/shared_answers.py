@@ -119,7 +119,7 @@ class BufferedResponse(StreamingResponse):
             await self._produce(sender.send)
 
 
-# What streams of server-sent events share.
+# Shared by streams of server-sent events.
 
 EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
