@@ -210,15 +210,17 @@ async def delivered(cluster: Cluster, trainer: Trainer) -> dict[str, float | int
         batches = await compare(trainer.batches, store)
         ends = await ended(store)
     wrong = [one for one in results if (one["state"], one["turns"]) != ("completed", TURNS)]
-    twice = sum((given - Counter(set(given))).values())
-    ended_twice = sum(ends[one] - 1 for one in given)
+    duplicated = {
+        "in_batches": int(batches["duplicated"] or 0),
+        "given_twice": sum((given - Counter(set(given))).values()),
+        "ended_twice": sum(ends[one] - 1 for one in given),
+        "read_differently": await read_differently(cluster, results),
+    }
+    sys.stderr.write(f"duplicated: {duplicated}\n")
     return {
         "lost": int(batches["lost"] or 0) + len(set(trainer.submitted) - set(given)),
         "failed": len(wrong) + trainer.masked,
-        "duplicated": int(batches["duplicated"] or 0)
-        + twice
-        + ended_twice
-        + await read_differently(cluster, results),
+        "duplicated": sum(duplicated.values()),
         "rollouts": len(results),
         "rollouts_of_groups": len(set(of_groups)),
         "groups_acknowledged": batches["groups_acknowledged"],
