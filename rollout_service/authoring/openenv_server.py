@@ -351,7 +351,7 @@ class RemoteEpisode:
                 self._outcome = _result(trial)
         except TimeoutError:
             self._outcome = failure("EXECUTION_ERROR", f"the episode took longer than {seconds:g} s")
-        except Exception as error:  # noqa: BLE001 - whatever an environment raises is told to the client
+        except Exception as error:  # noqa: BLE001 - the client gets whatever an environment raises
             self._outcome = _error(error)
         finally:
             self._ended.set()

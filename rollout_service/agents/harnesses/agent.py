@@ -211,7 +211,7 @@ def _end_of(result: ExecResult, chars: int) -> str:
 
 # MCP servers in the own settings of a program that is the agent.
 #
-# Guarantees: the program is told of every server that the environment declares, or the environment is refused; no
+# Guarantees: a program's settings name all servers of the environment, or the environment is refused; no
 # part of a server's declaration is taken for a placeholder, or reaches a shell.
 
 Servers = Sequence[McpSettings]

@@ -135,7 +135,7 @@ FINISH = FunctionTool("finish", "End the task with your answer.", _Finish, _fini
 # The tools that find files: `glob` by name, and `grep` by content.
 #
 # Guarantees: they run in the agent's sandbox with bash and the image's own grep; the policy's words are arguments,
-# never part of a script; results are bounded, and the policy is told what was left out.
+# never part of a script; results are bounded, and say what was left out.
 
 MOST_FILES = 200
 MOST_LINES = 200

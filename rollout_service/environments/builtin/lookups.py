@@ -19,10 +19,11 @@ from typing import Annotated, Final, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from api_schemas.errors import FieldError
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, Tool, ToolContext
 from rollout_service.agents.turns import ToolInputError
-from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec, Replayable
 from rollout_service.episodes import Episode, EpisodeLimits, Score
@@ -120,11 +121,17 @@ def written_sum(answer: str | None) -> int | None:
     return sum(map(int, answer.split("+")))
 
 
-def add_numbers(texts: list[str]) -> int | None:
-    """Return the sum of the cells' contents; None if one is not a number."""
+def add_numbers(texts: list[str], problem: str) -> int:
+    """Return the sum of the cells' contents.
+
+    Raises:
+        InvalidFieldError: One is not a number, which is the `problem` of the cells.
+    """
     values = [written_sum(text) for text in texts if "+" not in text]
     known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(texts) else None
+    if len(known) < len(texts):
+        raise InvalidFieldError([FieldError(path="instance.cells", message=problem)])
+    return sum(known)
 
 
 def letters(rng: random.Random, count: int) -> list[str]:

@@ -11,8 +11,6 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
-from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.builtin import lookups
 from rollout_service.environments.builtin.lookups import (
     LookupEnvironment,
@@ -52,11 +50,8 @@ def expected_sum(instance: dict[str, JsonValue]) -> int:
     """
     fields = read_instance(LookupInstance, instance)
     pointers = [fields.cells.get(key, "") for key in fields.names]
-    total = lookups.add_numbers([fields.cells.get(pointer, "") for pointer in pointers])
-    if total is None:
-        message = "must hold, for each of `names`, a name that holds a number"
-        raise InvalidFieldError([FieldError(path="instance.cells", message=message)])
-    return total
+    cells = [fields.cells.get(pointer, "") for pointer in pointers]
+    return lookups.add_numbers(cells, "must hold, for each of `names`, a name that holds a number")
 
 
 # Tasks of `pointers`: keys, each of which holds a pointer to its value.

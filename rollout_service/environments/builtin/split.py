@@ -11,9 +11,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
-from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.builtin import lookups
 from rollout_service.environments.builtin.lookups import (
     LookupEnvironment,
@@ -69,11 +67,8 @@ def expected_sum(instance: dict[str, JsonValue]) -> int:
         InvalidFieldError: The instance cannot be used.
     """
     fields = read_instance(LookupInstance, instance)
-    total = lookups.add_numbers([fields.cells.get(name, "") for name in fields.names])
-    if total is None:
-        message = "must hold a number for each of `names`"
-        raise InvalidFieldError([FieldError(path="instance.cells", message=message)])
-    return total
+    cells = [fields.cells.get(name, "") for name in fields.names]
+    return lookups.add_numbers(cells, "must hold a number for each of `names`")
 
 
 # Tasks of `split`: an index that names items, each of which holds a value.

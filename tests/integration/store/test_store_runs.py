@@ -1,4 +1,4 @@
-"""What SQLite keeps of runs: the stored heads of groups, and no row of what was deleted."""
+"""SQLite keeps the heads of groups, and no row of deleted runs."""
 
 from __future__ import annotations
 
