@@ -190,11 +190,12 @@ class SandboxSource:
 async def _end(sandbox: Sandbox, notes: list[str], ended: list[str]) -> bool:
     """End every process of the agent; add the command lines to `ended`, or a note if the sandbox has ended before."""
     try:
-        ended += await sandbox.list_running()
+        running = await sandbox.list_running()
         await sandbox.end_processes()
     except (SandboxClosedError, LimitExceededError) as error:
         notes.append(f"{ENDED_NOTE} ({error})")
         return False
+    ended += running  # a sandbox that is ending by itself may list processes of its own
     return True
 
 

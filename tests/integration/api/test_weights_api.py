@@ -35,6 +35,10 @@ class Engine(ScriptedEngine):
     answers_load = 200
     answers_pause = 200
 
+    @property
+    def id(self) -> str:
+        return self.url.replace("http://", "policy@")
+
     def __init__(self) -> None:
         script = Replies.from_texts(["The answer is 42.<|im_end|>"], MODEL)
         super().__init__(script, model_path=MODEL)
@@ -95,7 +99,7 @@ async def test_weights_that_engines_did_not_take_are_an_error(tmp_path: Path) ->
         await until_ready(client, 2)
         await weights_that_one_loses(first, second, client)
         await until_ready(client, 2)
-        await a_pause_that_one_ignores(first, client)
+        await a_pause_that_one_ignores(first, second, client)
 
 
 async def until_ready(client, number: int) -> None:
@@ -140,21 +144,25 @@ async def weights_that_one_loses(first, second, client) -> None:
     assert (caught.value.problem.status, caught.value.problem.code) == (424, "weights_partly_loaded")
     outcome = caught.value.outcome
     assert (outcome.changed, outcome.version) == (True, 2)
-    assert [each.version_after for each in outcome.outcomes] == [2, None]
-    assert [view.state for view in await client.backends()] == ["ready", "failed"]
+    versions = {each.backend_id: each.version_after for each in outcome.outcomes}
+    assert versions == {first.id: 2, second.id: None}
+    states = {view.backend_id: view.state for view in await client.backends()}
+    assert states == {first.id: "ready", second.id: "failed"}
     again = await client.update_weights("/w/2", 2)
-    assert (again.changed, [each.code for each in again.outcomes]) == (False, [None, "out_of_service"])
+    codes = {each.backend_id: each.code for each in again.outcomes}
+    assert (again.changed, codes) == (False, {first.id: None, second.id: "out_of_service"})
     second.answers_load = 200
     await until(lambda: second.version == "2")
     assert first.version == "2"
 
 
-async def a_pause_that_one_ignores(first, client) -> None:
+async def a_pause_that_one_ignores(first, second, client) -> None:
     first.answers_pause = 400
     with pytest.raises(OrderError, match="could not pause everywhere") as caught:
         await client.pause()
     assert caught.value.problem.code == "order_failed"
-    assert [each.ok for each in caught.value.outcome.outcomes] == [False, True]
+    obeyed = {each.backend_id: each.ok for each in caught.value.outcome.outcomes}
+    assert obeyed == {first.id: False, second.id: True}
     first.answers_pause = 200
     assert all(each.ok for each in (await client.resume()).outcomes)
 
