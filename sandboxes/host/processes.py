@@ -10,6 +10,8 @@ Only the standard library is used here, because the guard starts without anythin
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ _MARK = f"\0{MARKER}=".encode()
 
 FOLDERS = re.compile(rb"/([0-9a-f]{8})/([0-9]+)/(?:pipes|sockets|overlay)\b")
 """Parts of sandboxes' folders among the mounts of a process; see `run_folders`."""
+
+LAUNCH_SECONDS = 60.0
+"""How long after its fork a child may not have become the launcher of a sandbox."""
 
 
 def start_time(pid: int) -> int | None:
@@ -68,13 +73,43 @@ def _user_of(pid: int) -> int:
 
 
 def find_processes(belongs: Callable[[str], bool]) -> list[int]:
-    """Return the processes of sandboxes whose id satisfies `belongs`. It reads all of /proc: call it in a thread."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if (mark := sandbox_of(pid)) is not None and belongs(mark)]
+    """Return the processes of sandboxes whose id satisfies `belongs`. It lists all of /proc: call it in a thread."""
+    return [pid for pid, mark in _MARKS.scan() if mark is not None and belongs(mark)]
+
+
+class _Marks:
+    """The sandbox of each process of the host.
+
+    A scan reads only about processes that earlier scans have not seen, since a host may have thousands. The inode of
+    /proc/PID tells whether a number has been given to another process since. A process never leaves its sandbox. One
+    that has none may be a child of this service that has not become a launcher yet, so that is believed a minute later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[int, int], tuple[str | None, float]] = {}
+        """The sandbox and the time of the first scan, by pid and inode."""
+
+    def scan(self) -> list[tuple[int, str | None]]:
+        """Return each process with its sandbox, if any."""
+        now = time.monotonic()
+        with self._lock, os.scandir("/proc") as entries:
+            before, self._known = self._known, {}
+            for entry in entries:
+                if entry.name.isdigit():
+                    key = int(entry.name), entry.inode()
+                    mark, since = before.get(key, (None, now))
+                    if mark is None and now - since < LAUNCH_SECONDS:
+                        mark = sandbox_of(key[0])
+                    self._known[key] = mark, since
+            return [(pid, mark) for (pid, _), (mark, _) in self._known.items()]
+
+
+_MARKS = _Marks()
 
 
 def processes_of(ids: set[str]) -> list[int]:
-    """Return the processes of these sandboxes. It reads all of /proc: call it in a thread."""
+    """Return the processes of these sandboxes. It lists all of /proc: call it in a thread."""
     return find_processes(ids.__contains__)
 
 

@@ -123,7 +123,7 @@ class ServiceResources:
 
 
 class LeftoverProcesses:
-    """Ends processes of sandboxes by their mark. Finding them reads all of /proc, so concurrent closes share a pass."""
+    """Ends processes of sandboxes by their mark. Finding them lists all of /proc, so concurrent closes share a pass."""
 
     def __init__(self) -> None:
         self._lock = anyio.Lock()

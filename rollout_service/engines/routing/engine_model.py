@@ -16,7 +16,9 @@ from rollout_service.engines.routing.contract import CostRouterOptions
 #
 # A tree of blocks mirrors the engine's own: a prompt that was served is held from its beginning. Eviction is LRU, and
 # never removes a block before those that follow it. So the blocks of a chain that are held are its first ones, and
-# memory is bounded by the capacity.
+# memory is bounded by the capacity. A block was used whenever one that follows it was, so only the order of the blocks
+# at the ends of chains is kept: the cost of a turn grows with its new blocks, not with its prompt. Two blocks may have
+# one hash, which costs a wrong estimate: nothing relies on a block being where its chain says.
 
 
 @dataclass(slots=True)
@@ -30,11 +32,13 @@ class _Block:
 
 
 class PrefixIndex:
-    """The blocks that an engine holds, least recently used first; `capacity` counts blocks."""
+    """The blocks that an engine holds; `capacity` counts blocks."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._blocks: dict[int, _Block] = {}
+        self._ends: OrderedDict[int, None] = OrderedDict()
+        """The ends of chains, least recently used first: every block that none follows, and some others."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -62,18 +66,38 @@ class PrefixIndex:
 
     def hold(self, chain: Sequence[int], *, served_at: float = inf) -> None:
         """Note that the engine holds these blocks, or showed so at `served_at`; of too many, keep the first."""
-        blocks = self._blocks
-        for position in range(min(len(chain), self._capacity) - 1, -1, -1):
-            block = chain[position]
-            known = blocks.get(block)
-            if known is None:
-                known = blocks[block] = _Block(chain[position - 1] if position else None)
-            else:
-                blocks.move_to_end(block)
-            if served_at < known.served_at:
-                known.served_at = served_at
-        self._join(chain)
+        if not chain:
+            return
+        if len(chain) > self._capacity:
+            chain = chain[: self._capacity]
+        if (held := self.match(chain)) < len(chain):
+            self._add(chain, held)
+        self._ends[chain[-1]] = None
+        self._ends.move_to_end(chain[-1])
+        self._serve(chain, served_at)
         self._evict()
+
+    def _add(self, chain: Sequence[int], begin: int) -> None:
+        """Add the blocks of a chain from `begin` on; those before are held."""
+        above = chain[begin - 1] if begin else None
+        if above is not None:
+            self._ends.pop(above, None)
+        for position in range(begin, len(chain)):
+            block = chain[position]
+            if above is not None:
+                parent = self._blocks[above]
+                parent.below = parent.below or set()
+                parent.below.add(block)
+            self._blocks[block] = _Block(above)
+            above = block
+
+    def _serve(self, chain: Sequence[int], served_at: float) -> None:
+        """Note when blocks were served. None was served later than one that follows it."""
+        for position in range(len(chain) - 1, -1, -1):
+            block = self._blocks.get(chain[position])
+            if block is None or block.served_at <= served_at:
+                return
+            block.served_at = served_at
 
     def served_before(self, block: int, moment: float) -> bool:
         """Return whether the engine was known to hold this block at that time."""
@@ -83,37 +107,38 @@ class PrefixIndex:
         """Drop a block that the engine has lost, with all its descendants."""
         if block not in self._blocks:
             return
-        self._part(self._blocks[block].above, block)
+        if (above := self._part(block)) is not None:
+            self._ends.setdefault(above)  # the engine has just shown that it holds this one
         doomed = [block]
         while doomed:
-            lost = self._blocks.pop(doomed.pop(), None)
-            if lost is not None and lost.below:
+            one = doomed.pop()
+            self._ends.pop(one, None)
+            if (lost := self._blocks.pop(one, None)) is not None and lost.below:
                 doomed.extend(lost.below)
 
     def clear(self) -> None:
         """Drop all blocks."""
         self._blocks.clear()
-
-    def _join(self, chain: Sequence[int]) -> None:
-        """Link every block to the one that follows it."""
-        for position in range(min(len(chain), self._capacity) - 1, 0, -1):
-            above = self._blocks[chain[position - 1]]
-            if above.below is None:
-                above.below = {chain[position]}
-            elif chain[position] in above.below:
-                return  # the blocks above it are linked already
-            else:
-                above.below.add(chain[position])
+        self._ends.clear()
 
     def _evict(self) -> None:
         while len(self._blocks) > self._capacity:
-            block, gone = self._blocks.popitem(last=False)
-            self._part(gone.above, block)
+            block, _ = self._ends.popitem(last=False)
+            if not self._blocks[block].below:
+                if (above := self._part(block)) is not None and above not in self._ends:
+                    self._ends[above] = None  # it was used when the evicted one was
+                    self._ends.move_to_end(above, last=False)
+                del self._blocks[block]
 
-    def _part(self, above: int | None, block: int) -> None:
+    def _part(self, block: int) -> int | None:
+        """Take a block from the one before it; return that if nothing else follows it."""
+        above = self._blocks[block].above
         parent = self._blocks.get(above) if above is not None else None
-        if parent is not None and parent.below:
+        if parent is None:
+            return None
+        if parent.below:
             parent.below.discard(block)
+        return None if parent.below else above
 
 
 # The speed of an engine, learned from its answers.

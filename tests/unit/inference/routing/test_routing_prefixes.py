@@ -151,3 +151,41 @@ def test_chains_have_no_holes_and_memory_has_a_bound(steps, wanted):
     assert index.match(chain(*wanted)) == sum(held)
     known = {block for entry in index._blocks.values() for block in entry.below or ()}
     assert known <= set(index._blocks)
+
+
+HOLDS = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 8)), max_size=40
+)
+
+
+@given(steps=HOLDS)
+def test_what_is_evicted_is_what_was_used_least_recently(steps):
+    index, used = PrefixIndex(8), {}
+    for now, (value, capacity) in enumerate(steps):
+        index.capacity = capacity
+        index.hold(chain(*value), served_at=now)
+        # All blocks of a chain are used at once, the first one last; so each is used after those that follow it.
+        used |= {block: (now, -depth) for depth, block in enumerate(chain(*value)[:capacity])}
+        for block in sorted(used, key=used.__getitem__)[: max(0, len(used) - capacity)]:
+            del used[block]
+        assert set(index._blocks) == set(used)
+
+
+def test_hashes_that_collide_are_no_error():
+    index = PrefixIndex(3)
+    for colliding in [[1, 2, 3], [9, 2, 1], [2, 1], [5, 3, 2, 1], [3], [4, 1]]:
+        index.hold(colliding, served_at=1.0)
+        index.drop(2)
+        assert len(index) <= 3
+    index.hold([6, 7, 8])
+    assert index.match([6, 7, 8]) == 3
+
+
+@given(steps=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=6, unique=True), max_size=40))
+def test_whatever_collides_memory_has_a_bound(steps):
+    index = PrefixIndex(5)
+    for number, blocks in enumerate(steps):
+        index.hold(blocks)
+        if number % 3 == 0:
+            index.drop(blocks[0])
+        assert len(index) <= 5
