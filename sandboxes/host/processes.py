@@ -88,21 +88,27 @@ class _Marks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[tuple[int, int], tuple[str | None, float]] = {}
-        """The sandbox and the time of the first scan, by pid and inode."""
+        """The sandbox and the start of each process, by pid and inode."""
 
     def scan(self) -> list[tuple[int, str | None]]:
         """Return each process with its sandbox, if any."""
-        now = time.monotonic()
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
         with self._lock, os.scandir("/proc") as entries:
             before, self._known = self._known, {}
             for entry in entries:
                 if entry.name.isdigit():
-                    key = int(entry.name), entry.inode()
-                    mark, since = before.get(key, (None, now))
-                    if mark is None and now - since < LAUNCH_SECONDS:
-                        mark = sandbox_of(key[0])
+                    pid = int(entry.name)
+                    mark, since = before.get(key := (pid, entry.inode())) or (None, _since(pid, now))
+                    if mark is None and (now - since < LAUNCH_SECONDS or key not in before):
+                        mark = sandbox_of(pid)
                     self._known[key] = mark, since
             return [(pid, mark) for (pid, _), (mark, _) in self._known.items()]
+
+
+def _since(pid: int, now: float) -> float:
+    """Return when a process started, in seconds since boot."""
+    ticks = start_time(pid)
+    return now if ticks is None else ticks / os.sysconf("SC_CLK_TCK")
 
 
 _MARKS = _Marks()

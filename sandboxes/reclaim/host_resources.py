@@ -40,7 +40,7 @@ class ServiceResources:
     def __init__(self, state_dir: Path, run_dir: Path | None) -> None:
         self._state_dir = state_dir
         self._run_dir = run_dir
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._held: list[tuple[ServiceFolder, list[str]]] = []
         self._guards: list[Guard] = []
         self._closed = False
@@ -126,7 +126,7 @@ class LeftoverProcesses:
     """Ends processes of sandboxes by their mark. Finding them lists all of /proc, so concurrent closes share a pass."""
 
     def __init__(self) -> None:
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._waiting: set[str] = set()
 
     async def end(self, sandbox_id: str) -> None:

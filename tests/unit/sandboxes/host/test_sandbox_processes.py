@@ -61,6 +61,22 @@ def test_kills_by_service_and_spares_the_neighbor() -> None:
         assert neighbor.poll() is None
 
 
+def test_a_process_is_found_though_it_was_seen_before_it_became_a_launcher() -> None:
+    launcher = f"[sys.executable, '-c', {STUBBORN!r}]"
+    code = f"import os, sys; print(flush=True); input(); os.execve(sys.executable, {launcher}, {{'{MARKER}': 'late'}})"
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with killed(subprocess.Popen(command, stdin=pipe, stdout=pipe)) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert processes_of({"late"}) == []
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        assert processes_of({"late"}) == [process.pid]
+        assert processes_of({"late"}) == [process.pid]  # now from memory
+
+
 def test_ended_processes_belong_to_no_sandbox() -> None:
     assert sandbox_of(2**22 + 1) is None
 
