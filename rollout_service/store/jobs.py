@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -116,6 +117,12 @@ class JobThread(ABC, Generic[J]):
                 "the store is closed", hint="The service is shutting down; try again after its restart."
             )
         self._jobs.put(job)
+        try:
+            return await asyncio.shield(job.future)
+        except asyncio.CancelledError:
+            # A scope on every job would cost more than most jobs do. Whoever is cancelled is so again, after this one.
+            if anyio.current_effective_deadline() != -math.inf:
+                raise
         with anyio.CancelScope(shield=True):
             await asyncio.wait([job.future])
         return job.future.result()
