@@ -70,6 +70,10 @@ class PartDelivery:
         self._clock = clock
         self._is_protected = False
         """Whether the store of runs overwrites what it deletes."""
+        self._is_new = True
+        """Whether runs that had ended before may not be protected yet."""
+        self.is_idle = False
+        """Whether the last step found neither a run nor a part."""
         self._reconciled: set[str] = set()
         """The runs of which every stored offset is known to be that of a task."""
         self._warned: dict[str, str] = {}
@@ -86,11 +90,12 @@ class PartDelivery:
         Raises:
             StoreError: A store failed; the next step goes on from there.
         """
-        await self._protect()
         runs = {run.run_id: run for run in await live_runs(self._runs)}
+        await self._protect(bool(runs))
         waiting: dict[str, list[PartRecord]] = {run_id: [] for run_id in runs}
         for part in await self._store.parts(unsubmitted=True):
             waiting.setdefault(part.run_id, []).append(part)
+        self.is_idle = not waiting
         appended = 0
         for run_id, parts in waiting.items():
             if run_id in runs:
@@ -100,11 +105,14 @@ class PartDelivery:
         self._warned = {run_id: text for run_id, text in self._warned.items() if run_id in runs}
         return appended
 
-    async def _protect(self) -> None:
+    async def _protect(self, has_runs: bool) -> None:
         """Let nothing that was deleted stay in the files of runs, from the first run of sessions on."""
-        if not self._is_protected and any(run.request.live for run in await self._runs.list()):
+        if self._is_protected:
+            return
+        if has_runs or (self._is_new and any(run.request.live for run in await self._runs.list())):
             await self._runs.overwrite_deleted()
             self._is_protected = True
+        self._is_new = False
 
     async def _give_back(self, parts: Sequence[PartRecord]) -> None:
         for part in parts:

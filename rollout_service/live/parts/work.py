@@ -29,6 +29,8 @@ from rollout_service.store.runs_contract import RunRecord, RunStore
 from rollout_service.tokens import ChatRenderer
 
 LOOK_SECONDS = 0.2
+IDLE_SECONDS = 1.0
+"""How often to look while there is neither a turn to decide about nor a run that trains on turns."""
 """How often to look for sessions to close and parts to hand over. Each look is a few short reads."""
 
 
@@ -81,6 +83,8 @@ class PartCloser:
         self._judging_since = judging_since
         self._trained_pool = trained_pool
         self._clock = clock
+        self.is_idle = False
+        """Whether the last step found no turn to decide about."""
 
     async def step(self) -> int:
         """Look at the sessions that wait longest; return how many parts were made.
@@ -89,6 +93,7 @@ class PartCloser:
             StoreError: A store failed; earlier decisions stay.
         """
         sessions = await self._store.undecided(SESSIONS_AT_ONCE)
+        self.is_idle = not sessions
         if not sessions:
             return 0
         runs = await live_runs(self._runs)
@@ -303,4 +308,5 @@ class SessionTraining:
         while True:
             await retry_until_stored("make parts of sessions", self.closer.step)
             await retry_until_stored("hand parts of sessions to runs", self.delivery.step)
-            await anyio.sleep(LOOK_SECONDS)
+            is_idle = self.closer.is_idle and self.delivery.is_idle
+            await anyio.sleep(IDLE_SECONDS if is_idle else LOOK_SECONDS)
