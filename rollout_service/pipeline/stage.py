@@ -198,7 +198,7 @@ class ResizableSemaphore:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free = anyio.Semaphore(size)
+        self._free = anyio.Semaphore(size, fast_acquire=True)
         self._surplus = 0
         """Permits in use that disappear when they are released."""
 

@@ -147,6 +147,8 @@ def mounts_below(path: Path) -> list[str]:
 
 
 def _unescape(field: str) -> str:
+    if "\\" not in field:
+        return field
     for code, character in (("040", " "), ("011", "\t"), ("012", "\n"), ("134", "\\")):
         field = field.replace(f"\\{code}", character)
     return field

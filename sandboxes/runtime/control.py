@@ -55,8 +55,8 @@ class ControlShell:
         channel.setblocking(False)
         self._channel = channel
         self._pipes = pipes
-        self._lock = anyio.Lock()
-        self._asking = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
+        self._asking = anyio.Lock(fast_acquire=True)
         self._answers = answers
         self._prefix = tuple(prefix)
         self._other_end = StatusLines(channel.fileno())

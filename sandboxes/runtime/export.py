@@ -3,16 +3,17 @@
 A separate process, `tree_reader.py`, does the reading. It is ended when nobody takes the bytes any more.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import anyio
-from anyio.abc import Process
 
 from sandboxes.errors import FileMissingError, FileTooLargeError, SandboxClosedError, SandboxFileError
-from sandboxes.host.children import start_process
+from sandboxes.host.children import wait_exit
 from sandboxes.host.processes import FirstProcess
 from sandboxes.runtime.tree_reader import ENDED, MISSING, TOO_LARGE
 
@@ -20,6 +21,7 @@ SCRIPT = Path(__file__).with_name("tree_reader.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 STALL_SECONDS = 120.0
 """How long the reader may produce nothing."""
+PART_BYTES = 256 * 1024
 MESSAGE_BYTES = 4096
 
 
@@ -40,7 +42,8 @@ async def export_tree(
         SandboxClosedError: The sandbox has ended.
         SandboxFileError: The path cannot be read, or nothing arrived for `STALL_SECONDS`.
     """
-    process = await start_process(
+    # Not by the event loop: uvloop forks, which copies the page tables of the whole service.
+    process = subprocess.Popen(  # noqa: ASYNC220  it returns once the program has begun
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -49,7 +52,7 @@ async def export_tree(
         cwd="/",
     )
     try:
-        while (part := await _next_part(path, process)) is not None:
+        while part := await _next_part(path, _descriptor(process.stdout)):
             yield part
         await _require_success(path, process)
     finally:
@@ -57,26 +60,30 @@ async def export_tree(
             await _end(process)
 
 
-async def _next_part(path: str, process: Process) -> bytes | None:
-    """Return the next bytes from the reader, or None at the end."""
-    if process.stdout is None:
-        raise AssertionError("its standard output is a pipe")
+def _descriptor(pipe: IO[bytes] | None) -> int:
+    if pipe is None:
+        raise AssertionError("its output is a pipe")
+    return pipe.fileno()
+
+
+async def _next_part(path: str, pipe: int) -> bytes:
+    """Return the next bytes from the reader; none at the end."""
     try:
         with anyio.fail_after(STALL_SECONDS):
-            return await process.stdout.receive()
-    except anyio.EndOfStream:
-        return None
+            await anyio.wait_readable(pipe)
     except TimeoutError as error:
         raise SandboxFileError(f"{path}: no data for {STALL_SECONDS:.0f} s") from error
+    return os.read(pipe, PART_BYTES)
 
 
-async def _require_success(path: str, process: Process) -> None:
+async def _require_success(path: str, process: subprocess.Popen[bytes]) -> None:
     """Raise the error that the reader's exit code stands for, if any."""
     said = b""
-    if process.stderr is not None:
-        async for part in process.stderr:
-            said = (said + part)[-MESSAGE_BYTES:]
-    code = await process.wait()
+    while part := await _next_part(path, _descriptor(process.stderr)):
+        said = (said + part)[-MESSAGE_BYTES:]
+    if not await wait_exit(process, STALL_SECONDS):
+        raise SandboxFileError(f"{path}: its reader does not end")
+    code = process.returncode
     message = said.decode("utf-8", errors="replace").strip()
     if code == MISSING:
         raise FileMissingError(f"{path}: no such file or folder")
@@ -88,7 +95,11 @@ async def _require_success(path: str, process: Process) -> None:
         raise SandboxFileError(f"{path}: cannot be read from the host: {message or f'exit code {code}'}")
 
 
-async def _end(process: Process) -> None:
+async def _end(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:
         process.kill()
-    await process.aclose()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+    while not await wait_exit(process, STALL_SECONDS):
+        pass  # the kernel holds a killed process until it has no use for it

@@ -36,7 +36,7 @@ NAMES = (INPUT, OUTPUT, ERROR, STATUS)
 class Pipes:
     """The four pipes of one process: standard input, output and error, and a status pipe."""
 
-    __slots__ = ("_base", "fds")
+    __slots__ = ("_paths", "fds")
 
     def __init__(self, base: Path) -> None:
         """Make the pipes `base`.in, .out, .err and .st, and open the host's ends.
@@ -44,11 +44,10 @@ class Pipes:
         Raises:
             OSError: The host has no descriptors or no space left.
         """
-        self._base = base
+        self._paths = {name: base.with_name(f"{base.name}.{name}") for name in NAMES}
         self.fds: dict[str, int] = {}
         try:
-            for name in NAMES:
-                path = self._path(name)
+            for name, path in self._paths.items():
                 os.mkfifo(path)
                 path.chmod(0o666)  # protected by its folder, which others cannot enter
                 # Opened for reading and writing, the input does not wait for a reader.
@@ -58,9 +57,6 @@ class Pipes:
             self.unlink()
             self.close()
             raise
-
-    def _path(self, name: str) -> Path:
-        return self._base.with_name(f"{self._base.name}.{name}")
 
     def mark_opened(self) -> None:
         """Note that the process has opened its ends: unlink them, and keep the input write-only to see it close."""
@@ -76,9 +72,9 @@ class Pipes:
 
     def unlink(self) -> None:
         """Remove the names."""
-        for name in NAMES:
+        for path in self._paths.values():
             with suppress(FileNotFoundError):
-                self._path(name).unlink()
+                path.unlink()
 
     def close(self, *names: str) -> None:
         """Close the given ends, or all. Idempotent."""
