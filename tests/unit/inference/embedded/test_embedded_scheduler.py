@@ -41,25 +41,37 @@ def make_engine(folder):
 
 
 class Asked:
-    """A request whose progress a test can follow."""
+    """A request whose progress a test can follow; the engine waits at `held_at` tokens for an order."""
 
-    def __init__(self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset(), start=None):
+    def __init__(
+        self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset(), start=None, held_at=None
+    ):
         self._changed = threading.Semaphore(0)
+        self._held_at = held_at
+        self._is_ordered = threading.Event()
         self.job = EngineJob(
             rid=rid,
             prompt=list(prompt),
             sampler=SamplerSettings(seed=seed),
             max_new_tokens=budget,
             stop_ids=stop_ids,
-            notify=self._changed.release,
+            notify=self._notify,
             streams=True,
             reading=None if start is None else PromptReading(list(prompt), start),
         )
         engine.submit(self.job)
 
-    def wait_for(self, tokens):
-        while len(self.job.output) < tokens:
+    def _notify(self):
+        self._changed.release()
+        if self._held_at is not None and len(self.job.output) >= self._held_at:
+            assert self._is_ordered.wait(SECONDS)
+
+    def meanwhile(self, order):
+        while len(self.job.output) < self._held_at:
             assert self._changed.acquire(timeout=SECONDS)
+        given = order()
+        self._is_ordered.set()
+        return given
 
     def result(self):
         while self.job.finish is None:
@@ -135,9 +147,8 @@ def test_requests_of_a_group_share_their_prompt_at_once(make_engine):
 def test_an_abort_hands_back_what_there_is_and_leaves_the_others(make_engine):
     engine = make_engine()
     kept = Asked(engine, [1, 2], rid="bb", budget=300, seed=4)
-    ended = Asked(engine, [3, 4], rid="aa-1", budget=400)
-    ended.wait_for(3)
-    engine.abort("aa").result(SECONDS)
+    ended = Asked(engine, [3, 4], rid="aa-1", budget=400, held_at=3)
+    ended.meanwhile(lambda: engine.abort("aa")).result(SECONDS)
     job = ended.result()
     assert job.finish["type"] == "abort"
     assert 3 <= len(job.output) == len(job.logprobs) < 400
@@ -146,10 +157,9 @@ def test_an_abort_hands_back_what_there_is_and_leaves_the_others(make_engine):
 
 def test_an_abort_reaches_requests_that_wait(make_engine):
     engine = make_engine(max_running=1)
-    running = Asked(engine, [1], rid="a", budget=400)
+    running = Asked(engine, [1], rid="a", budget=400, held_at=1)
     waiting = Asked(engine, [2], rid="b")
-    running.wait_for(1)
-    engine.abort(None).result(SECONDS)
+    running.meanwhile(lambda: engine.abort(None)).result(SECONDS)
     assert waiting.result().output == []
     assert running.result().finish["type"] == waiting.job.finish["type"] == "abort"
 
@@ -158,9 +168,9 @@ def test_an_abort_reaches_requests_that_wait(make_engine):
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 def test_a_pause_changes_no_token(make_engine, mode):
     engine = make_engine()
-    asked = [Asked(engine, [i, i + 1], rid=str(i), budget=200, seed=i) for i in range(3)]
-    asked[2].wait_for(5)
-    engine.pause(mode).result(SECONDS)
+    asked = [Asked(engine, [i, i + 1], rid=str(i), budget=200, seed=i, held_at=5) for i in range(3)]
+    paused = [each.meanwhile(lambda: engine.pause(mode)) for each in asked]
+    paused[-1].result(SECONDS)
     before = [len(each.job.output) for each in asked]
     engine.set_version("default").result(SECONDS)
     assert [len(each.job.output) for each in asked] == before
@@ -174,9 +184,8 @@ def test_a_pause_changes_no_token(make_engine, mode):
 @pytest.mark.slow
 def test_a_flush_needs_the_kv_to_be_free(make_engine):
     engine = make_engine()
-    asked = Asked(engine, [1, 2], budget=400)
-    asked.wait_for(1)
-    engine.pause(PauseMode.IN_PLACE).result(SECONDS)
+    asked = Asked(engine, [1, 2], budget=400, held_at=1)
+    asked.meanwhile(lambda: engine.pause(PauseMode.IN_PLACE)).result(SECONDS)
     with pytest.raises(EngineBusyError):
         engine.flush_cache().result(SECONDS)
     with pytest.raises(EngineBusyError, match="flush_cache"):
@@ -189,9 +198,8 @@ def test_a_flush_needs_the_kv_to_be_free(make_engine):
 
 def test_an_update_without_a_pause_waits_for_what_is_running_and_holds_what_is_not(make_engine, folder):
     engine = make_engine()
-    running = Asked(engine, [1, 2], rid="a", budget=200)
-    running.wait_for(1)
-    updated = engine.update_weights(str(folder), "5", flush_cache=True)
+    running = Asked(engine, [1, 2], rid="a", budget=200, held_at=1)
+    updated = running.meanwhile(lambda: engine.update_weights(str(folder), "5", flush_cache=True))
     later = Asked(engine, [1, 2], rid="b", budget=5)
     updated.result(SECONDS)
     assert running.result().meta_info("")["weight_version"] == "default"
@@ -201,9 +209,8 @@ def test_an_update_without_a_pause_waits_for_what_is_running_and_holds_what_is_n
 
 def test_versions_split_exactly_where_the_weights_changed(make_engine, folder):
     engine = make_engine()
-    asked = Asked(engine, [1, 2], budget=100)
-    asked.wait_for(10)
-    engine.pause(PauseMode.IN_PLACE).result(SECONDS)
+    asked = Asked(engine, [1, 2], budget=100, held_at=10)
+    asked.meanwhile(lambda: engine.pause(PauseMode.IN_PLACE)).result(SECONDS)
     split = len(asked.job.output)
     engine.update_weights(str(folder), "8", flush_cache=False).result(SECONDS)
     engine.resume().result(SECONDS)
@@ -228,7 +235,6 @@ def test_stopping_ends_every_request(folder):
     engine = EngineCore(str(folder))
     engine.start()
     asked = [Asked(engine, [1, 2], rid=str(i), budget=400) for i in range(3)]
-    asked[0].wait_for(1)
     engine.stop()
     assert all(each.result().finish is not None for each in asked)
 
