@@ -27,6 +27,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from rollout_service.engines.shipped import policy_folder
+from rollout_service.testing.engine_turn import EngineTurn
 from rollout_service.testing.script import Replies, Reply
 from rollout_service.testing.sglang_engine import ScriptedEngine
 
@@ -36,6 +37,8 @@ CALL = {"name": "bash", "arguments": {"command": COMMAND}}
 TURN = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
 KEPT_TOKENS = 256
 """How many tokens of a prompt are recorded: enough to hold the number in the first message."""
+NEW_TOKENS = 64
+"""About how many tokens of a prompt are new to a real engine, which has the turns before in its cache."""
 TIMES = struct.Struct("=2d4s")
 """When the engine was asked and when it answered, and the IPv4 address of who asked."""
 PROMPTS = struct.Struct(f"=i{KEPT_TOKENS}i")
@@ -87,6 +90,10 @@ class TimedEngine(ScriptedEngine):
             OneTurn(), latency=latency, vocab_size=vocab_size, model_path=MODEL, host=host, port=port
         )
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    async def _take_time(self, turn: EngineTurn) -> None:
+        turn.cached_tokens = max(0, turn.prompt_tokens - NEW_TOKENS)
+        await super()._take_time(turn)
 
     def _server(self) -> web.Server:
         return TimedServer(self._handle, handler_cancellation=True)

@@ -111,6 +111,7 @@ CRASHED = (zero("lost", "duplicated"), positive("groups_acknowledged"))
 
 CASES: Mapping[str, tuple[Case, ...]] = {
     "asynchrony": (Case(("apptainer", "torch"), (positive("speedup"),)),),
+    "budget": (Case((), (zero("over"), positive("turn", "rollout", "idle")), size="quick"),),
     "chaos": (
         Case(
             ("redis",),
