@@ -131,7 +131,7 @@ class PrefixIndex:
                 del self._blocks[block]
 
     def _part(self, block: int) -> int | None:
-        """Take a block from the one before it; return that if nothing else follows it."""
+        """Unlink a block from the one before it; return that if nothing else follows it."""
         above = self._blocks[block].above
         parent = self._blocks.get(above) if above is not None else None
         if parent is None:
