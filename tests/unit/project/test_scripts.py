@@ -1,6 +1,8 @@
 """The scripts explain themselves, say how to install whatever is missing, and pass pip's settings to uv."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -51,6 +53,14 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
 def test_every_script_has_help(name):
     result = subprocess.run([SCRIPTS / name, "--help"], capture_output=True, text=True, check=True)
     assert f"scripts/{name}" in result.stdout
+
+
+def test_every_module_that_a_script_names_is_there():
+    pattern = r"\b(?:rollout_service|rollout_client|sandboxes)\.(?!(?:py|toml|json)\b)\w[\w.]*\w"
+    texts = [script.read_text() for script in SCRIPTS.iterdir() if script.is_file()]
+    named = {name for text in texts for name in re.findall(pattern, text)}
+    assert len(named) > 3
+    assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []
 
 
 def test_the_second_tier_adds_what_takes_long_to_install():
