@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 
 from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
+from rollout_client.adapters.samples import samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, parse_task
 
 TASK = '{"environment": "calc", "instance": {"question": "What is 12*7?", "answer": 84}}'
@@ -46,14 +47,16 @@ Sample.Status = Status  # type: ignore[attr-defined]
 
 async def for_verl(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """Return the fields of an AgentLoopOutput."""
-    return verl.output_fields(await submitter.run_scored(submitter.request(row)), response_length=2_048)
+    rollout = await submitter.run_scored(submitter.request(row))
+    rows = verl.rows_of(rollout, prompt_length=1_024, response_length=2_048)
+    return verl.output_fields(rows[0], rollout, rows)
 
 
 async def for_slime(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """Return the fields of each sample of a rollout."""
     del submitter  # slime's hook finds the service by ROLLOUT_URL
     filled = await slime.generate(SimpleNamespace(), Sample("", metadata=row), {"max_new_tokens": 512})
-    return [vars(one) for one in (filled if isinstance(filled, list) else [filled])]
+    return [vars(one) for one in filled]
 
 
 async def for_skyrl(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
@@ -64,7 +67,7 @@ async def for_skyrl(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
 
 async def for_areal(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """Return the columns of an episode, before they become tensors."""
-    return areal.padded(await submitter.run(submitter.request(row)))
+    return areal.padded(samples_of(await submitter.run_scored(submitter.request(row))))
 
 
 async def for_openrlhf(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:

@@ -5,19 +5,24 @@
 Each row of the data set has `environment` and `instance`. The versions of tokens are the service's, so AReaL's bound
 on staleness holds if its trainer's weights reach the service under AReaL's own version numbers.
 
-Guarantees: those of the package. Each segment is a row of the episode. A rollout without a reward is rejected as AReaL
-expects: the episode is None.
+Guarantees: those of the package. AReaL normalizes within blocks of as many rows as a group has episodes. So an episode
+is one row, the one with the most tokens to train on; the log says when others are first left out, and `left_out` counts
+their tokens. With `segments="all"`, each segment is a row, which is for normalization over the batch. A rollout without
+a reward is run again, and then NoRewardError is raised: AReaL rejects the group, where an episode that is None would
+leave a group with too few rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
-from api_schemas.rollouts import Rollout
-from rollout_client.adapters.samples import samples_of
+from rollout_client.adapters.samples import Sample, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
+
+log = logging.getLogger(__name__)
 
 PADDING = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "attention_mask": False}
 """The padding of rows that are shorter than the longest one of their episode."""
@@ -27,21 +32,48 @@ class Episodes:
     """Runs one rollout for an episode."""
 
     def __init__(
-        self, submitter: RolloutSubmitter | None = None, *, url: str | None = None, gconfig: Any = None
+        self,
+        submitter: RolloutSubmitter | None = None,
+        *,
+        url: str | None = None,
+        gconfig: Any = None,
+        segments: Literal["largest", "all"] = "largest",
     ) -> None:
         """Read sampling parameters from `gconfig`, which is AReaL's GenerationHyperparameters."""
+        self.segments = segments
+        self.left_out = 0
+        """The tokens to train on that AReaL has no row for."""
         self.submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
         names = ("temperature", "top_p", "top_k")
         self.sampling = read_sampling({name: getattr(gconfig, name, None) for name in names})
         self.max_tokens = getattr(gconfig, "max_new_tokens", None)
 
-    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Run an episode; AReaL calls this."""
+    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Run an episode; AReaL calls this.
+
+        Raises:
+            NoRewardError: The rollout has no reward after all attempts.
+        """
         del engine  # the service has the engines
         request = self.submitter.request(
             data, sampling=self.sampling, max_tokens=self.max_tokens, metadata={"trainer": "areal"}
         )
-        return tensors(await self.submitter.run(request))
+        samples = samples_of(await self.submitter.run_scored(request))
+        return tensors(samples if self.segments == "all" else self._largest(samples))
+
+    def _largest(self, samples: Sequence[Sample]) -> list[Sample]:
+        largest = max(samples, key=lambda sample: sample.sampled)
+        left_out = sum(sample.sampled for sample in samples) - largest.sampled
+        if left_out and not self.left_out:
+            log.warning(
+                "rollout %s has %d segments; AReaL gets the largest, and not %d sampled tokens of the others. "
+                'With `segments="all"` it gets all, for normalization over the batch.',
+                largest.rollout_id,
+                len(samples),
+                left_out,
+            )
+        self.left_out += left_out
+        return [largest]
 
 
 @lru_cache(maxsize=1)
@@ -61,11 +93,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def tensors(rollout: Rollout) -> dict[str, Any] | None:
-    """Return a rollout in AReaL's form, `[rows, longest row]`; None if it must not be trained on."""
-    columns = padded(rollout)
-    if columns is None:
-        return None
+def tensors(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return rows in AReaL's form, `[rows, longest row]`."""
     import torch
 
     types = {
@@ -76,14 +105,11 @@ def tensors(rollout: Rollout) -> dict[str, Any] | None:
         "attention_mask": torch.bool,
         "rewards": torch.float32,
     }
-    return {name: torch.tensor(values, dtype=types[name]) for name, values in columns.items()}
+    return {name: torch.tensor(values, dtype=types[name]) for name, values in padded(samples).items()}
 
 
-def padded(rollout: Rollout) -> dict[str, list[Any]] | None:
-    """Return the columns of all rows, of equal length; None if there is nothing to train on."""
-    samples = samples_of(rollout)
-    if rollout.reward is None or not samples:
-        return None
+def padded(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Return the columns of rows, of equal length."""
     longest = max(len(sample.token_ids) for sample in samples)
     rows = []
     for sample in samples:
@@ -98,4 +124,4 @@ def padded(rollout: Rollout) -> dict[str, list[Any]] | None:
         missing = longest - len(sample.token_ids)
         rows.append({name: values + [PADDING[name]] * missing for name, values in row.items()})
     columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in PADDING}
-    return columns | {"rewards": [rollout.reward] * len(rows)}
+    return columns | {"rewards": [sample.reward for sample in samples]}

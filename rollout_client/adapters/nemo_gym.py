@@ -17,12 +17,12 @@ raised.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from api_schemas.rollouts import Rollout
 from rollout_client.adapters.samples import Sample, largest_sample, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
+from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, read_sampling
 
 
 async def run(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,6 +39,7 @@ async def run(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> dict[str,
 
 def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
     """Return an agent class that is a subclass of NeMo Gym's own."""
+    from fastapi import HTTPException
     from nemo_gym.base_resources_server import BaseRunRequest, BaseVerifyResponse
     from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
     from pydantic import ConfigDict
@@ -65,8 +66,11 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
             raise NotImplementedError("this agent has whole rollouts only: POST /run")
 
         async def run(self, body: Request) -> Response:
-            """Run a rollout of the row's task."""
-            answer = await run(service, body.model_dump())
+            """Run a rollout of the row's task; a row without one is the caller's mistake, which no repetition mends."""
+            try:
+                answer = await run(service, body.model_dump())
+            except TaskRowError as error:
+                raise HTTPException(422, str(error)) from error
             return cast(Response, Response.model_validate(answer))
 
     # FastAPI resolves annotations by name in this module, which does not have these two classes.
@@ -87,7 +91,7 @@ def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
             "object": "response",
             "created_at": time.time(),
             "model": rollout.pool,
-            "output": output_items(sample),
+            "output": output_items(sample, texts_of(rollout)),
             "parallel_tool_calls": True,
             "tool_choice": params.get("tool_choice", "auto"),
             "tools": list(params.get("tools") or []),
@@ -97,8 +101,18 @@ def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def output_items(sample: Sample) -> list[dict[str, Any]]:
-    """Return an assistant's message for each turn of a row, with its ids; NeMo-RL decodes the texts."""
+def texts_of(rollout: Rollout) -> list[str]:
+    """Return the text of each turn with its calls as sampled; none if the conversation at its end lacks some turns."""
+    if rollout.trajectory is None:
+        return []
+    said = [message for message in rollout.trajectory.messages if message.role == "assistant"]
+    if len(said) != len(rollout.trajectory.finish_reasons):
+        return []
+    return ["".join([message.content, *(call.raw for call in message.tool_calls)]) for message in said]
+
+
+def output_items(sample: Sample, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return an assistant's message for each turn of a row, with its ids."""
     items = []
     for turn in sorted({turn for turn in sample.turn_ids if turn >= 0}):
         start = sample.turn_ids.index(turn)
@@ -109,7 +123,13 @@ def output_items(sample: Sample) -> list[dict[str, Any]]:
                 "type": "message",
                 "role": "assistant",
                 "status": "completed",
-                "content": [{"type": "output_text", "text": "", "annotations": []}],
+                "content": [
+                    {
+                        "type": "output_text",
+                        "text": texts[turn] if turn < len(texts) else "",
+                        "annotations": [],
+                    }
+                ],
                 "prompt_token_ids": sample.prompt_ids + sample.response_ids[:start],
                 "generation_token_ids": sample.response_ids[start:end],
                 "generation_log_probs": sample.logprobs[start:end],

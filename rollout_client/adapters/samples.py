@@ -6,7 +6,7 @@ made up. Each sampled token has mask 1 in exactly one row of its rollout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from api_schemas.rollouts import Rollout
 from api_schemas.trajectories import Segment
@@ -48,17 +48,26 @@ class Sample:
         """Return the row with its response truncated to `length` tokens, for trainers with a limit."""
         if len(self.response_ids) <= length:
             return self
-        return Sample(
-            rollout_id=self.rollout_id,
-            segment=self.segment,
-            prompt_ids=self.prompt_ids,
+        return replace(
+            self,
             response_ids=self.response_ids[:length],
             response_mask=self.response_mask[:length],
             logprobs=self.logprobs[:length],
             versions=self.versions[:length],
             turn_ids=self.turn_ids[:length],
-            reward=self.reward,
-            last=self.last,
+        )
+
+    def with_prompt(self, length: int) -> Sample:
+        """Return the row with a prompt of at most `length` tokens; the response has the others first, with mask 0."""
+        moved = self.prompt_ids[length:]
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[:length],
+            response_ids=moved + self.response_ids,
+            response_mask=[0] * len(moved) + self.response_mask,
+            logprobs=[0.0] * len(moved) + self.logprobs,
+            versions=[-1] * len(moved) + self.versions,
+            turn_ids=[-1] * len(moved) + self.turn_ids,
         )
 
 

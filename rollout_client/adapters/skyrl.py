@@ -68,8 +68,7 @@ class BatchGenerator:
         except ExceptionGroup as group:  # SkyRL should see what happened, not how it was waited for
             raise group.exceptions[0] from group
         ended = [rollout for rollout in rollouts if rollout is not None]
-        output = columns(ended, input_batch.get("trajectory_ids"), step_wise=self.step_wise)
-        return output | {"trajectory_generation_times": seconds}
+        return columns(ended, input_batch.get("trajectory_ids"), seconds, step_wise=self.step_wise)
 
     def _requests(self, batch: Mapping[str, Any]) -> Sequence[RolloutRequest]:
         extras = batch.get("env_extras") or [{}] * len(batch["prompts"])
@@ -86,8 +85,10 @@ class BatchGenerator:
         ]
 
 
-def columns(rollouts: Sequence[Rollout], ids: Sequence[Any] | None, *, step_wise: bool) -> dict[str, Any]:
-    """Return rollouts in the form of SkyRL's GeneratorOutput."""
+def columns(
+    rollouts: Sequence[Rollout], ids: Sequence[Any] | None, seconds: Sequence[float], *, step_wise: bool
+) -> dict[str, Any]:
+    """Return rollouts, which took these `seconds`, in the form of SkyRL's GeneratorOutput."""
     rows: list[tuple[int, Rollout, Sample]] = []
     left_out = 0
     for number, rollout in enumerate(rollouts):
@@ -107,6 +108,7 @@ def columns(rollouts: Sequence[Rollout], ids: Sequence[Any] | None, *, step_wise
         },
         "rollout_logprobs": [sample.logprobs for _, _, sample in rows],
         "trajectory_ids": None if ids is None else [ids[number] for number, _, _ in rows],
+        "trajectory_generation_times": [seconds[number] for number, _, _ in rows],
         "rollout_expert_indices": None,
         "is_last_step": [sample.last for _, _, sample in rows] if step_wise else None,
     }

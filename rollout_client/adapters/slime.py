@@ -1,27 +1,38 @@
-"""slime: a custom generate function and the filter that belongs to it. Checked against slime's source of 2026-08-21.
+"""slime: a custom generate function and what belongs to it. Checked against slime's source of 2026-08-21.
 
     --custom-generate-function-path rollout_client.adapters.slime.generate
     --dynamic-sampling-filter-path rollout_client.adapters.slime.scored
+    --custom-reward-post-process-path rollout_client.adapters.slime.normalized
 
 The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its `metadata` (`--metadata-key`), with
 `environment` and `instance`, or its prompt as text (`submit.task_text`).
 
 Guarantees: those of the package. Each segment of a rollout is a sample, and the samples of a rollout share a
 `rollout_id`, so they weigh as one. A rollout without a reward is ABORTED, has no reward, is removed from the loss, and
-`scored` drops its group; without that filter slime stops, since it would have to make up a reward.
+`scored` drops its group; without that filter slime stops, since it would have to make up a reward. `normalized` counts
+each rollout once in its group, where slime would normalize over the whole batch. In an evaluation a rollout is one
+sample; one that has no reward after all attempts is left out, and the log says so.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from statistics import fmean, stdev
 from typing import Any
 
-from api_schemas.rollouts import Rollout, StopReason
+from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
 from rollout_client.adapters.samples import Sample, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
+from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter, read_sampling
 
+log = logging.getLogger(__name__)
+
+SCALED = ("grpo", "gspo", "cispo")
+CENTERED = (*SCALED, "reinforce_plus_plus_baseline")
+"""The estimators for which slime divides rewards by their deviation, and those for which it subtracts their mean."""
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 
 
@@ -31,8 +42,10 @@ def submitter() -> RolloutSubmitter:
     return RolloutSubmitter.from_environment()
 
 
-async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
-    """Run a rollout for slime and return the sample, or several if the rollout has several segments."""
+async def generate(
+    args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
+) -> list[Any]:
+    """Run a rollout for slime and return a sample for each segment; always a list, since slime flattens all alike."""
     del args  # the service has the engines
     metadata = sample.metadata or {}
     request = submitter().request(
@@ -41,14 +54,57 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
         max_tokens=sampling_params.get("max_new_tokens"),
         metadata={"trainer": "slime", "group": sample.group_index},
     )
+    if evaluation:
+        return await _evaluate(sample, request)
     rollout = await submitter().run(request)
     samples = samples_of(rollout)
     if rollout.reward is None or not samples:
-        return _without_reward(sample, rollout)
-    filled = [
+        return [_without_reward(sample, rollout)]
+    return [
         _fill(copy.deepcopy(sample) if number else sample, one, rollout) for number, one in enumerate(samples)
     ]
-    return filled[0] if len(filled) == 1 else filled
+
+
+class LeftOut(list[Any]):
+    """No sample at all, though slime's log looks at the first one of whatever ends first."""
+
+    def __init__(self, sample: Any) -> None:
+        super().__init__()
+        self._sample = sample
+
+    def __getitem__(self, _: Any) -> Any:
+        return self._sample
+
+
+async def _evaluate(sample: Any, request: RolloutRequest) -> list[Any]:
+    """Run a rollout of an evaluation, in which each sample counts."""
+    try:
+        rollout = await submitter().run_scored(request)
+    except NoRewardError as error:
+        log.warning("the evaluation leaves out a rollout: %s", error)
+        return LeftOut(sample)
+    return [_fill(sample, samples_of(rollout)[-1], rollout)]
+
+
+def normalized(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Return the rewards as they are, and as slime normalizes them within a group, each rollout counting once."""
+    raw = [sample.get_reward_value(args) for sample in samples]
+    if not (args.advantage_estimator in CENTERED and args.rewards_normalization):
+        return raw, raw
+    groups: dict[Any, dict[Any, float]] = defaultdict(dict)
+    for sample, reward in zip(samples, raw, strict=True):
+        groups[sample.group_index][_rollout_of(sample)] = reward
+    is_scaled = args.advantage_estimator in SCALED and args.grpo_std_normalization
+    rewards = []
+    for sample, reward in zip(samples, raw, strict=True):
+        group = list(groups[sample.group_index].values())
+        centered = reward - fmean(group)
+        rewards.append(centered / (stdev(group) + 1e-6) if is_scaled and len(group) > 1 else centered)
+    return raw, rewards
+
+
+def _rollout_of(sample: Any) -> Any:
+    return sample.index if sample.rollout_id is None else sample.rollout_id
 
 
 def scored(args: Any, samples: Sequence[Any], **_: object) -> Any:

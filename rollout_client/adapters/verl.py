@@ -9,22 +9,28 @@ The data set also needs a column `agent_name` with `rollout_service`, next to `e
 or in its `extra_info`). verl makes an instance for each sample and calls `run`; it requires no base class.
 
 Guarantees: those of the package. verl requires a reward for each sample: a rollout without one is run again, and then
-NoRewardError is raised. verl takes one row per rollout, no longer than `response_length`; the extra field `left_out`
-counts the tokens that it did not get.
+NoRewardError is raised, with which verl's default trainer drops the group. That trainer (`trainer.use_v1`) takes a row
+for each segment, of at most `prompt_length + response_length` tokens. The older one takes one row per rollout, with the
+most tokens to train on: what its prompt has beyond `prompt_length` begins the response, with mask 0, and the response
+ends after `response_length`. The extra field `left_out` counts the tokens to train on that verl did not get.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from api_schemas.rollouts import Rollout, Stage
-from rollout_client.adapters.samples import largest_sample, samples_of
+from rollout_client.adapters.samples import Sample, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+
+class RowTooLongError(ValueError):
+    """A row has no room for any token to train on."""
 
 
 @lru_cache(maxsize=8)
@@ -42,10 +48,20 @@ class RolloutAgentLoop:
     ) -> None:
         """Read `url` and `key` from the configuration of the agent loop; the rest is verl's."""
         self.submitter = submitter_at(url, key)
-        self.response_length = int(trainer_config.config.actor_rollout_ref.rollout.response_length)
+        rollout = trainer_config.config.actor_rollout_ref.rollout
+        self.prompt_length, self.response_length = int(rollout.prompt_length), int(rollout.response_length)
+        trainer = getattr(trainer_config.config, "trainer", None)
+        self.takes_all = bool(getattr(trainer, "use_v1", False))
 
-    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
-        """Run a rollout of the row's task."""
+    async def run(
+        self, sampling_params: Mapping[str, Any], **row: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run a rollout of the row's task.
+
+        Raises:
+            NoRewardError: The rollout has no reward after all attempts.
+            RowTooLongError: No token to train on has room.
+        """
         request = self.submitter.request(
             task_row(row),
             sampling=read_sampling(sampling_params),
@@ -55,8 +71,43 @@ class RolloutAgentLoop:
         rollout = await self.submitter.run_scored(request)
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-        fields = output_fields(rollout, self.response_length)
-        return AgentLoopOutput(**fields, metrics=AgentLoopMetrics(**metrics(rollout)))
+        rows = rows_of(
+            rollout,
+            prompt_length=self.prompt_length,
+            response_length=self.response_length,
+            takes_all=self.takes_all,
+        )
+        outputs = [
+            AgentLoopOutput(
+                **output_fields(row, rollout, rows),
+                metrics=AgentLoopMetrics(**(metrics(rollout) if row is rows[-1] else {})),
+            )
+            for row in rows
+        ]
+        return outputs if self.takes_all else outputs[0]
+
+
+def rows_of(
+    rollout: Rollout, *, prompt_length: int, response_length: int, takes_all: bool = False
+) -> list[Sample]:
+    """Return a rollout's rows: one for each segment if verl `takes_all`, else the one with the most sampled tokens.
+
+    Raises:
+        RowTooLongError: No token to train on has room.
+    """
+    samples = samples_of(rollout)
+    if takes_all:
+        most = prompt_length + response_length
+        rows = [sample.cut(max(0, most - len(sample.prompt_ids))) for sample in samples]
+    else:
+        largest = max(samples, key=lambda sample: sample.sampled)
+        rows = [largest.with_prompt(prompt_length).cut(response_length)]
+    if not (rows := [row for row in rows if row.sampled]):
+        raise RowTooLongError(
+            f"rollout {rollout.rollout_id} has a prompt of {len(samples[0].prompt_ids)} tokens, which leaves no room "
+            f"to train on any: raise prompt_length ({prompt_length}) or response_length ({response_length})"
+        )
+    return rows
 
 
 def task_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -65,13 +116,8 @@ def task_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return extra if "environment" not in row and isinstance(extra, Mapping) else row
 
 
-def output_fields(rollout: Rollout, response_length: int) -> dict[str, Any]:
-    """Return the fields of verl's AgentLoopOutput, without its metrics."""
-    samples = samples_of(rollout)
-    chosen = largest_sample(samples)
-    if chosen is None:
-        raise ValueError(f"rollout {rollout.rollout_id} sampled nothing")
-    sample = chosen.cut(response_length)
+def output_fields(sample: Sample, rollout: Rollout, rows: Sequence[Sample]) -> dict[str, Any]:
+    """Return the fields of verl's AgentLoopOutput for one of a rollout's rows, without its metrics."""
     versions = [version for version in sample.versions if version >= 0]
     return {
         "prompt_ids": sample.prompt_ids,
@@ -84,7 +130,8 @@ def output_fields(rollout: Rollout, response_length: int) -> dict[str, Any]:
             "rollout_id": rollout.rollout_id,
             "min_global_steps": min(versions, default=None),
             "max_global_steps": max(versions, default=None),
-            "left_out": sum(one.sampled for one in samples) - sample.sampled,
+            "left_out": sum(one.sampled for one in samples_of(rollout)) - sum(row.sampled for row in rows),
+            "reward_extra_info": {},
             "turn_scores": [],
             "tool_rewards": [],
         },

@@ -20,7 +20,9 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel, create_model
 
 from api_schemas.rollouts import RolloutState, StopReason
+from api_schemas.trajectories import FinishReason
 from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
+from rollout_client.adapters.samples import samples_of
 from rollout_client.adapters.submit import NoRewardError
 from tests.support.adapters.rollouts import TASK, FakeClient, rollout, segment
 
@@ -58,7 +60,7 @@ INTERFACES = {
         "metrics": ["generate_sequences", "tool_calls", "compute_score", "num_preempted"],
     },
     "slime 2026-08-21": {
-        "hook": ["args", "sample", "sampling_params"],
+        "hook": ["args", "sample", "sampling_params", "evaluation"],
         "filter": ["keep", "reason", "keep_when_insufficient"],
         "status": ["pending", "completed", "truncated", "aborted", "failed"],
     },
@@ -162,9 +164,16 @@ def agent_loop(monkeypatch):
         AgentLoopOutput=output,
     )
 
-    def make(client: FakeClient, response_length: int = 100, **given: Any):
-        rollout_config = SimpleNamespace(response_length=response_length)
-        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout_config))
+    def make(
+        client: FakeClient,
+        response_length: int = 100,
+        prompt_length: int = 50,
+        use_v1: bool = False,
+        **given: Any,
+    ):
+        lengths = SimpleNamespace(response_length=response_length, prompt_length=prompt_length)
+        actor, trainer = SimpleNamespace(rollout=lengths), SimpleNamespace(use_v1=use_v1)
+        config = SimpleNamespace(actor_rollout_ref=actor, trainer=trainer)
         made_with = dict.fromkeys(interface["made with"]) | {"trainer_config": SimpleNamespace(config=config)}
         loop = verl.RolloutAgentLoop(**made_with, url="http://node-3:1")
         assert loop.submitter.url == "http://node-3:1"
@@ -191,6 +200,27 @@ async def test_verl_gets_an_output_of_its_own_kind(agent_loop):
 async def test_verl_gets_no_more_than_it_has_room_for(agent_loop):
     output = await agent_loop(FakeClient(two_segments()), response_length=2).run({}, **ROW)
     assert (output.response_ids, output.extra_fields["left_out"]) == ([2, 3], 2)
+
+
+async def test_verl_gets_what_has_no_room_in_the_prompt_before_the_response(agent_loop):
+    output = await agent_loop(FakeClient(rollout(TWO_TURNS)), prompt_length=1).run({}, **ROW)
+    assert (output.prompt_ids, output.response_ids) == ([1], [2, 3, 4, 5, 6, 7])
+    assert output.response_mask == [0, 1, 1, 0, 0, 1]
+    assert output.response_logprobs == [0.0, -0.3, -0.4, 0.0, 0.0, -0.7]
+    with pytest.raises(verl.RowTooLongError, match="raise prompt_length"):
+        await agent_loop(FakeClient(rollout(TWO_TURNS)), prompt_length=1, response_length=1).run({}, **ROW)
+
+
+async def test_verls_default_trainer_gets_every_segment(agent_loop):
+    first, last = await agent_loop(FakeClient(two_segments()), use_v1=True).run({}, **ROW)
+    assert (first.response_ids, last.response_ids) == ([2, 3, 4], [5])
+    assert {one.reward_score for one in (first, last)} == {1.0}
+    # verl copies this field from the last output to the others, and has no other place to find it.
+    assert last.extra_fields["reward_extra_info"] == {}
+    assert last.extra_fields["left_out"] == 0
+    small = agent_loop(FakeClient(two_segments()), use_v1=True, prompt_length=1, response_length=1)
+    (only,) = await small.run({}, **ROW)
+    assert (only.prompt_ids, only.response_ids, only.extra_fields["left_out"]) == ([1], [2], 3)
 
 
 async def test_verl_gets_no_reward_that_nobody_earned(agent_loop):
@@ -230,6 +260,9 @@ class SlimeSample:
     status: Status = Status.PENDING
     metadata: dict = field(default_factory=dict)
 
+    def get_reward_value(self, args: Any) -> float | None:
+        return self.reward
+
 
 SlimeSample.Status = Status
 
@@ -238,11 +271,11 @@ SlimeSample.Status = Status
 def generate(monkeypatch):
     """Return a function that calls the custom generate function as slime does."""
 
-    async def call(answer, **sample: Any):
-        client = FakeClient(answer)
+    async def call(*answers, evaluation: bool = False, **sample: Any):
+        client = FakeClient(*answers)
         monkeypatch.setattr(slime, "submitter", client.submitter)
         params = {"temperature": 1.0, "top_k": -1, "max_new_tokens": 64, "no_stop_trim": True, "stop": None}
-        return await slime.generate(SimpleNamespace(), SlimeSample(index=4, **sample), params)
+        return await slime.generate(SimpleNamespace(), SlimeSample(index=4, **sample), params, evaluation)
 
     return call
 
@@ -250,7 +283,7 @@ def generate(monkeypatch):
 async def test_slime_gets_its_sample_filled(generate):
     assert parameters(slime.generate) == INTERFACES["slime 2026-08-21"]["hook"]
     assert [one.value for one in Status] == INTERFACES["slime 2026-08-21"]["status"]
-    sample = await generate(rollout(TWO_TURNS), metadata=ROW)
+    (sample,) = await generate(rollout(TWO_TURNS), metadata=ROW)
     assert (sample.tokens, sample.response_length) == ([1, 2, 3, 4, 5, 6, 7], 5)
     assert sample.loss_mask == [1, 1, 0, 0, 1]
     assert len(sample.rollout_log_probs) == sample.response_length
@@ -271,12 +304,40 @@ async def test_slime_drops_a_group_with_a_rollout_without_a_reward(generate, mon
     required, *others = INTERFACES["slime 2026-08-21"]["filter"]
     output = make_dataclass("DynamicFilterOutput", [required, *((name, Any, None) for name in others)])
     modules(monkeypatch, "slime.rollout.filter_hub.base_types", DynamicFilterOutput=output)
-    bad = await generate(failed(), metadata=ROW)
+    (bad,) = await generate(failed(), metadata=ROW)
     assert (bad.status, bad.reward, bad.remove_sample) == (Status.ABORTED, None, True)
     good, zero = SlimeSample(reward=1.0), SlimeSample(reward=0.0)
-    assert slime.scored(None, [good, bad]) == output(False, "no_reward")
+    assert slime.scored(None, [[good], [bad]]) == output(False, "no_reward")
     assert slime.scored(None, [good, good]) == output(False, "zero_variance")
     assert slime.scored(None, [[good, good], zero]) == output(True, None)
+
+
+async def test_slime_normalizes_each_rollout_once_in_its_group():
+    def sample(group: int, number: int, reward: float) -> SlimeSample:
+        return SlimeSample(group_index=group, index=number, rollout_id=number, reward=reward)
+
+    samples = [sample(0, 0, 1.0), sample(0, 1, 1.0), sample(0, 1, 1.0), sample(1, 2, 1.0), sample(1, 3, 0.0)]
+    args = SimpleNamespace(
+        advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True
+    )
+    raw, rewards = slime.normalized(args, samples)
+    assert raw == [1.0, 1.0, 1.0, 1.0, 0.0]
+    assert rewards == pytest.approx([0.0, 0.0, 0.0, 0.5 / 0.5**0.5, -0.5 / 0.5**0.5], abs=1e-4)
+    args.grpo_std_normalization = False
+    assert slime.normalized(args, samples)[1] == [0.0, 0.0, 0.0, 0.5, -0.5]
+    args.rewards_normalization = False
+    assert slime.normalized(args, samples) == (raw, raw)
+
+
+async def test_slime_evaluates_each_rollout_once_and_leaves_failures_out(generate, caplog):
+    (sample,) = await generate(two_segments(reward=0.5), evaluation=True, metadata=ROW)
+    assert (sample.tokens, sample.reward) == ([1, 9, 5], 0.5)
+    nothing = await generate(failed(), failed(), failed(), evaluation=True, metadata=ROW)
+    assert "leaves out a rollout" in caplog.text
+    data = [sample]
+    data.extend(nothing)
+    assert data == [sample]
+    assert nothing[0].response == ""  # what slime logs of the one that ended first
 
 
 # -- SkyRL -----------------------------------------------------------------------
@@ -313,6 +374,10 @@ async def test_skyrl_step_by_step_gets_each_segment():
     assert output["is_last_step"] == [False, True, True]
     assert output["trajectory_ids"] == ["t0", "t0", "t1"]
     assert output["rewards"] == [[0.0, 0.0, 0.0], [0.5], [0.0, 0.0, 0.0, 0.0, 1.0]]
+    first, second, _ = output[
+        "trajectory_generation_times"
+    ]  # one for each row, as SkyRL's evaluation counts them
+    assert first == second
 
 
 async def test_skyrl_sees_why_a_rollout_has_no_reward():
@@ -324,10 +389,15 @@ async def test_skyrl_sees_why_a_rollout_has_no_reward():
 # -- AReaL -----------------------------------------------------------------------
 
 
-async def test_areal_gets_padded_rows_and_none_for_a_failure(monkeypatch):
-    modules(monkeypatch, "areal.api.workflow_api", RolloutWorkflow=type("RolloutWorkflow", (), {}))
+def episodes_of(client: FakeClient, **given: Any) -> Any:
+    gconfig = SimpleNamespace(temperature=0.9, top_p=1.0, top_k=100, max_new_tokens=77)
+    areal.make_workflow_class.cache_clear()
+    return areal.Workflow(submitter=client.submitter(retries=0), gconfig=gconfig, **given)
+
+
+async def test_areal_gets_padded_rows():
     assert parameters(areal.Episodes.arun_episode) == INTERFACES["areal 1.0.4"]["hook"]
-    columns = areal.padded(two_segments())
+    columns = areal.padded(samples_of(two_segments()))
     assert list(columns) == INTERFACES["areal 1.0.4"]["keys"]
     assert columns["input_ids"] == [[1, 2, 3, 4], [1, 9, 5, 0]]
     assert columns["attention_mask"] == [[True] * 4, [True, True, True, False]]
@@ -335,13 +405,23 @@ async def test_areal_gets_padded_rows_and_none_for_a_failure(monkeypatch):
     assert columns["versions"] == [[-1, 3, 3, 3], [-1, -1, 3, -1]]
     assert columns["rewards"] == [1.0, 1.0]
 
-    client = FakeClient(failed())
-    gconfig = SimpleNamespace(temperature=0.9, top_p=1.0, top_k=100, max_new_tokens=77)
-    areal.make_workflow_class.cache_clear()
-    episodes = areal.Workflow(submitter=client.submitter(), gconfig=gconfig)
-    assert await episodes.arun_episode(None, ROW) is None
-    (request,) = client.requests
+
+@pytest.mark.torch
+async def test_areal_gets_one_row_for_an_episode_and_no_group_with_a_failure(monkeypatch, caplog):
+    modules(monkeypatch, "areal.api.workflow_api", RolloutWorkflow=type("RolloutWorkflow", (), {}))
+    client = FakeClient(two_segments(), two_segments(), failed())
+    episodes = episodes_of(client)
+    for _ in range(2):
+        rows = await episodes.arun_episode(None, ROW)
+        assert rows["input_ids"].tolist() == [[1, 2, 3, 4]]
+    assert (episodes.left_out, len(caplog.records)) == (2, 1)
+    assert 'segments="all"' in caplog.text
+    with pytest.raises(NoRewardError):  # None would shorten the group, and shift the blocks of all after it
+        await episodes.arun_episode(None, ROW)
+    request = client.requests[0]
     assert (request.sampling.temperature, request.sampling.top_k, request.limits.max_tokens) == (0.9, 100, 77)
+    rows = await episodes_of(FakeClient(two_segments()), segments="all").arun_episode(None, ROW)
+    assert rows["rewards"].tolist() == [1.0, 1.0]
 
 
 # -- OpenRLHF --------------------------------------------------------------------
@@ -425,6 +505,17 @@ def test_nemo_gym_serves_rollouts_that_nemo_rl_can_read(monkeypatch):
     ]
     (request,) = client.requests
     assert (request.task, request.sampling.temperature, request.limits.max_tokens) == (TASK, 0.8, 50)
+    refused = TestClient(app).post("/run", json={"responses_create_params": {"input": []}})
+    assert (refused.status_code, "environment" in refused.text) == (422, True)
+
+
+def test_nemo_gym_gets_the_texts_of_turns_with_their_calls():
+    one = rollout(segment([1, 2], [0, 1]))
+    (item,) = nemo_gym.verified(one, {})["response"]["output"]
+    assert item["content"][0]["text"] == "4"
+    reasons = [FinishReason.STOP] * 2  # two turns, of which the conversation at its end has one
+    compacted = one.trajectory.model_copy(update={"finish_reasons": reasons})
+    assert nemo_gym.texts_of(one.model_copy(update={"trajectory": compacted})) == []
 
 
 def test_nemo_gym_has_no_answer_without_a_reward():
