@@ -18,8 +18,8 @@ from tests.support.sources import parse
 
 ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "packaging" / "client"
-TRAINERS = {"areal", "nemo_gym", "openrlhf", "skyrl", "slime", "torch", "verl"}
-"""The packages that adapters import only when a trainer calls them."""
+TRAINERS = {"areal", "fastapi", "nemo_gym", "openrlhf", "skyrl", "slime", "torch", "verl"}
+"""The packages that adapters import only when a trainer calls them; NeMo Gym brings fastapi."""
 
 
 def project(folder: Path) -> dict:
