@@ -71,8 +71,8 @@ def test_a_trainer_for_the_prorl_agent_server_changes_only_its_address(addresses
             return call("/process", instance=instance, sampling_params=sampling, job_id=f"prorl-{number}")
 
         assert call("/clear_llm_server")["removed"] == 1
-        address = engine_url.removeprefix("http://")
-        assert call("/add_llm_server", address=address)["status"] == "success"
+        for address in (engine_url.removeprefix("http://"), f"{engine_url}/v1"):
+            assert call("/add_llm_server", address=address)["status"] == "success"
         call("/start")
         assert server.get("/status").json()["running"] is True
         assert call("/cancel", job_id="prorl-3")["job_id"] == "prorl-3"

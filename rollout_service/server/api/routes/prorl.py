@@ -49,14 +49,18 @@ class ProcessSampling(BaseModel):
     min_p: Annotated[float, Number] = Field(0.0, ge=0.0, le=1.0)
     max_tokens: Count | None = None
     max_new_tokens: Count | None = None
+    max_output_tokens: Count | None = None
+    max_iterations: Annotated[int, Number] | None = Field(None, ge=1, le=10_000)
+    """The most turns."""
 
     def sampling(self) -> Sampling:
         """Return them as a rollout's sampling parameters."""
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
 
     def limits(self) -> Limits:
-        """Return the limit on a turn's tokens as a rollout's limits."""
-        return Limits(max_turn_tokens=self.max_new_tokens or self.max_tokens)
+        """Return the limits on a turn's tokens and on turns as a rollout's limits."""
+        tokens = self.max_new_tokens or self.max_output_tokens or self.max_tokens
+        return Limits(max_turn_tokens=tokens, max_turns=self.max_iterations)
 
 
 class ProcessInstance(BaseModel):
@@ -193,8 +197,11 @@ async def cancel_job(service: ServiceDep, request: JobRequest) -> CancelJobAnswe
     responses=raises(BackendUnreachable, BackendRejected, BackendProtocolError, RendererMismatchError),
 )
 async def add_llm_server(service: ServiceDep, request: ServerRequest) -> AddServerAnswer:
-    """Add an engine to the default pool, after checking it as `POST /v1/backends` does."""
-    address = request.address
+    """Add an engine to the default pool, after checking it as `POST /v1/backends` does.
+
+    Its address may end with `/v1`, as that of its OpenAI-compatible API.
+    """
+    address = request.address.rstrip("/").removesuffix("/v1")
     try:
         spec = BackendSpec(url=HttpUrl(address if "://" in address else f"http://{address}"))
     except ValidationError as error:
