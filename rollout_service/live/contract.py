@@ -94,6 +94,16 @@ class TurnMarkRecord:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingTurn:
+    """A turn that waits to be judged."""
+
+    session_id: str
+    turn: int
+    since: float
+    """When its next state arrived, in seconds since the epoch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
     """A recorded turn of a session."""

@@ -143,8 +143,7 @@ class LiveFunnel(Collector):
             log.warning("the figures of live sessions could not be read in time")
             return
         self._counts, self._versions = counts, versions
-        states = (turn.next_state for turn in waiting)
-        self._oldest = next((state.arrived_at for state in states if state is not None), None)
+        self._oldest = waiting[0].since if waiting else None
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""

@@ -87,9 +87,9 @@ def metadata(db: sqlite3.Connection, session: int) -> dict[str, Any]:
     return {} if row is None else from_json(row["data"])
 
 
-def with_content(db: sqlite3.Connection, rows: Sequence[sqlite3.Row]) -> list[TurnRecord]:
-    """Return the turns of these rows of `turns`, each joined with its `session_id`."""
-    return [_turn(row, db.execute(_OF_TURN, (row["session"], row["turn"]))) for row in rows]
+def with_content(db: sqlite3.Connection, row: sqlite3.Row) -> TurnRecord:
+    """Return the turn of this row of `turns`, joined with its `session_id`."""
+    return _turn(row, db.execute(_OF_TURN, (row["session"], row["turn"])))
 
 
 def of_session(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from api_schemas.rollouts.sessions import MarkReason, MaskReason
 from api_schemas.sessions import FeedbackByVersion
-from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord
+from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord, WaitingTurn
 from rollout_service.live.sqlite import contents
 
 _RECORD = """
@@ -42,8 +42,9 @@ UPDATE turns SET value = :value, reason = :reason, marked_at = :at WHERE session
 _SELECT = "SELECT turns.*, sessions.session_id FROM turns JOIN sessions ON sessions.seq = turns.session"
 _FROM = f"{_SELECT} WHERE session_id = ? AND turn >= ? ORDER BY turn"
 _ONE = f"{_SELECT} WHERE session_id = ? AND turn = ?"
-_TO_JUDGE = f"""
-{_SELECT} WHERE kind = 'main' AND delivered AND followed_at IS NOT NULL
+_TO_JUDGE = """
+SELECT session_id, turn, followed_at FROM turns JOIN sessions ON sessions.seq = turns.session
+WHERE kind = 'main' AND delivered AND followed_at IS NOT NULL
     AND mask IS NULL AND reason IS NULL AND part IS NULL AND dropped IS NULL
 ORDER BY followed_at LIMIT ?
 """
@@ -141,15 +142,15 @@ def turns(db: sqlite3.Connection, session_id: str, first: int = 0) -> list[TurnR
 def get(db: sqlite3.Connection, session_id: str, turn: int) -> TurnRecord | None:
     """Return a turn."""
     rows = db.execute(_ONE, (session_id, turn)).fetchall()
-    return contents.with_content(db, rows)[0] if rows else None
+    return contents.with_content(db, rows[0]) if rows else None
 
 
-def to_judge(db: sqlite3.Connection, limit: int) -> list[TurnRecord]:
+def to_judge(db: sqlite3.Connection, limit: int) -> list[WaitingTurn]:
     """Return turns that may be judged and are not, the longest waiting first.
 
     They are main turns that were delivered, have a next state, and neither a mask, a mark nor a part.
     """
-    return contents.with_content(db, db.execute(_TO_JUDGE, (limit,)).fetchall())
+    return [WaitingTurn(*row) for row in db.execute(_TO_JUDGE, (limit,))]
 
 
 def figures(db: sqlite3.Connection) -> list[FeedbackByVersion]:

@@ -1,6 +1,7 @@
 """Detectors find what may not be stored, count it by kind, and never take long."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 
@@ -121,6 +122,35 @@ def test_windows_change_no_count(pieces: list[str], window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detectors, "_WINDOW", window)
         assert Detectors.load(["secrets"]).find([text]) == whole
+
+
+PIECES = [text for _, _, text in FOUND]
+ENDS = [
+    "",
+    "-----BEGIN ",
+    "secret_access_key",
+    "bearer",
+    "git",
+    "a.b",
+    "+4",
+    "sk-",
+    "4111",
+    "\0",
+    " ",
+    "@",
+    "\\n",
+]
+
+
+@given(
+    st.lists(
+        st.sampled_from([*PIECES, *(text[:half] for text in PIECES for half in (9, 17)), *ENDS]), max_size=8
+    )
+)
+def test_texts_that_are_searched_together_are_searched_as_they_are(texts: list[str]) -> None:
+    found = Detectors.load(BUILT_IN)
+    alone = sum((Counter(found.find([text])) for text in texts), Counter())
+    assert found.find(texts) == dict(alone)
 
 
 def test_finds_of_all_texts_are_added_up() -> None:
