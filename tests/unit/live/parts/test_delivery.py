@@ -87,6 +87,20 @@ async def test_a_session_becomes_a_batch() -> None:
             assert {pair for pair in pairs if pair[0] != -1} <= tokens
 
 
+async def test_the_loops_are_idle_only_without_runs_and_turns() -> None:
+    async def are_idle(bench: LiveBench) -> tuple[bool, bool]:
+        await bench.closer.step()
+        await bench.delivery.step()
+        return bench.closer.is_idle, bench.delivery.is_idle
+
+    async with live_bench() as bench:
+        assert await are_idle(bench) == (True, True)
+        await bench.serve("s", [1.0])
+        assert await are_idle(bench) == (False, True)
+        await bench.create_run()
+        assert await are_idle(bench) == (False, False)
+
+
 async def test_texts_are_delivered_only_to_runs_that_ask_for_them() -> None:
     async with live_bench() as bench:
         await bench.create_run()
