@@ -26,7 +26,7 @@ FOLDERS = re.compile(rb"/([0-9a-f]{8})/([0-9]+)/(?:pipes|sockets|overlay)\b")
 """Parts of sandboxes' folders among the mounts of a process; see `run_folders`."""
 
 LAUNCH_SECONDS = 60.0
-"""How long after its fork a child may not have become the launcher of a sandbox."""
+"""The age until which a child of this service may still become the launcher of a sandbox."""
 
 
 def start_time(pid: int) -> int | None:
@@ -49,21 +49,26 @@ def boot_id() -> str:
 
 def sandbox_of(pid: int) -> str | None:
     """Return the id of the sandbox that a process belongs to; None if there is none, or if we may not look."""
+    return _find_mark(pid)[0]
+
+
+def _find_mark(pid: int) -> tuple[str | None, bool]:
+    """Return the sandbox of a process, if any, and whether that is certain: we may not be able to look."""
     try:
         environment = b"\0" + _read(f"/proc/{pid}/environ")
     except OSError:
         return _mounted_in(pid)
     _, found, rest = environment.partition(_MARK)
-    return rest.partition(b"\0")[0].decode(errors="replace") if found else None
+    return (rest.partition(b"\0")[0].decode(errors="replace") if found else None), True
 
 
-def _mounted_in(pid: int) -> str | None:
-    """Return the sandbox whose folder a process has mounted; this works even if its environment cannot be read."""
+def _mounted_in(pid: int) -> tuple[str | None, bool]:
+    """Return the same by the folders that a process has mounted, which works if its environment cannot be read."""
     with suppress(OSError):
         if os.geteuid() in (0, _user_of(pid)):
             found = FOLDERS.search(_read(f"/proc/{pid}/mountinfo"))
-            return f"{found[1].decode()}-{found[2].decode()}" if found else None
-    return None
+            return (f"{found[1].decode()}-{found[2].decode()}" if found else None), True
+    return None, False
 
 
 def _user_of(pid: int) -> int:
@@ -74,7 +79,8 @@ def _user_of(pid: int) -> int:
 
 def find_processes(belongs: Callable[[str], bool]) -> list[int]:
     """Return the processes of sandboxes whose id satisfies `belongs`. It lists all of /proc: call it in a thread."""
-    return [pid for pid, mark in _MARKS.scan() if mark is not None and belongs(mark)]
+    marked = [pid for pid, mark in _MARKS.scan() if mark is not None and belongs(mark)]
+    return [pid for pid in marked if start_time(pid) is not None]  # a zombie is still listed
 
 
 class _Marks:
@@ -82,27 +88,34 @@ class _Marks:
 
     A scan reads only about processes that earlier scans have not seen, since a host may have thousands. The inode of
     /proc/PID tells whether a number has been given to another process since. A process never leaves its sandbox. One
-    that has none may be a child of this service that has not become a launcher yet, so that is believed a minute later.
+    without a sandbox may be a child of this service that has yet to become a launcher, so it is read again during its
+    first minute, and after that too as long as nobody could look.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, int], tuple[str | None, float]] = {}
-        """The sandbox and the start of each process, by pid and inode."""
+        self._known: dict[tuple[int, int], str | None] = {}
+        """The sandbox of each process, by pid and inode."""
 
     def scan(self) -> list[tuple[int, str | None]]:
         """Return each process with its sandbox, if any."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        found = []
         with self._lock, os.scandir("/proc") as entries:
             before, self._known = self._known, {}
             for entry in entries:
-                if entry.name.isdigit():
-                    pid = int(entry.name)
-                    mark, since = before.get(key := (pid, entry.inode())) or (None, _since(pid, now))
-                    if mark is None and (now - since < LAUNCH_SECONDS or key not in before):
-                        mark = sandbox_of(pid)
-                    self._known[key] = mark, since
-            return [(pid, mark) for (pid, _), (mark, _) in self._known.items()]
+                if not entry.name.isdigit():
+                    continue
+                key = pid, _ = int(entry.name), entry.inode()
+                if key in before:
+                    mark, is_certain = before[key], True
+                else:
+                    mark, is_certain = _find_mark(pid)
+                    is_certain = mark is not None or (is_certain and now - _since(pid, now) > LAUNCH_SECONDS)
+                if is_certain:
+                    self._known[key] = mark
+                found.append((pid, mark))
+        return found
 
 
 def _since(pid: int, now: float) -> float:

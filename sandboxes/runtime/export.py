@@ -102,4 +102,4 @@ async def _end(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             pipe.close()
     while not await wait_exit(process, STALL_SECONDS):
-        pass  # the kernel holds a killed process until it has no use for it
+        pass  # a killed process may be stuck in the kernel
