@@ -123,12 +123,17 @@ class PrefixIndex:
 
     def _evict(self) -> None:
         while len(self._blocks) > self._capacity:
+            if not self._ends:  # a chain has the same hash twice
+                self.clear()
+                return
             block, _ = self._ends.popitem(last=False)
-            if not self._blocks[block].below:
-                if (above := self._part(block)) is not None and above not in self._ends:
-                    self._ends[above] = None  # it was used when the evicted one was
-                    self._ends.move_to_end(above, last=False)
-                del self._blocks[block]
+            known = self._blocks.get(block)
+            if known is None or known.below:
+                continue
+            if (above := self._part(block)) is not None and above not in self._ends:
+                self._ends[above] = None  # it was used when the evicted one was
+                self._ends.move_to_end(above, last=False)
+            del self._blocks[block]
 
     def _part(self, block: int) -> int | None:
         """Unlink a block from the one before it; return that if nothing else follows it."""
