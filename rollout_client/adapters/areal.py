@@ -6,10 +6,10 @@ Each row of the data set has `environment` and `instance`. The versions of token
 on staleness holds if its trainer's weights reach the service under AReaL's own version numbers.
 
 Guarantees: those of the package. AReaL normalizes within blocks of as many rows as a group has episodes. So an episode
-is one row, the one with the most tokens to train on; the log says when others are first left out, and `left_out` counts
-their tokens. With `segments="all"`, each segment is a row, which is for normalization over the batch. A rollout without
-a reward is run again, and then NoRewardError is raised: AReaL rejects the group, where an episode that is None would
-leave a group with too few rows.
+is one row, the one with the most tokens to train on; `left_out` counts the tokens of the others, and the log warns
+about the first. With `segments="all"`, each segment is a row, which is for normalization over the batch. A rollout
+without a reward is run again, and then NoRewardError is raised, which makes AReaL reject the group; if the episode were
+None, the group would go on with too few rows.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
             raise NotImplementedError("this agent has whole rollouts only: POST /run")
 
         async def run(self, body: Request) -> Response:
-            """Run a rollout of the row's task; a row without one is the caller's mistake, which no repetition mends."""
+            """Run a rollout of the row's task; a row without one is a 422, since trying again does not help."""
             try:
                 answer = await run(service, body.model_dump())
             except TaskRowError as error:
@@ -102,7 +102,7 @@ def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def texts_of(rollout: Rollout) -> list[str]:
-    """Return the text of each turn with its calls as sampled; none if the conversation at its end lacks some turns."""
+    """Return the text of each turn and its calls, without its reasoning; none if a compaction has removed turns."""
     if rollout.trajectory is None:
         return []
     said = [message for message in rollout.trajectory.messages if message.role == "assistant"]

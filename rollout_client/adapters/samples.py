@@ -58,7 +58,7 @@ class Sample:
         )
 
     def with_prompt(self, length: int) -> Sample:
-        """Return the row with a prompt of at most `length` tokens; the response has the others first, with mask 0."""
+        """Return the row with a prompt of at most `length` tokens; the rest begins the response, with mask 0."""
         moved = self.prompt_ids[length:]
         return replace(
             self,

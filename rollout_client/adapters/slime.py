@@ -11,13 +11,15 @@ Guarantees: those of the package. Each segment of a rollout is a sample, and the
 `rollout_id`, so they weigh as one. A rollout without a reward is ABORTED, has no reward, is removed from the loss, and
 `scored` drops its group; without that filter slime stops, since it would have to make up a reward. `normalized` counts
 each rollout once in its group, where slime would normalize over the whole batch. In an evaluation a rollout is one
-sample; one that has no reward after all attempts is left out, and the log says so.
+sample. If it has no reward after all attempts, the log says why, and the reward is NaN, and so is slime's mean: slime
+relies on the number of samples, and a zero would be made up.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -55,7 +57,7 @@ async def generate(
         metadata={"trainer": "slime", "group": sample.group_index},
     )
     if evaluation:
-        return await _evaluate(sample, request)
+        return [await _evaluate(sample, request)]
     rollout = await submitter().run(request)
     samples = samples_of(rollout)
     if rollout.reward is None or not samples:
@@ -65,25 +67,15 @@ async def generate(
     ]
 
 
-class LeftOut(list[Any]):
-    """No sample at all, though slime's log looks at the first one of whatever ends first."""
-
-    def __init__(self, sample: Any) -> None:
-        super().__init__()
-        self._sample = sample
-
-    def __getitem__(self, _: Any) -> Any:
-        return self._sample
-
-
-async def _evaluate(sample: Any, request: RolloutRequest) -> list[Any]:
-    """Run a rollout of an evaluation, in which each sample counts."""
+async def _evaluate(sample: Any, request: RolloutRequest) -> Any:
+    """Run a rollout of an evaluation, in which each sample counts as one."""
     try:
         rollout = await submitter().run_scored(request)
     except NoRewardError as error:
-        log.warning("the evaluation leaves out a rollout: %s", error)
-        return LeftOut(sample)
-    return [_fill(sample, samples_of(rollout)[-1], rollout)]
+        log.warning("the evaluation has no result: %s", error)
+        sample.status, sample.reward = type(sample).Status.ABORTED, math.nan
+        return sample
+    return _fill(sample, samples_of(rollout)[-1], rollout)
 
 
 def normalized(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:

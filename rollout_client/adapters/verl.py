@@ -9,10 +9,11 @@ The data set also needs a column `agent_name` with `rollout_service`, next to `e
 or in its `extra_info`). verl makes an instance for each sample and calls `run`; it requires no base class.
 
 Guarantees: those of the package. verl requires a reward for each sample: a rollout without one is run again, and then
-NoRewardError is raised, with which verl's default trainer drops the group. That trainer (`trainer.use_v1`) takes a row
+NoRewardError is raised, which makes verl's default trainer drop the group. That trainer (`trainer.use_v1`) takes a row
 for each segment, of at most `prompt_length + response_length` tokens. The older one takes one row per rollout, with the
-most tokens to train on: what its prompt has beyond `prompt_length` begins the response, with mask 0, and the response
-ends after `response_length`. The extra field `left_out` counts the tokens to train on that verl did not get.
+most tokens to train on: the rest of a prompt longer than `prompt_length` begins the response, with mask 0, and the
+response ends after `response_length`. The extra field `left_out` of a rollout's last row counts the tokens to train on
+that verl did not get.
 """
 
 from __future__ import annotations
@@ -100,12 +101,13 @@ def rows_of(
         most = prompt_length + response_length
         rows = [sample.cut(max(0, most - len(sample.prompt_ids))) for sample in samples]
     else:
-        largest = max(samples, key=lambda sample: sample.sampled)
-        rows = [largest.with_prompt(prompt_length).cut(response_length)]
+        fitting = [sample.with_prompt(prompt_length).cut(response_length) for sample in samples]
+        rows = [max(fitting, key=lambda sample: sample.sampled)]
     if not (rows := [row for row in rows if row.sampled]):
+        shortest = min(len(sample.prompt_ids) for sample in samples)
         raise RowTooLongError(
-            f"rollout {rollout.rollout_id} has a prompt of {len(samples[0].prompt_ids)} tokens, which leaves no room "
-            f"to train on any: raise prompt_length ({prompt_length}) or response_length ({response_length})"
+            f"rollout {rollout.rollout_id} has prompts of {shortest} tokens and more, which leave no room for a token "
+            f"to train on: raise prompt_length ({prompt_length}) or response_length ({response_length})"
         )
     return rows
 
@@ -130,12 +132,16 @@ def output_fields(sample: Sample, rollout: Rollout, rows: Sequence[Sample]) -> d
             "rollout_id": rollout.rollout_id,
             "min_global_steps": min(versions, default=None),
             "max_global_steps": max(versions, default=None),
-            "left_out": sum(one.sampled for one in samples_of(rollout)) - sum(row.sampled for row in rows),
+            "left_out": _left_out(rollout, rows) if sample is rows[-1] else 0,
             "reward_extra_info": {},
             "turn_scores": [],
             "tool_rewards": [],
         },
     }
+
+
+def _left_out(rollout: Rollout, rows: Sequence[Sample]) -> int:
+    return sum(sample.sampled for sample in samples_of(rollout)) - sum(row.sampled for row in rows)
 
 
 def metrics(rollout: Rollout) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import sys
 from dataclasses import dataclass, field, make_dataclass
 from enum import Enum
@@ -329,15 +330,13 @@ async def test_slime_normalizes_each_rollout_once_in_its_group():
     assert slime.normalized(args, samples) == (raw, raw)
 
 
-async def test_slime_evaluates_each_rollout_once_and_leaves_failures_out(generate, caplog):
+async def test_slime_evaluates_each_rollout_once_and_makes_up_no_reward(generate, caplog):
     (sample,) = await generate(two_segments(reward=0.5), evaluation=True, metadata=ROW)
     assert (sample.tokens, sample.reward) == ([1, 9, 5], 0.5)
-    nothing = await generate(failed(), failed(), failed(), evaluation=True, metadata=ROW)
-    assert "leaves out a rollout" in caplog.text
-    data = [sample]
-    data.extend(nothing)
-    assert data == [sample]
-    assert nothing[0].response == ""  # what slime logs of the one that ended first
+    (nothing,) = await generate(failed(), failed(), failed(), evaluation=True, metadata=ROW)
+    assert "sandbox_start_failed" in caplog.text
+    assert math.isnan(nothing.reward)
+    assert nothing.status is Status.ABORTED  # so slime asks no reward model
 
 
 # -- SkyRL -----------------------------------------------------------------------
