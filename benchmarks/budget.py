@@ -116,7 +116,7 @@ class Counted:
             task=Task(environment="echo", instance={"number": self.rollouts}),
             limits=Limits(max_turns=turns, agent_seconds=600, rollout_seconds=900),
         )
-        self._order()
+        await self._order()
         began = time.perf_counter()
         rollout = await self.client.run(request)
         window = await self._window(time.perf_counter() - began)
@@ -126,18 +126,17 @@ class Counted:
 
     async def rest(self) -> Window:
         """Wait for some seconds."""
-        self._order()
+        await self._order()
         await anyio.sleep(IDLE_SECONDS)
         return await self._window(IDLE_SECONDS)
 
-    def _order(self) -> None:
+    async def _order(self) -> str:
         print(file=self.process.stdin, flush=True)
+        return await anyio.to_thread.run_sync(cast("IO[str]", self.process.stdout).readline)
 
     async def _window(self, seconds: float) -> Window:
-        self._order()
-        line = await anyio.to_thread.run_sync(cast("IO[str]", self.process.stdout).readline)
         cost: Counter[str] = Counter()
-        for file, count in json.loads(line).items():
+        for file, count in json.loads(await self._order()).items():
             cost[part_of(file)] += count
         return Window(cost, seconds)
 
@@ -164,7 +163,10 @@ async def main(given: Options) -> None:
     figures["over"] = len(over)
     report("Bytecode instructions", given, {"rounds": plan.rounds}, figures, {"over": "0"})
     if over and plan.holds_budget:
-        sys.exit("\n".join([*over, "Spend less, or say in the commit why it is worth it: --budget renew."]))
+        hint = (
+            "Spend less, or write a new budget with --budget renew and say in the commit what it is spent on."
+        )
+        sys.exit("\n".join([*over, hint]))
 
 
 @asynccontextmanager
@@ -182,7 +184,7 @@ async def counted_service() -> AsyncIterator[Counted]:
                     yield Counted(client, process)
             finally:
                 process.terminate()
-                await anyio.to_thread.run_sync(process.wait)
+                await anyio.to_thread.run_sync(process.communicate)
 
 
 def start_counted(folder: Path, engine_url: str) -> subprocess.Popen[str]:

@@ -2,9 +2,9 @@
 
 Run: python benchmarks/programs/counted_service.py FOLDER, with the settings in the environment
 
-It writes its URL to FOLDER/address. A line on stdin begins a count; the next one ends it and prints the instructions
-by file. A library's instructions count for the file of ours that called it, and those of callbacks of the event loop
-for the library's own.
+It writes its URL to FOLDER/address. A line on stdin begins a count and is answered with one; the next ends it and is
+answered with the instructions by file. A library's instructions count for the file of ours that called it, and those of
+callbacks of the event loop for the library's own.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ class Counts:
         return file
 
     def obey(self) -> None:
-        """Begin with a line of stdin, print what was counted with the next, and so on."""
+        """Begin with a line of stdin and answer it, print what was counted with the next, and so on."""
         while sys.stdin.readline():
-            self.by_file.clear()
+            self.by_file = Counter()
             self.on = True
+            print(flush=True)
             sys.stdin.readline()
             self.on = False
-            print(json.dumps(self.by_file), flush=True)
+            print(json.dumps(self.by_file.copy()), flush=True)
 
 
 def main() -> None:

@@ -120,7 +120,8 @@ class JobThread(ABC, Generic[J]):
         try:
             return await asyncio.shield(job.future)
         except asyncio.CancelledError:
-            # A scope on every job would cost more than most jobs do. Whoever is cancelled is so again, after this one.
+            # A scope on every job would cost more than most jobs do. The scope of a cancelled caller cancels it again
+            # at its next await.
             if anyio.current_effective_deadline() != -math.inf:
                 raise
         with anyio.CancelScope(shield=True):

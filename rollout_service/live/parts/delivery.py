@@ -71,7 +71,7 @@ class PartDelivery:
         self._is_protected = False
         """Whether the store of runs overwrites what it deletes."""
         self._is_new = True
-        """Whether runs that had ended before may not be protected yet."""
+        """Whether no step has looked for runs that ended before this start."""
         self.is_idle = False
         """Whether the last step found neither a run nor a part."""
         self._reconciled: set[str] = set()

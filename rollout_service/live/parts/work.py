@@ -29,9 +29,9 @@ from rollout_service.store.runs_contract import RunRecord, RunStore
 from rollout_service.tokens import ChatRenderer
 
 LOOK_SECONDS = 0.2
+"""How often to look for sessions to close and parts to hand over. Each look is a few short reads."""
 IDLE_SECONDS = 1.0
 """How often to look while there is neither a turn to decide about nor a run that trains on turns."""
-"""How often to look for sessions to close and parts to hand over. Each look is a few short reads."""
 
 
 class InService:
