@@ -95,7 +95,7 @@ class TurnMarkRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingTurn:
+class UnjudgedTurn:
     """A turn that waits to be judged."""
 
     session_id: str

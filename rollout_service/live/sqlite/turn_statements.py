@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from api_schemas.rollouts.sessions import MarkReason, MaskReason
 from api_schemas.sessions import FeedbackByVersion
-from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord, WaitingTurn
+from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord, UnjudgedTurn
 from rollout_service.live.sqlite import contents
 
 _RECORD = """
@@ -145,12 +145,12 @@ def get(db: sqlite3.Connection, session_id: str, turn: int) -> TurnRecord | None
     return contents.with_content(db, rows[0]) if rows else None
 
 
-def to_judge(db: sqlite3.Connection, limit: int) -> list[WaitingTurn]:
+def to_judge(db: sqlite3.Connection, limit: int) -> list[UnjudgedTurn]:
     """Return turns that may be judged and are not, the longest waiting first.
 
     They are main turns that were delivered, have a next state, and neither a mask, a mark nor a part.
     """
-    return [WaitingTurn(*row) for row in db.execute(_TO_JUDGE, (limit,))]
+    return [UnjudgedTurn(*row) for row in db.execute(_TO_JUDGE, (limit,))]
 
 
 def figures(db: sqlite3.Connection) -> list[FeedbackByVersion]:

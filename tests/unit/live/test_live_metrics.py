@@ -14,7 +14,7 @@ from api_schemas.rollouts.sessions import MarkReason, MaskReason, TurnKind
 from api_schemas.sessions import FeedbackByVersion
 from rollout_service.base.errors import StoreError
 from rollout_service.live import metrics as module
-from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord, WaitingTurn
+from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord, UnjudgedTurn
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ class Figures:
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
         self.kept = dict(counts or {})
         self.versions: list[FeedbackByVersion] = []
-        self.waiting: list[WaitingTurn] = []
+        self.waiting: list[UnjudgedTurn] = []
         self.problem: BaseException | None = None
 
     async def counts(self, session_id: str | None = None) -> Mapping[str, int]:
@@ -39,7 +39,7 @@ class Figures:
     async def feedback(self) -> Sequence[FeedbackByVersion]:
         return self.versions
 
-    async def to_judge(self, limit: int) -> Sequence[WaitingTurn]:
+    async def to_judge(self, limit: int) -> Sequence[UnjudgedTurn]:
         return self.waiting[:limit]
 
 
@@ -128,7 +128,7 @@ async def test_the_age_of_the_longest_waiting_turn_grows_between_scrapes() -> No
     made = funnel(store, registry, now=100.0)
     await made.refresh()
     assert samples(registry)["rollout_live_judge_age_seconds",] == 0
-    store.waiting = [WaitingTurn("s", 0, 40.0)]
+    store.waiting = [UnjudgedTurn("s", 0, 40.0)]
     await made.refresh()
     read = samples(registry)
     assert read["rollout_live_judge_age_seconds",] == 60
@@ -195,7 +195,7 @@ def test_waiting_redactions_and_unrecorded_requests_are_counted() -> None:
 async def test_nothing_that_was_said_is_in_the_metrics() -> None:
     registry = CollectorRegistry()
     store = Figures()
-    store.waiting = [WaitingTurn("s", 0, 1.0)]
+    store.waiting = [UnjudgedTurn("s", 0, 1.0)]
     metrics = LiveMetrics(registry)
     metrics.judged(turn(arrived_at=1.0), mark(1.0))
     await funnel(store, registry).refresh()

@@ -9,7 +9,7 @@ import pytest
 from api_schemas.rollouts.sessions import Hint, MarkReason, TurnKind
 from rollout_service.base.errors import StoreError
 from rollout_service.engines.errors import BackendUnreachable
-from rollout_service.live.contract import TurnMarkRecord, TurnRecord, WaitingTurn
+from rollout_service.live.contract import TurnMarkRecord, TurnRecord, UnjudgedTurn
 from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -255,7 +255,7 @@ async def test_a_store_that_fails_for_a_while_loses_no_turn() -> None:
     class Flaky(SqliteLiveStore):
         failures = 4
 
-        async def to_judge(self, limit: int) -> list[WaitingTurn]:
+        async def to_judge(self, limit: int) -> list[UnjudgedTurn]:
             self._fail()
             return list(await super().to_judge(limit))
 
