@@ -252,7 +252,9 @@ class Service:
     def unready(self) -> list[str]:
         """Return the reasons why the service cannot take work, each with a remedy; empty if it can."""
         reasons = [f"the service is shutting down: {self.shutdown.reason}"] if self.shutdown.begun else []
-        if not any(view.state is BackendState.READY for view in self.serving.views()):
+        pools, _ = self.serving.in_service()  # without those whose chat format is still being loaded
+        views = self.serving.views()
+        if not any(view.state is BackendState.READY and view.pool in pools for view in views):
             reasons.append(
                 "no backend is in service; register one with POST /v1/backends or resume its pool."
                 + "".join(f" {sentence}" for sentence in self.serving.absences())
