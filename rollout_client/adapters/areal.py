@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-from rollout_client.adapters.samples import Sample, samples_of
+from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 log = logging.getLogger(__name__)
@@ -61,19 +61,19 @@ class Episodes:
         samples = samples_of(await self.submitter.run_scored(request))
         return tensors(samples if self.segments == "all" else self._largest(samples))
 
-    def _largest(self, samples: Sequence[Sample]) -> list[Sample]:
-        largest = max(samples, key=lambda sample: sample.sampled)
-        left_out = sum(sample.sampled for sample in samples) - largest.sampled
+    def _largest(self, samples: list[Sample]) -> list[Sample]:
+        rows = only_largest(samples)
+        left_out = count_left_out(samples, rows)
         if left_out and not self.left_out:
             log.warning(
                 "rollout %s has %d segments; AReaL gets the largest, and not %d sampled tokens of the others. "
                 'With `segments="all"` it gets all, for normalization over the batch.',
-                largest.rollout_id,
+                samples[0].rollout_id,
                 len(samples),
                 left_out,
             )
         self.left_out += left_out
-        return [largest]
+        return rows
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from api_schemas.rollouts import Rollout
-from rollout_client.adapters.samples import Sample, largest_sample, samples_of
+from rollout_client.adapters.samples import Sample, count_left_out, largest_sample, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, read_sampling
 
 
@@ -97,7 +97,7 @@ def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
             "tools": list(params.get("tools") or []),
         },
         "service_rollout_id": rollout.rollout_id,
-        "left_out": sum(one.sampled for one in samples) - sample.sampled,
+        "left_out": count_left_out(samples, [sample]),
     }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from api_schemas.rollouts import Rollout, StopReason
-from rollout_client.adapters.samples import largest_sample, samples_of
+from rollout_client.adapters.samples import count_left_out, largest_sample, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, parse_task, read_sampling
 
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
@@ -93,7 +93,7 @@ def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
         "truncated": rollout.stop_reason in CUT_OFF,
         "extra_logs": {
             "turns": rollout.usage.turns,
-            "left_out": sum(one.sampled for one in samples) - sample.sampled,
+            "left_out": count_left_out(samples, [sample]),
         },
     }
 

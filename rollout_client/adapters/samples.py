@@ -6,6 +6,7 @@ made up. Each sampled token has mask 1 in exactly one row of its rollout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from api_schemas.rollouts import Rollout
@@ -81,6 +82,17 @@ def samples_of(rollout: Rollout) -> list[Sample]:
 def largest_sample(samples: list[Sample]) -> Sample | None:
     """Return the row with the most tokens to train on, for trainers that take one; None if there is none."""
     return max(samples, key=lambda sample: sample.sampled, default=None)
+
+
+def only_largest(samples: list[Sample]) -> list[Sample]:
+    """Return the same row as a list."""
+    largest = largest_sample(samples)
+    return [] if largest is None else [largest]
+
+
+def count_left_out(samples: Sequence[Sample], rows: Sequence[Sample]) -> int:
+    """Return how many tokens to train on a trainer does not get if it gets these `rows` of all `samples`."""
+    return sum(sample.sampled for sample in samples) - sum(row.sampled for row in rows)
 
 
 def _sample(rollout: Rollout, segment: Segment, number: int, *, last: bool) -> Sample:

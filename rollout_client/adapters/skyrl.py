@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
-from rollout_client.adapters.samples import Sample, largest_sample, samples_of
+from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 if sys.version_info < (3, 11):
@@ -93,8 +93,8 @@ def columns(
     left_out = 0
     for number, rollout in enumerate(rollouts):
         samples = samples_of(rollout)
-        chosen = samples if step_wise else [one for one in [largest_sample(samples)] if one is not None]
-        left_out += sum(one.sampled for one in samples) - sum(one.sampled for one in chosen)
+        chosen = samples if step_wise else only_largest(samples)
+        left_out += count_left_out(samples, chosen)
         rows += [(number, rollout, sample) for sample in chosen]
     output: dict[str, Any] = {
         "prompt_token_ids": [sample.prompt_ids for _, _, sample in rows],

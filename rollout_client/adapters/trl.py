@@ -24,7 +24,7 @@ from typing import Any
 from api_schemas.inference import PoolOutcome
 from api_schemas.rollouts import Rollout
 from api_schemas.tasks import Task
-from rollout_client.adapters.samples import largest_sample, samples_of
+from rollout_client.adapters.samples import count_left_out, largest_sample, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling, task_text
 from rollout_client.client import RolloutClient
 from rollout_client.errors import WeightsError
@@ -118,7 +118,7 @@ def columns(rollouts: Sequence[Rollout], end: int) -> dict[str, list[Any]]:
             }
         row["rollout_id"] = rollout.rollout_id
         row["rollout_turns"] = rollout.usage.turns
-        row["rollout_left_out"] = sum(one.sampled for one in samples) - (sample.sampled if sample else 0)
+        row["rollout_left_out"] = count_left_out(samples, only_largest(samples))
         rows.append(row)
     return {name: [row[name] for row in rows] for name in rows[0]}
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from api_schemas.rollouts import Rollout, Stage
-from rollout_client.adapters.samples import Sample, samples_of
+from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def rows_of(
         rows = [sample.cut(max(0, most - len(sample.prompt_ids))) for sample in samples]
     else:
         fitting = [sample.with_prompt(prompt_length).cut(response_length) for sample in samples]
-        rows = [max(fitting, key=lambda sample: sample.sampled)]
+        rows = only_largest(fitting)
     if not (rows := [row for row in rows if row.sampled]):
         shortest = min(len(sample.prompt_ids) for sample in samples)
         raise RowTooLongError(
@@ -132,16 +132,12 @@ def output_fields(sample: Sample, rollout: Rollout, rows: Sequence[Sample]) -> d
             "rollout_id": rollout.rollout_id,
             "min_global_steps": min(versions, default=None),
             "max_global_steps": max(versions, default=None),
-            "left_out": _left_out(rollout, rows) if sample is rows[-1] else 0,
+            "left_out": count_left_out(samples_of(rollout), rows) if sample is rows[-1] else 0,
             "reward_extra_info": {},
             "turn_scores": [],
             "tool_rewards": [],
         },
     }
-
-
-def _left_out(rollout: Rollout, rows: Sequence[Sample]) -> int:
-    return sum(sample.sampled for sample in samples_of(rollout)) - sum(row.sampled for row in rows)
 
 
 def metrics(rollout: Rollout) -> dict[str, float]:
