@@ -39,6 +39,8 @@ class EventKind(StrEnum):
     """A pool was paused. Data: `mode`."""
     POOL_RESUMED = "pool.resumed"
     """A pool was resumed."""
+    POOL_ABANDONED = "pool.abandoned"
+    """The lease of a pool's last engine ran out. Data: `rollouts`, how many were cancelled."""
     POOL_COMMAND = "pool.command"
     """Services that share engines carry out a command to a pool. Data: `number`."""
     POOL_HELD = "pool.held"

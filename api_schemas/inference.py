@@ -62,6 +62,11 @@ class BackendSpec(WireModel):
     """The chat format, such as `qwen3`; `auto` chooses it by the model's type."""
     max_in_flight: Count | None = None
     """The most requests that the engine is given at once; if left out, the pool's setting."""
+    lease_seconds: Annotated[float, Number] | None = Field(
+        None, ge=1, le=86_400, exclude_if=lambda it: it is None
+    )
+    """How long the engine stays registered unless its lease is renewed; if left out, until it is removed. When a pool
+    has lost its last engine this way, its rollouts are cancelled."""
     trace: Annotated[Flag, Field(exclude_if=lambda trace: not trace)] = False
     """Whether requests to the engine carry a `traceparent` header, for an engine that exports traces itself. Left out
     of JSON if false."""
@@ -185,7 +190,17 @@ class DistributedWeights(WireModel):
         return self
 
 
-Weights = Annotated[DiskWeights | DistributedWeights, Field(discriminator="type")]
+class ExternalWeights(WireModel):
+    """Weights that the trainer has loaded into the engines itself.
+
+    No engine is paused or asked. The tokens of later requests have this version, whatever the engines report, and those
+    of open requests the version before. The trainer sees to it that the engines drop KV of older weights.
+    """
+
+    type: Literal["external"]
+
+
+Weights = Annotated[DiskWeights | DistributedWeights | ExternalWeights, Field(discriminator="type")]
 
 
 class WeightsRequest(WireModel):
@@ -217,7 +232,7 @@ class WeightsRequest(WireModel):
         return self
 
     @property
-    def weights(self) -> DiskWeights | DistributedWeights:
+    def weights(self) -> DiskWeights | DistributedWeights | ExternalWeights:
         """The source of the weights, also if it was given as `path`."""
         return self.source or DiskWeights(path=self.path or "")
 

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from api_schemas.inference import BackendView as BackendView
     from api_schemas.inference import DiskWeights as DiskWeights
     from api_schemas.inference import DistributedWeights as DistributedWeights
+    from api_schemas.inference import ExternalWeights as ExternalWeights
     from api_schemas.inference import PauseMode as PauseMode
     from api_schemas.inference import PauseRequest as PauseRequest
     from api_schemas.inference import PoolOutcome as PoolOutcome
     from api_schemas.inference import ResumeRequest as ResumeRequest
+    from api_schemas.inference import Weights as Weights
     from api_schemas.inference import WeightsGroupRequest as WeightsGroupRequest
     from api_schemas.inference import WeightsRequest as WeightsRequest
     from api_schemas.nodes import NodeConcurrency as NodeConcurrency
@@ -94,8 +96,8 @@ else:
         ),
         "api_schemas.external": "AgentKind RolloutAccess RolloutEnd",
         "api_schemas.inference": (
-            "AbortRequest BackendSpec BackendView DiskWeights DistributedWeights PauseMode PauseRequest PoolOutcome"
-            " ResumeRequest WeightsGroupRequest WeightsRequest"
+            "AbortRequest BackendSpec BackendView DiskWeights DistributedWeights ExternalWeights PauseMode PauseRequest"
+            " PoolOutcome ResumeRequest Weights WeightsGroupRequest WeightsRequest"
         ),
         "api_schemas.nodes": "NodeConcurrency NodePatch NodeView Readiness SandboxView",
         "api_schemas.rollouts": "Rollout RolloutPage RolloutRequest RolloutState",

@@ -283,6 +283,7 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     backends = blocking(RolloutClient.backends)
     add_backend = blocking(RolloutClient.add_backend)
     remove_backend = blocking(RolloutClient.remove_backend)
+    renew_backend = blocking(RolloutClient.renew_backend)
     drain_backend = blocking(RolloutClient.drain_backend)
     update_weights = blocking(RolloutClient.update_weights)
     join_weights_group = blocking(RolloutClient.join_weights_group)

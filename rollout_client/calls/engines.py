@@ -37,6 +37,14 @@ class EngineCalls:
         """
         await self._connection.call(None, "DELETE", _backend(backend_id))
 
+    async def renew_backend(self, backend_id: str) -> None:
+        """Extend the lease of an engine.
+
+        Raises:
+            NotFoundError: There is no such engine, perhaps because its lease ran out; register it again.
+        """
+        await self._connection.call(None, "POST", f"{_backend(backend_id)}/renew")
+
     async def drain_backend(self, backend_id: str) -> wire.BackendView:
         """Send an engine no new requests; it finishes those that it has.
 
@@ -47,7 +55,7 @@ class EngineCalls:
 
     async def update_weights(
         self,
-        weights: str | wire.DiskWeights | wire.DistributedWeights,
+        weights: str | wire.Weights,
         version: int,
         *,
         pool: str = "policy",
@@ -56,7 +64,8 @@ class EngineCalls:
     ) -> wire.PoolOutcome:
         """Load new weights into every engine of a pool.
 
-        They come from a folder that the engines can read, or from a process group that they have joined. When this
+        They come from a folder that the engines can read, or from a process group that they have joined;
+        `ExternalWeights` are there already, and only their version is noted. When this
         returns, every engine in service has them; `changed` is false if they had them before. `mode` is the treatment
         of requests in flight: without it, `PauseMode.ABORT`.
 

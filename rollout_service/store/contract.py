@@ -371,3 +371,18 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
             InvalidFieldError: The cursor is not one that an earlier page returned.
         """
         ...
+
+
+async def cancel_unfinished(store: Store, pool: str | None = None) -> list[str]:
+    """Cancel the rollouts of a pool, or of all, that have not ended; return their ids."""
+    unfinished: dict[str, None] = {}  # in order, since one may come to another state meanwhile
+    for state in (state for state in RolloutState if not state.terminal):
+        cursor: str | None = None
+        while True:
+            page = await store.list(state=state, cursor=cursor, limit=1_000)
+            unfinished |= {each.rollout_id: None for each in page.rollouts if pool in (None, each.pool)}
+            if (cursor := page.next_cursor) is None:
+                break
+    for rollout_id in unfinished:
+        await store.cancel(rollout_id)
+    return list(unfinished)

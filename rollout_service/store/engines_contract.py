@@ -15,8 +15,9 @@ pool's name as subject and the command's `number`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -45,6 +46,13 @@ class SharedBackend:
     """The token extras that it returned when it was checked."""
     is_draining: bool = False
     """Whether it is given no new requests."""
+    lease_until: float | None = field(default=None, compare=False)
+    """When its lease runs out, as Unix time; None without one."""
+
+
+def end_of_lease(spec: BackendSpec) -> float | None:
+    """Return when a lease that begins now runs out, as Unix time; None for an engine without one."""
+    return None if spec.lease_seconds is None else time.time() + spec.lease_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from api_schemas.inference import BackendSpec
 from rollout_service.base.private_files import write_private
 from rollout_service.base.signals import MonotonicCounter
-from rollout_service.store.engines_contract import BackendStore, SharedBackend
+from rollout_service.store.engines_contract import BackendStore, SharedBackend, end_of_lease
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +24,7 @@ _SPECS = TypeAdapter(list[BackendSpec])
 
 
 class FileBackends(BackendStore):
-    """Backends in a JSON file; a drain lasts until the service ends."""
+    """Backends in a JSON file; a drain lasts until the service ends, and leases begin again with it."""
 
     def __init__(self, path: Path, id_of: Callable[[BackendSpec], str]) -> None:
         self._path = path
@@ -59,7 +59,10 @@ class FileBackends(BackendStore):
                 specs = _SPECS.validate_json(self._path.read_bytes())
             except FileNotFoundError:
                 specs = []
-            self._backends = {self._id_of(spec): SharedBackend(self._id_of(spec), spec) for spec in specs}
+            self._backends = {
+                self._id_of(spec): SharedBackend(self._id_of(spec), spec, lease_until=end_of_lease(spec))
+                for spec in specs
+            }
         return self._backends
 
     async def _save(self) -> None:

@@ -35,6 +35,8 @@ class VersionWatch:
     def __init__(self, pool: str) -> None:
         self.changes = 0
         """How often a backend had another version than before, or a new one another than the pool."""
+        self.external: int | None = None
+        """The version of weights that the trainer loads itself, which engines need not report; None for others."""
         self._pool = pool
         self._last: int | None = None
         self._seen: dict[str, int] = {}
@@ -138,9 +140,12 @@ class BackendHandle:
         self.in_flight += 1
         scope = anyio.CancelScope()
         self._calls[scope] = self.clock()
+        external = self.versions.external
         try:
             with scope:
-                part = await self.backend.generate(request, on_tokens and self._counting(on_tokens))
+                part = await self.backend.generate(request, on_tokens and self._counting(on_tokens, external))
+                if external is not None:
+                    part = replace(part, versions=[external] * len(part.output_ids))
                 self.served += 1
                 self.bad_in_a_row = 0
                 if part.versions:
@@ -152,12 +157,12 @@ class BackendHandle:
             self._call_ended.notify()
         raise BackendUnreachable(self._why_dropped, backend_id=self.id)
 
-    def _counting(self, on_tokens: TokenSink) -> TokenSink:
-        """Return a sink that counts the chunks."""
+    def _counting(self, on_tokens: TokenSink, external: int | None) -> TokenSink:
+        """Return a sink that counts the chunks, and gives their tokens the version `external` if there is one."""
 
         def count(chunk: TokenChunk) -> None:
             self.chunks += 1
-            on_tokens(chunk)
+            on_tokens(chunk if external is None else replace(chunk, versions=[external] * len(chunk.ids)))
 
         return count
 

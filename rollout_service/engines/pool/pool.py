@@ -63,7 +63,7 @@ class BackendPool:
         self._on_change = on_change
         self._observer = observer
         self._registry = BackendRegistry(name, router.forget, self._changed)
-        self._controller = PoolController(self._registry, exclusive)
+        self._controller = PoolController(self._registry, self._versions, exclusive)
         self._health = HealthChecks(self._registry, self._controller, self._options)
         self._stalls = StallDetector(self._registry, router, self._options)
         self._dispatcher = Dispatcher(

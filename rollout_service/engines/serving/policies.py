@@ -3,12 +3,14 @@
 Guarantees: a backend is in service only if the service can also turn messages into ids for it. Registered backends are
 registered again after a restart; one that does not answer is retried until it does, and `waiting` names it. If the
 backends are shared, those that other services register, drain or remove are registered, drained or removed here too;
-one that this service cannot reach is not removed for the others.
+one that this service cannot reach is not removed for the others. A backend whose lease runs out is removed; if it was
+the last of its pool, the pool is abandoned.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -16,9 +18,11 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from api_schemas.events import EventKind
 from api_schemas.inference import BackendSpec, BackendState, BackendView, is_frozen
 from api_schemas.rollouts import RolloutRequest
 from rollout_service.base.errors import StoreError, did_you_mean
+from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.errors import NoBackendError, UnknownBackend, UnknownPool
 from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.locality import is_loopback, loopback_scope
@@ -29,7 +33,7 @@ from rollout_service.engines.serving.commands import LocalCommands, PoolCommands
 from rollout_service.engines.serving.orders import Announce, PoolOrders
 from rollout_service.engines.serving.session import PolicySession
 from rollout_service.engines.serving.turn_log import TurnLog
-from rollout_service.store.engines_contract import BackendStore, SharedBackend
+from rollout_service.store.engines_contract import BackendStore, SharedBackend, end_of_lease
 from rollout_service.tokens import ChatRenderer, Conversation, ToolSpec
 
 log = structlog.get_logger(__name__)
@@ -53,10 +57,12 @@ class PolicyServing:
         commands: PoolCommands | None = None,
         *,
         announce: Announce = lambda kind, subject, data: None,  # noqa: ARG005 - nobody listens
+        on_abandoned: Callable[[str], Awaitable[int]] | None = None,
     ) -> None:
         """`backends` survive restarts; `commands` of shared ones go to all services.
 
-        `announce` is called with the events of pools.
+        `announce` is called with the events of pools, and `on_abandoned` with the name of each abandoned
+        pool; it returns how many rollouts it has cancelled.
         """
         self._pools = pools
         self._backends = backends
@@ -64,6 +70,8 @@ class PolicyServing:
         self._followed: dict[str, SharedBackend] = {}
         """The backends of the store that are served here, or will be."""
         self._awaited = AwaitedBackends()
+        self._leases_changed = ChangeSignal()
+        self._announce, self._on_abandoned = announce, on_abandoned
         self.orders = PoolOrders(commands or LocalCommands(pools), announce, self.check_known)
         """The orders of trainers to whole pools."""
 
@@ -76,6 +84,7 @@ class PolicyServing:
             await self._follow_listed(tasks)
             if self._backends.is_shared:
                 tasks.start_soon(self._follow, tasks)
+            tasks.start_soon(self._end_leases)
             yield
             tasks.cancel_scope.cancel()
 
@@ -111,6 +120,53 @@ class PolicyServing:
             elif served.get(backend_id) is BackendState.DRAINING:
                 self._await(tasks, backend_id, backend.spec)
             self._followed[backend_id] = backend
+        self._leases_changed.notify()
+
+    async def _end_leases(self) -> None:
+        """Remove each backend when its lease runs out."""
+        while True:
+            changed = self._leases_changed.next
+            ends = [each.lease_until for each in self._followed.values() if each.lease_until is not None]
+            with anyio.move_on_after(min(ends) - time.time() if ends else None):
+                await changed.wait()
+            try:
+                for backend in list(self._followed.values()):
+                    if backend.lease_until is not None and backend.lease_until <= time.time():
+                        await self._remove_lapsed(backend.backend_id, backend.spec.pool)
+            except StoreError as error:
+                log.warning("engines without a lease stay for now", error=str(error), hint=error.hint)
+                await anyio.sleep(RECONNECT_SECONDS)
+
+    async def _remove_lapsed(self, backend_id: str, pool: str) -> None:
+        log.warning(
+            "the lease of an engine ran out",
+            backend_id=backend_id,
+            pool=pool,
+            hint="Its trainer has ended or cannot reach the service; the trainer registers it again when it can.",
+        )
+        with suppress(UnknownBackend):
+            await self.remove(backend_id)
+        followed = [each.spec.pool for each in self._followed.values()]
+        awaited = [spec.pool for spec in self._awaited.specs.values()]
+        if pool in (*followed, *awaited, *(view.pool for view in self.views())):
+            return
+        cancelled = await self._on_abandoned(pool) if self._on_abandoned is not None else 0
+        log.warning("pool abandoned", pool=pool, rollouts=cancelled)
+        self._announce(EventKind.POOL_ABANDONED, pool, {"rollouts": cancelled})
+
+    async def renew(self, backend_id: str) -> None:
+        """Extend the lease of a backend by its `lease_seconds` from now; does nothing for one without a lease.
+
+        Raises:
+            UnknownBackend: No backend with that id is registered, perhaps because its lease ran out.
+        """
+        backend = self._followed.get(backend_id)
+        if backend is None:
+            raise UnknownBackend(f"no backend {backend_id!r} is registered", hint="Register it again.")
+        renewed = replace(backend, lease_until=end_of_lease(backend.spec))
+        self._followed[backend_id] = renewed
+        self._leases_changed.notify()
+        await self._backends.put(renewed)
 
     def _await(self, tasks: TaskGroup, backend_id: str, spec: BackendSpec, *, remember: bool = False) -> None:
         """Begin to register a backend in the background, unless that has begun."""
@@ -336,12 +392,14 @@ class PolicyServing:
             spec,
             loopback_of=loopback_scope() if is_local else "",
             exports=tuple(view.exports),
+            lease_until=end_of_lease(spec),
         )
         known = self._followed.get(backend_id)
         self._followed[backend_id] = backend
         # A file is always written: the last attempt may have failed.
-        if known != backend or not self._backends.is_shared:
+        if known != backend or not self._backends.is_shared or backend.lease_until is not None:
             await self._backends.put(backend)
+        self._leases_changed.notify()
 
 
 def backend_id_of_spec(spec: BackendSpec) -> str:

@@ -38,6 +38,7 @@ from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.server.lifecycle.foundation import Foundation
 from rollout_service.server.lifecycle.live import Live, open_live
 from rollout_service.settings import Settings
+from rollout_service.store.contract import cancel_unfinished
 from rollout_service.store.file_backends import FileBackends
 
 
@@ -81,16 +82,20 @@ async def open_engines(stack: AsyncExitStack, foundation: Foundation) -> EngineC
 async def _open_serving(stack: AsyncExitStack, foundation: Foundation) -> PolicyServing:
     settings, metrics, announce = foundation.settings, foundation.metrics, foundation.announcer.announce
     check_kinds(settings.backends)
+
+    async def abandon(pool: str) -> int:
+        return len(await cancel_unfinished(foundation.store, pool))
+
     if (engines := foundation.store.engines) is None:
         pools = await stack.enter_async_context(_make_pools(settings, metrics))
         backends = FileBackends(foundation.state_dir / state_files.BACKENDS, backend_id_of_spec)
-        serving = PolicyServing(pools, backends, announce=announce)
+        serving = PolicyServing(pools, backends, announce=announce, on_abandoned=abandon)
     else:
         commands = SharedCommands(engines, foundation.store.cluster, foundation.owner)
         pools = await stack.enter_async_context(_make_pools(settings, metrics, commands.exclusive))
         commands.attach(pools)
         await stack.enter_async_context(commands.running())
-        serving = PolicyServing(pools, engines, commands, announce=announce)
+        serving = PolicyServing(pools, engines, commands, announce=announce, on_abandoned=abandon)
     await stack.enter_async_context(_run_embedded_engines(settings, serving))
     await stack.enter_async_context(serving.reconnecting(settings.backends))
     return serving

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +10,7 @@ import anyio
 from api_schemas.errors import FieldError, sentences
 from api_schemas.external import RolloutEnd
 from api_schemas.inference import BackendState
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
@@ -44,7 +43,7 @@ from rollout_service.server.lifecycle.membership import Suitability
 from rollout_service.server.overview import OverviewFeed
 from rollout_service.server.trajectories import TrajectoryViewer
 from rollout_service.settings import Settings
-from rollout_service.store.contract import Store
+from rollout_service.store.contract import Store, cancel_unfinished
 from sandboxes.errors import ImageError, SandboxConfigError
 
 
@@ -202,20 +201,10 @@ class Service:
     async def abort(self, rollout_ids: list[str] | None) -> list[str]:
         """Cancel these rollouts, or all that have not ended; return the ids of those to be cancelled."""
         if rollout_ids is None:
-            rollout_ids = [rollout_id async for rollout_id in self._unfinished()]
+            return await cancel_unfinished(self.store)
         for rollout_id in rollout_ids:
             await self.store.cancel(rollout_id)
         return rollout_ids
-
-    async def _unfinished(self) -> AsyncIterator[str]:
-        for state in [state for state in RolloutState if not state.terminal]:
-            cursor: str | None = None
-            while True:
-                page = await self.store.list(state=state, cursor=cursor, limit=1_000)
-                for rollout in page.rollouts:
-                    yield rollout.rollout_id
-                if (cursor := page.next_cursor) is None:
-                    break
 
     def warnings(self) -> list[str]:
         """Return the problems that do not keep the service from working."""

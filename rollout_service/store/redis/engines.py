@@ -47,6 +47,7 @@ class RedisEngines(EnginesStore):
             "loopback_of": backend.loopback_of,
             "exports": backend.exports,
             "is_draining": backend.is_draining,
+            "lease_until": backend.lease_until,
         }
         await self._connection.call("engines_put", backend.backend_id, to_json(record))
 
@@ -91,6 +92,7 @@ def _backend(record: bytes) -> SharedBackend:
         loopback_of=fields["loopback_of"],
         exports=tuple(fields["exports"]),
         is_draining=fields["is_draining"],
+        lease_until=fields["lease_until"],
     )
 
 

@@ -53,6 +53,11 @@ async def the_pool(engines: RedisEngines) -> PoolRecord:
     return record
 
 
+async def test_the_end_of_a_lease_is_kept(backends: BackendStore) -> None:
+    await backends.put(backend(1, lease_until=1_800_000_000.5))
+    assert [each.lease_until for each in await backends.backends()] == [1_800_000_000.5]
+
+
 async def test_backends_are_listed_in_the_order_in_which_they_came(backends: BackendStore) -> None:
     assert await backends.backends() == []
     given = [backend(number) for number in (3, 1, 2)]

@@ -29,7 +29,7 @@ from rollout_service.engines.errors import (
     InferenceError,
     NoBackendError,
 )
-from rollout_service.engines.pool.backend_handle import BackendHandle
+from rollout_service.engines.pool.backend_handle import BackendHandle, VersionWatch
 from rollout_service.engines.pool.probe import try_weights
 from rollout_service.engines.pool.registry import BackendRegistry
 from rollout_service.engines.pool.weights.outcomes import OUT_OF_SERVICE, FanOut, PoolCommand
@@ -48,8 +48,11 @@ Exclusive = Callable[[str], AbstractAsyncContextManager[None]]
 class PoolController:
     """Runs commands on all backends of a registry; `lock` is held while one runs."""
 
-    def __init__(self, registry: BackendRegistry, exclusive: Exclusive | None = None) -> None:
+    def __init__(
+        self, registry: BackendRegistry, versions: VersionWatch, exclusive: Exclusive | None = None
+    ) -> None:
         """Pass `exclusive` if other services command the same backends: in its block, none of them does."""
+        self._versions = versions
         self.lock = anyio.Lock()
         self._exclusive = exclusive
         self._registry = registry
@@ -105,6 +108,7 @@ class PoolController:
         """Bring this pool to the state that another service left it in; its backends have their commands already."""
         present = WeightSet(state.source, state.version) if state.source is not None else None
         self._weights.replace(present, state.kept_kv, state.unknown)
+        self._versions.external = self._weights.external_version
         self._groups.replace(state.groups)
         for handle in self._registry:
             if handle.id in state.versions:
@@ -183,6 +187,8 @@ class PoolController:
         weights = self._weights.plan_update(request, [handle.info.weight_version for handle in handles])
         if weights is None:
             return self._outcome(FanOut(handles), changed=False, version=request.version)
+        if weights.is_external:
+            return self._note_external(weights, handles)
         if isinstance(weights.source, DistributedWeights):
             self._groups.check(weights.source.group_name, [handle.id for handle in handles])
         was_paused = self._registry.paused
@@ -211,6 +217,15 @@ class PoolController:
             return outcome
         return outcome.model_copy(update={"held": held, "held_seconds": held_seconds})
 
+    def _note_external(self, weights: WeightSet, handles: list[BackendHandle]) -> PoolOutcome:
+        """Record weights that the engines have already; they are neither paused nor asked."""
+        self._weights.adopt(weights, KvHandling.FLUSHED)
+        for handle in handles:
+            handle.has_weights(weights.version)
+            self._weights.mark_known(handle.id)
+        self._versions.external = self._weights.external_version
+        return self._outcome(FanOut(handles), changed=True, version=weights.version)
+
     def _addressed(self) -> list[BackendHandle]:
         """Return the backends in service, or all if none is; the others get the weights when they come back."""
         handles = list(self._registry)
@@ -238,6 +253,7 @@ class PoolController:
         has_changed = any(record.error is None for record in fan_out.records.values())
         if has_changed:
             self._weights.adopt(weights, kv)
+            self._versions.external = self._weights.external_version
         for handle, record in fan_out.records.items():
             if record.error is None:
                 handle.has_weights(weights.version)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from api_schemas.inference import (
     DiskWeights,
     DistributedWeights,
+    ExternalWeights,
     KvHandling,
     PauseMode,
     Weights,
@@ -23,7 +24,7 @@ from rollout_service.engines.contract import Backend
 from rollout_service.engines.errors import BackendRejected, WeightsConflict
 from rollout_service.engines.pool.weights.process_groups import require_process_groups
 
-Source = DiskWeights | DistributedWeights
+Source = DiskWeights | DistributedWeights | ExternalWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,17 @@ class WeightSet:
     source: Source
     version: int
 
+    @property
+    def is_external(self) -> bool:
+        """Whether the trainer loads them without the service."""
+        return isinstance(self.source, ExternalWeights)
+
     async def load(self, backend: Backend, kv: KvHandling) -> None:
-        """Load them into a backend."""
+        """Load them into a backend; external ones are there already."""
         flush_cache = kv is KvHandling.FLUSHED
         if isinstance(self.source, DiskWeights):
             await backend.update_weights(self.source.path, self.version, flush_cache=flush_cache)
-        else:
+        elif isinstance(self.source, DistributedWeights):
             await require_process_groups(backend).receive_weights(
                 self.source, self.version, flush_cache=flush_cache
             )
@@ -63,12 +69,22 @@ class PoolWeights:
         """Return where the weights of this version came from, in words; empty if that is unknown."""
         if self.present is None or self.present.version != version:
             return ""
-        source = self.present.source
-        return source.path if isinstance(source, DiskWeights) else f"the process group {source.group_name}"
+        match self.present.source:
+            case DiskWeights(path=path):
+                return path
+            case DistributedWeights(group_name=group):
+                return f"the process group {group}"
+            case _:
+                return "the trainer"
 
     def kept_kv(self, versions: frozenset[int]) -> frozenset[int]:
         """Return those of the versions that were loaded while KV of older weights stayed in use."""
         return self._kept & versions
+
+    @property
+    def external_version(self) -> int | None:
+        """The version of the weights if the trainer loads them itself, or None."""
+        return self.present.version if self.present is not None and self.present.is_external else None
 
     def mark_unknown(self, backend_id: str) -> None:
         """Record that a failed load may have left anything in the backend."""

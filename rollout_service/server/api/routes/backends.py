@@ -79,6 +79,17 @@ async def remove_backend(service: ServiceDep, backend_id: str) -> None:
     await service.serving.remove(backend_id)
 
 
+@router.post(
+    "/backends/{backend_id:path}/renew",
+    status_code=HTTPStatus.NO_CONTENT,
+    response_class=Response,
+    responses=raises(UnknownBackend),
+)
+async def renew_backend(service: ServiceDep, backend_id: str) -> None:
+    """Extend an engine's lease by its `lease_seconds` from now. After a 404, register the engine again."""
+    await service.serving.renew(backend_id)
+
+
 @router.post("/backends/{backend_id:path}/drain", responses=raises(UnknownBackend))
 async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
     """Stop sending an engine new requests, and let it finish those it has. Remove it when `in_flight` is 0."""

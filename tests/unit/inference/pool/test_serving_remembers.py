@@ -7,6 +7,7 @@ import pytest
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
+from rollout_service.engines.errors import UnknownBackend
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
 from rollout_service.engines.shipped import policy_folder
@@ -76,3 +77,71 @@ async def test_an_engine_that_is_cleared_while_it_is_registered_is_gone(tmp_path
             assert serving.views() == []
             await serving.register(spec)
             assert [view.pool for view in serving.views()] == ["policy"]
+
+
+# ---- leases
+
+
+def leased(engine: ScriptedEngine, pool: str = "trained", seconds: float = 1.0) -> BackendSpec:
+    return BackendSpec(url=HttpUrl(engine.url), pool=pool, lease_seconds=seconds)
+
+
+async def gone(serving: PolicyServing, count: int) -> None:
+    with anyio.fail_after(30):
+        while len(serving.views()) != count:
+            await anyio.sleep(0.01)
+
+
+async def test_engines_go_with_their_lease_and_the_last_one_abandons_its_pool(tmp_path: Path) -> None:
+    abandoned: list[str] = []
+
+    async def abandon(pool: str) -> int:
+        abandoned.append(pool)
+        return 3
+
+    async with (
+        ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as one,
+        ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as other,
+        Pools() as pools,
+    ):
+        backends = FileBackends(tmp_path / "backends.json", backend_id_of_spec)
+        announced: list[tuple[str, str, object]] = []
+        serving = PolicyServing(
+            pools,
+            backends,
+            announce=lambda kind, subject, data: announced.append((kind, subject, data)),
+            on_abandoned=abandon,
+        )
+        async with serving.reconnecting([]):
+            await serving.register(leased(one))
+            kept = await serving.register(leased(other, seconds=86_400))
+            unleased = await serving.register(
+                leased(one, "policy").model_copy(update={"lease_seconds": None})
+            )
+            await gone(serving, 2)
+            assert abandoned == [], "the pool has another engine"
+            await serving.register(leased(other))
+            await gone(serving, 1)
+            assert [view.backend_id for view in serving.views()] == [unleased.backend_id]
+            assert [each.backend_id for each in await backends.backends()] == [unleased.backend_id]
+            assert abandoned == ["trained"]
+            assert ("pool.abandoned", "trained", {"rollouts": 3}) in announced
+            with pytest.raises(UnknownBackend, match="is registered"):
+                await serving.renew(kept.backend_id)
+
+
+async def test_a_renewed_lease_begins_again_and_so_does_one_after_a_restart(tmp_path: Path) -> None:
+    async with ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as engine:
+        for _ in range(2):  # the second finds the engine in the file
+            async with Pools() as pools:
+                serving = PolicyServing(pools, FileBackends(tmp_path / "backends.json", backend_id_of_spec))
+                async with serving.reconnecting([]):
+                    if not (tmp_path / "backends.json").exists():
+                        await serving.register(leased(engine, seconds=2))
+                    await gone(serving, 1)
+                    started = anyio.current_time()
+                    await serving.renew(serving.views()[0].backend_id)
+                    if (tmp_path / "restarted").exists():
+                        await gone(serving, 0)
+                        assert anyio.current_time() - started > 1.9
+                    (tmp_path / "restarted").touch()

@@ -14,6 +14,7 @@ from api_schemas.inference import (
     BackendState,
     DiskWeights,
     DistributedWeights,
+    ExternalWeights,
     KvHandling,
     PauseMode,
     WeightsGroupRequest,
@@ -33,10 +34,12 @@ from rollout_service.engines.errors import (
 )
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.pool import probe
+from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
+from rollout_service.engines.pool.weights.state import PoolState
 from rollout_service.engines.serving.session import PolicySession
 from rollout_service.server.hangs.signs.engines import OtherVersions
 from rollout_service.testing import Counting, Fault, ScriptedEngine
@@ -199,6 +202,60 @@ async def test_tokens_of_two_versions_around_an_update_are_no_surprise():
         await pool.update_weights("/w/2", 2, PauseMode.IN_PLACE)
         await until(lambda: not engine.in_flight)
         assert pool.views()[0].sampled_version is None
+
+
+# ---- weights that the trainer loads itself
+
+
+def external(version: int) -> WeightsRequest:
+    return WeightsRequest(source=ExternalWeights(type="external"), version=version)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_tokens_after_the_trainers_word_have_its_version_and_the_engine_is_left_alone(streamed):
+    engine = SlowEngine()
+    sink = (lambda chunk: None) if streamed else None
+    async with running(engine) as pool:
+        assert (await pool.generate(request(3), on_tokens=sink)).versions == [0, 0, 0]
+        outcome = await pool.load_weights(external(7))
+        assert (outcome.changed, outcome.version, outcome.kv) == (True, 7, None)
+        assert (await pool.generate(request(3), on_tokens=sink)).versions == [7, 7, 7]
+        assert pool.views()[0].sampled_version is None, "nobody else gave it weights"
+        assert not (await pool.load_weights(external(7))).changed
+        with pytest.raises(WeightsConflict, match="older than the pool's version 7"):
+            await pool.load_weights(external(6))
+        assert engine.loads == []
+        await pool.update_weights("/w/8", 8)
+        assert (await pool.generate(request(2))).versions == [8, 8], "the engine reports it"
+
+
+async def test_an_open_request_keeps_the_version_that_it_began_with():
+    engine = ScriptedEngine(Counting(), latency=0.3)
+    versions: list[int] = []
+
+    async def generate(pool: BackendPool) -> None:
+        versions.extend((await pool.generate(request(4))).versions)
+
+    async with running(engine) as pool, anyio.create_task_group() as tasks:
+        await pool.load_weights(external(1))
+        tasks.start_soon(generate, pool)
+        await until(lambda: engine.in_flight)
+        await pool.load_weights(external(2))
+    assert versions == [1] * 4
+
+
+async def test_an_engine_that_joins_later_has_the_trainers_weights_and_so_has_another_node():
+    async with running(SlowEngine()) as pool:
+        await pool.load_weights(external(3))
+        state = PoolState.model_validate_json(pool.state().model_dump_json())
+        async with SlowEngine() as late:
+            await pool.register(SGLangBackend(late.url))
+            assert [view.weight_version for view in pool.views()] == [3, 3]
+            assert late.loads == []
+    async with running(SlowEngine()) as node:
+        state = state.model_copy(update={"versions": {node.views()[0].backend_id: 3}})
+        node.take_over(state)
+        assert (await node.generate(request(2))).versions == [3, 3]
 
 
 # ---- which version
