@@ -110,7 +110,7 @@ def main() -> None:
             return {name: await TRAINERS[name](submitter, row) for name in arguments.trainers}
         finally:
             await submitter.aclose()
-            await slime.submitter().aclose()
+            await slime.engines().submitter.aclose()
 
     print(json.dumps(anyio.run(show), default=str))
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
+from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
@@ -43,7 +44,8 @@ class Episodes:
         self.segments = segments
         self.left_out = 0
         """The tokens to train on that AReaL has no row for."""
-        self.submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
+        submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
+        self.engines = TrainerEngines("areal", submitter)
         names = ("temperature", "top_p", "top_k")
         self.sampling = read_sampling({name: getattr(gconfig, name, None) for name in names})
         self.max_tokens = getattr(gconfig, "max_new_tokens", None)
@@ -54,11 +56,11 @@ class Episodes:
         Raises:
             NoRewardError: The rollout has no reward after all attempts.
         """
-        del engine  # the service has the engines
-        request = self.submitter.request(
+        submitter = await self.engines.follow(*engines_of(engine))
+        request = submitter.request(
             data, sampling=self.sampling, max_tokens=self.max_tokens, metadata={"trainer": "areal"}
         )
-        samples = samples_of(await self.submitter.run_scored(request))
+        samples = samples_of(await submitter.run_scored(request))
         return tensors(samples if self.segments == "all" else self._largest(samples))
 
     def _largest(self, samples: list[Sample]) -> list[Sample]:
@@ -74,6 +76,13 @@ class Episodes:
             )
         self.left_out += left_out
         return rows
+
+
+def engines_of(engine: Any) -> tuple[list[str], int | None]:
+    """Return the addresses of AReaL's engines and the version of their weights; no addresses if it has none."""
+    remote = getattr(engine, "_engine", engine)
+    addresses = list(getattr(remote, "addresses", None) or ())
+    return addresses, int(engine.get_version()) if addresses else None
 
 
 @lru_cache(maxsize=1)

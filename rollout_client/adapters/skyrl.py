@@ -2,7 +2,7 @@
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
-            return generator(step_wise=cfg.generator.step_wise_trajectories)
+            return generator(inference_engine_client, step_wise=cfg.generator.step_wise_trajectories)
 
 Each row's task is in its `env_extras` (`environment`, `instance`), or in its prompt as text (`submit.task_text`).
 
@@ -22,6 +22,7 @@ from typing import Any
 import anyio
 
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
+from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
@@ -31,34 +32,45 @@ if sys.version_info < (3, 11):
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 
 
-def generator(*, submitter: RolloutSubmitter | None = None, step_wise: bool = False) -> Any:
-    """Return a generator that is a subclass of SkyRL's own."""
+def generator(
+    engine_client: Any = None, *, submitter: RolloutSubmitter | None = None, step_wise: bool = False
+) -> Any:
+    """Return a generator that is a subclass of SkyRL's own; its rollouts use the engines of `engine_client`, if any."""
     from skyrl.train.generators.base import GeneratorInterface
 
     class RolloutGenerator(BatchGenerator, GeneratorInterface):  # type: ignore[misc]
         """`BatchGenerator` with SkyRL's base class."""
 
-    return RolloutGenerator(submitter or RolloutSubmitter.from_environment(), step_wise=step_wise)
+    return RolloutGenerator(
+        submitter or RolloutSubmitter.from_environment(), engine_client, step_wise=step_wise
+    )
 
 
 class BatchGenerator:
     """Runs the rollouts of a batch together, at most `concurrency` at once."""
 
-    def __init__(self, submitter: RolloutSubmitter, *, step_wise: bool = False) -> None:
-        self.submitter = submitter
+    def __init__(
+        self, submitter: RolloutSubmitter, engine_client: Any = None, *, step_wise: bool = False
+    ) -> None:
+        self.engines = TrainerEngines("skyrl", submitter)
+        self.engine_client = engine_client
         self.step_wise = step_wise
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Run the rollouts of SkyRL's batch, and return them in its order."""
-        requests = list(self._requests(input_batch))
+        addresses = getattr(self.engine_client, "server_urls", None) or ()
+        submitter = await self.engines.follow(
+            addresses, int(self.engine_client.weight_version) if addresses else None
+        )
+        requests = list(_requests(submitter, input_batch))
         rollouts: list[Rollout | None] = [None] * len(requests)
         seconds = [0.0] * len(requests)
-        places = anyio.CapacityLimiter(self.submitter.concurrency)
+        places = anyio.CapacityLimiter(submitter.concurrency)
 
         async def one(number: int, request: RolloutRequest) -> None:
             async with places:
                 start = time.monotonic()
-                rollouts[number] = await self.submitter.run_scored(request)
+                rollouts[number] = await submitter.run_scored(request)
                 seconds[number] = time.monotonic() - start
 
         try:
@@ -70,19 +82,20 @@ class BatchGenerator:
         ended = [rollout for rollout in rollouts if rollout is not None]
         return columns(ended, input_batch.get("trajectory_ids"), seconds, step_wise=self.step_wise)
 
-    def _requests(self, batch: Mapping[str, Any]) -> Sequence[RolloutRequest]:
-        extras = batch.get("env_extras") or [{}] * len(batch["prompts"])
-        params = batch.get("sampling_params") or {}
-        limit = params.get("max_generate_length") or params.get("max_tokens")
-        return [
-            self.submitter.request(
-                extra if "environment" in extra else prompt,
-                sampling=read_sampling(params),
-                max_tokens=limit,
-                metadata={"trainer": "skyrl"},
-            )
-            for prompt, extra in zip(batch["prompts"], extras, strict=True)
-        ]
+
+def _requests(submitter: RolloutSubmitter, batch: Mapping[str, Any]) -> Sequence[RolloutRequest]:
+    extras = batch.get("env_extras") or [{}] * len(batch["prompts"])
+    params = batch.get("sampling_params") or {}
+    limit = params.get("max_generate_length") or params.get("max_tokens")
+    return [
+        submitter.request(
+            extra if "environment" in extra else prompt,
+            sampling=read_sampling(params),
+            max_tokens=limit,
+            metadata={"trainer": "skyrl"},
+        )
+        for prompt, extra in zip(batch["prompts"], extras, strict=True)
+    ]
 
 
 def columns(

@@ -20,13 +20,18 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Any
 
+import httpx
+
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
+from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import Sample, samples_of
 from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter, read_sampling
 
@@ -38,27 +43,66 @@ CENTERED = (*SCALED, "reinforce_plus_plus_baseline")
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 
 
+ROUTER_SECONDS = 10.0
+"""How long the router's list of engines is used."""
+
+
 @lru_cache(maxsize=1)
-def submitter() -> RolloutSubmitter:
-    """Return the submitter that all samples of a process share."""
-    return RolloutSubmitter.from_environment()
+def engines() -> TrainerEngines:
+    """Return the engines that all samples of a process share, with the connections to the service."""
+    return TrainerEngines("slime", RolloutSubmitter.from_environment())
+
+
+@dataclass
+class Router:
+    """slime's router, which knows the engines."""
+
+    url: str
+    addresses: Sequence[str] = ()
+    asked_at: float = -math.inf
+
+    async def ask(self) -> Sequence[str]:
+        """Return the addresses of the engines."""
+        if time.monotonic() - self.asked_at > ROUTER_SECONDS:
+            self.asked_at = time.monotonic()
+            async with httpx.AsyncClient(base_url=self.url) as client:
+                answer = await client.get("/workers")
+                if (
+                    answer.status_code == httpx.codes.NOT_FOUND
+                ):  # slime's own router, and older ones of SGLang
+                    self.addresses = (await client.get("/list_workers")).raise_for_status().json()["urls"]
+                else:
+                    self.addresses = [one["url"] for one in answer.raise_for_status().json()["workers"]]
+        return self.addresses
+
+
+@lru_cache(maxsize=8)
+def router_at(host: str, port: int) -> Router:
+    """Return the router at this address, with its last answer."""
+    return Router(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+async def submitter_for(args: Any) -> RolloutSubmitter:
+    """Return the submitter for the pool of the engines that slime's arguments lead to, if any."""
+    host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
+    return await engines().follow(await router_at(host, int(port)).ask() if host and port else ())
 
 
 async def generate(
     args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> list[Any]:
     """Run a rollout for slime and return a sample for each segment; always a list, since slime flattens all alike."""
-    del args  # the service has the engines
     metadata = sample.metadata or {}
-    request = submitter().request(
+    submitter = await submitter_for(args)
+    request = submitter.request(
         metadata if "environment" in metadata else sample.prompt,
         sampling=read_sampling(sampling_params),
         max_tokens=sampling_params.get("max_new_tokens"),
         metadata={"trainer": "slime", "group": sample.group_index},
     )
     if evaluation:
-        return [await _evaluate(sample, request)]
-    rollout = await submitter().run(request)
+        return [await _evaluate(submitter, sample, request)]
+    rollout = await submitter.run(request)
     samples = samples_of(rollout)
     if rollout.reward is None or not samples:
         return [_without_reward(sample, rollout)]
@@ -67,10 +111,10 @@ async def generate(
     ]
 
 
-async def _evaluate(sample: Any, request: RolloutRequest) -> Any:
+async def _evaluate(submitter: RolloutSubmitter, sample: Any, request: RolloutRequest) -> Any:
     """Run a rollout of an evaluation, in which each sample counts as one."""
     try:
-        rollout = await submitter().run_scored(request)
+        rollout = await submitter.run_scored(request)
     except NoRewardError as error:
         log.warning("the evaluation has no result: %s", error)
         sample.status, sample.reward = type(sample).Status.ABORTED, math.nan

@@ -21,8 +21,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from api_schemas.rollouts import Rollout, Stage
+from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
@@ -35,21 +37,44 @@ class RowTooLongError(ValueError):
 
 
 @lru_cache(maxsize=8)
-def submitter_at(url: str | None, key: str | None) -> RolloutSubmitter:
-    """Return the submitter that all samples of a process share, with its connections."""
+def engines_at(url: str | None, key: str | None, kind: str | None) -> TrainerEngines:
+    """Return the engines that all samples of a process share, with the connections to the service."""
     given = {name: value for name, value in (("url", url), ("key", key)) if value is not None}
-    return RolloutSubmitter.from_environment(**given)
+    return TrainerEngines("verl", RolloutSubmitter.from_environment(**given), kind=kind)
+
+
+async def engines_of(server_manager: Any) -> tuple[list[str], int | None]:
+    """Return the addresses of verl's engines, and the step of their weights; no addresses if verl has none.
+
+    Only verl's actors know the step: it is an attribute of each server, which verl gives no method for.
+    """
+    balancer = getattr(server_manager, "_load_balancer", None)
+    addresses = [] if balancer is None else list(await balancer.get_all_servers.remote())
+    if not addresses:
+        return [], None
+    request_id = uuid4().hex
+    address, server = await server_manager._acquire_server(request_id)
+    server_manager._release_server(address, request_id)
+    step = await server.__ray_call__.remote(lambda actor: actor.global_steps)
+    return addresses, step if step is None else int(step)
 
 
 class RolloutAgentLoop:
     """Runs one rollout at the service for a sample of verl."""
 
     def __init__(
-        self, trainer_config: Any, *, url: str | None = None, key: str | None = None, **_: object
+        self,
+        trainer_config: Any,
+        server_manager: Any = None,
+        *,
+        url: str | None = None,
+        key: str | None = None,
+        **_: object,
     ) -> None:
         """Read `url` and `key` from the configuration of the agent loop; the rest is verl's."""
-        self.submitter = submitter_at(url, key)
         rollout = trainer_config.config.actor_rollout_ref.rollout
+        self.engines = engines_at(url, key, getattr(rollout, "name", None))
+        self.server_manager = server_manager
         self.prompt_length, self.response_length = int(rollout.prompt_length), int(rollout.response_length)
         trainer = getattr(trainer_config.config, "trainer", None)
         self.takes_all = bool(getattr(trainer, "use_v1", False))
@@ -63,13 +88,14 @@ class RolloutAgentLoop:
             NoRewardError: The rollout has no reward after all attempts.
             RowTooLongError: No token to train on has room.
         """
-        request = self.submitter.request(
+        submitter = await self.engines.follow(*await engines_of(self.server_manager))
+        request = submitter.request(
             task_row(row),
             sampling=read_sampling(sampling_params),
             max_tokens=self.response_length,
             metadata={"trainer": "verl"},
         )
-        rollout = await self.submitter.run_scored(request)
+        rollout = await submitter.run_scored(request)
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
         rows = rows_of(

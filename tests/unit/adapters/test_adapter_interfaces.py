@@ -23,6 +23,7 @@ from pydantic import BaseModel, create_model
 from api_schemas.rollouts import RolloutState, StopReason
 from api_schemas.trajectories import FinishReason
 from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
+from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import samples_of
 from rollout_client.adapters.submit import NoRewardError
 from tests.support.adapters.rollouts import TASK, FakeClient, rollout, segment
@@ -177,8 +178,8 @@ def agent_loop(monkeypatch):
         config = SimpleNamespace(actor_rollout_ref=actor, trainer=trainer)
         made_with = dict.fromkeys(interface["made with"]) | {"trainer_config": SimpleNamespace(config=config)}
         loop = verl.RolloutAgentLoop(**made_with, url="http://node-3:1")
-        assert loop.submitter.url == "http://node-3:1"
-        loop.submitter = client.submitter(**given)
+        assert loop.engines.submitter.url == "http://node-3:1"
+        loop.engines = TrainerEngines("verl", client.submitter(**given))
         return loop
 
     return make
@@ -274,7 +275,7 @@ def generate(monkeypatch):
 
     async def call(*answers, evaluation: bool = False, **sample: Any):
         client = FakeClient(*answers)
-        monkeypatch.setattr(slime, "submitter", client.submitter)
+        monkeypatch.setattr(slime, "engines", lambda: TrainerEngines("slime", client.submitter()))
         params = {"temperature": 1.0, "top_k": -1, "max_new_tokens": 64, "no_stop_trim": True, "stop": None}
         return await slime.generate(SimpleNamespace(), SlimeSample(index=4, **sample), params, evaluation)
 

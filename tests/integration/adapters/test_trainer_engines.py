@@ -1,0 +1,165 @@
+"""The engines of a trainer serve its rollouts while it runs, and are gone with it, with the trainer's versions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import anyio
+import pytest
+
+from rollout_client import SyncRolloutClient
+from rollout_client.adapters import slime
+from rollout_client.adapters.areal import Episodes
+from rollout_client.adapters.engines import TrainerEngines
+from rollout_client.adapters.submit import RolloutSubmitter
+from tests.support.adapters.service import engine, service
+
+pytestmark = pytest.mark.anyio
+ANSWER = r"It is \boxed{4}.<|im_end|>"
+CALL = {"name": "python", "arguments": {"code": "import time; time.sleep(600)"}}
+SLEEP = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
+ROW = {"environment": "math", "instance": {"question": "2 + 2", "answer": "4"}}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """Yield the URLs of a service without engines, and of two engines that it does not know."""
+    folder = tmp_path_factory.mktemp("engines")
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+    with (
+        engine(folder / "one", ANSWER) as one,
+        engine(folder / "two", ANSWER) as two,
+        service(folder, "--engine", "none") as url,
+    ):
+        yield url, [one, two]
+
+
+@dataclass
+class Remote:
+    """The part of AReaL's engine that the adapter reads."""
+
+    addresses: list[str]
+    version: int = 0
+
+    def get_version(self) -> int:
+        return self.version
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.torch
+async def test_rollouts_use_the_trainers_engines_and_have_its_versions(started) -> None:
+    url, addresses = started
+    episodes = Episodes(url=url)
+    remote = Remote([one.removeprefix("http://") for one in addresses])
+    with SyncRolloutClient(url) as client:
+        for remote.version in (0, 5, 6):
+            row = await episodes.arun_episode(remote, ROW)
+            assert set(row["versions"].flatten().tolist()) == {-1, remote.version}
+        (pool,) = {one.pool for one in client.backends()}
+        assert pool.startswith("areal-")
+        assert sorted(one.url for one in client.backends()) == sorted(addresses)
+        remote.addresses.pop()  # as AReaL does with an engine that is gone
+        await episodes.arun_episode(remote, ROW)
+        assert len(client.backends()) == 1
+        await anyio.to_thread.run_sync(episodes.engines.close)
+        assert client.backends() == []
+        await episodes.arun_episode(remote, ROW)
+        assert len(client.backends()) == 1, "after a close they are registered again"
+        await anyio.to_thread.run_sync(episodes.engines.close)
+    await episodes.engines.submitter.aclose()
+
+
+async def test_a_process_that_is_behind_does_not_turn_the_version_back(started) -> None:
+    url, addresses = started
+    ahead, behind = (TrainerEngines("areal", RolloutSubmitter(url)) for _ in range(2))
+    for version in (1, 2):
+        await behind.follow(addresses, 1)
+        await ahead.follow(addresses, version)
+    await behind.follow(addresses, 2)
+    await ahead.follow(addresses, 4)
+    await behind.follow(addresses, 3)
+    with SyncRolloutClient(url) as client:
+        assert [one.weight_version for one in client.backends()] == [4, 4]
+    for each in (ahead, behind):
+        await anyio.to_thread.run_sync(each.close)
+
+
+async def test_an_engine_that_the_service_lost_is_registered_again(started) -> None:
+    url, addresses = started
+    engines = TrainerEngines("areal", RolloutSubmitter(url), lease_seconds=3)
+    await engines.follow(addresses[:1], 8)
+    with SyncRolloutClient(url) as client:
+        client.remove_backend(client.backends()[0].backend_id)
+        until(lambda: [one.weight_version for one in client.backends()] == [8])
+    await anyio.to_thread.run_sync(engines.close)
+
+
+def test_a_trainer_that_is_killed_leaves_no_engine_and_no_rollout(started, tmp_path) -> None:
+    url, _ = started
+    program = """if True:
+        import asyncio, json, sys
+        from rollout_client.adapters.engines import TrainerEngines
+        from rollout_client.adapters.submit import RolloutSubmitter
+
+        async def main(url, engine, row):
+            engines = TrainerEngines("areal", RolloutSubmitter(url), lease_seconds=2)
+            submitter = await engines.follow([engine], 3)
+            await submitter.run(submitter.request(row))
+
+        asyncio.run(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
+    """
+    row = {"environment": "calc", "instance": {"question": "1+1", "answer": 2}}
+    with engine(tmp_path, SLEEP) as address, SyncRolloutClient(url) as client:
+        command = [sys.executable, "-c", program, url, address, json.dumps(row)]
+        with subprocess.Popen(command) as trainer:
+            until(lambda: sum(one.served for one in client.backends()) > 1)  # the tool sleeps
+            trainer.kill()
+        until(lambda: client.backends() == [])
+        until(lambda: [one.environment for one in client.summaries(states=["cancelled"])] == ["calc"])
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_slimes_router_names_the_engines(started, monkeypatch, is_old) -> None:
+    url, addresses = started
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            new = {"workers": [{"id": one, "url": one} for one in addresses]}
+            known = {"/list_workers": {"urls": addresses}} if is_old else {"/workers": new}
+            self.send_response(200 if self.path in known else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(known.get(self.path, {})).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    monkeypatch.setenv("ROLLOUT_URL", url)
+    slime.engines.cache_clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as router:
+        threading.Thread(target=router.serve_forever).start()
+        args = SimpleNamespace(sglang_router_ip="127.0.0.1", sglang_router_port=router.server_port)
+        try:
+            submitter = await slime.submitter_for(args)
+            assert submitter.pool.startswith("slime-")
+            with SyncRolloutClient(url) as client:
+                assert {one.pool for one in client.backends()} == {submitter.pool}
+                assert len(client.backends()) == 2
+        finally:
+            router.shutdown()
+            await anyio.to_thread.run_sync(slime.engines().close)
+            slime.engines.cache_clear()
