@@ -441,9 +441,9 @@ ensure_harbor() {
     step "install Harbor (300 MB)" "$root/scripts/install-harbor"
 }
 
-ensure_trl() {
-    [[ -f $root/.venv-trl/.installed ]] && "$root/scripts/install-trl" >/dev/null && return
-    step "install TRL for the CPU (1.5 GB)" "$root/scripts/install-trl"
+ensure_trainers() {
+    [[ -f $root/.venv-trainers/.installed ]] && "$root/scripts/install-trainers" >/dev/null && return
+    step "install trainers for the CPU (2 GB)" "$root/scripts/install-trainers"
 }
 
 ensure_slurm() {

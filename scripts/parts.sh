@@ -19,7 +19,7 @@ declare -A after=(
     [perfetto]=bootstrap
     [sglang]=bootstrap
     [vllm]=bootstrap
-    [trl]=bootstrap
+    [trainers]=bootstrap
 )
 part=              # the one that this shell installs beside others
 at_once=4          # more than the CPUs of a small machine, because they often wait for the network

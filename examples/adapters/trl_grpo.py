@@ -1,8 +1,8 @@
 """Train with TRL's own GRPOTrainer on rollouts from the service, through TRL's rollout hook and without changes to TRL.
 
-    scripts/install-trl                                    # TRL on a CPU, in .venv-trl
+    scripts/install-trainers                                    # TRL and others on a CPU, in .venv-trainers
     .venv/bin/rollout-service serve --model calc-base      # a policy that solves half of its tasks
-    .venv-trl/bin/python examples/adapters/trl_grpo.py     # trains it, and prints the reward before and after
+    .venv-trainers/bin/python examples/adapters/trl_grpo.py     # trains it, and prints the reward before and after
 
 Both rewards are measured on held-out tasks. `--json FILE` writes the figures.
 """

@@ -14,7 +14,19 @@ from rollout_service import __version__
 from rollout_service.cli import common
 
 COMMANDS = ("serve", "demo", "submit", "show", "watch", "trace", "doctor", "backup", "restore")
-GROUPS = ("backends", "nodes", "runs", "sessions", "image", "env", "harness", "config", "store", "slurm")
+GROUPS = (
+    "backends",
+    "nodes",
+    "runs",
+    "sessions",
+    "image",
+    "env",
+    "harness",
+    "config",
+    "store",
+    "slurm",
+    "trainer",
+)
 
 
 class _Commands(Mapping[str, Any]):

@@ -15,7 +15,7 @@ from tests.support.adapters.service import service
 pytestmark = pytest.mark.slow(seconds=250)
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 STEPS, TASKS, GROUP_SIZE, HELD_OUT = 8, 6, 8, 24
 QUIET = {
     "OMP_NUM_THREADS": "1",  # the service and its sandboxes have the other core
@@ -27,7 +27,7 @@ QUIET = {
 
 
 @pytest.mark.apptainer
-@pytest.mark.trl
+@pytest.mark.trainers
 @pytest.mark.timeout(1_200)
 def test_grpo_raises_the_reward_from_trls_documented_hook(tmp_path):
     figures = train(tmp_path)

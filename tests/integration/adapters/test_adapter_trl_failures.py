@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 QUIET = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.trl
+@pytest.mark.trainers
 @pytest.mark.parametrize(
     ("rewards", "mean", "moves"),
     [
@@ -23,7 +23,7 @@ QUIET = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREAD
 )
 def test_a_failure_is_neither_trained_on_nor_a_zero(rewards, mean, moves):
     command = [
-        ROOT / ".venv-trl" / "bin" / "python",
+        ROOT / ".venv-trainers" / "bin" / "python",
         ROOT / "tests" / "support" / "adapters" / "trl_failures.py",
         *rewards,
     ]

@@ -76,7 +76,7 @@ def copy_scripts(folder: Path) -> None:
     [
         (["tests/unit"], [], ALWAYS),
         (["tests/some"], ["apptainer"], [*ALWAYS, "apptainer", "base_image"]),
-        (["tests/some"], ["sglang", "trl"], [*ALWAYS, "sglang", "trl"]),
+        (["tests/some"], ["sglang", "trainers"], [*ALWAYS, "sglang", "trainers"]),
         ([], [], [*ALWAYS, *FIRST]),
         (["--all"], [], [*ALWAYS, *FIRST, *SECOND]),
         (["--fast"], ["apptainer"], []),

@@ -188,9 +188,9 @@ def test_a_trainer_keeps_its_versions(wheels, tmp_path):
     assert set(before.splitlines()) <= set(after.splitlines())
 
 
-@pytest.mark.trl
+@pytest.mark.trainers
 def test_trl_keeps_its_versions(wheels):
-    python = ROOT / ".venv-trl" / "bin" / "python"
+    python = ROOT / ".venv-trainers" / "bin" / "python"
     planned = uv(
         "pip",
         "install",

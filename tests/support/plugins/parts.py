@@ -47,10 +47,15 @@ PARTS = (
         ("rollout_service/engines/kinds/", "deploy/vllm-cpu/"),
     ),
     Part(
-        "trl",
+        "trainers",
         2,
-        "trains with the real TRL on the CPU",
-        ("rollout_client/adapters/", "packaging/client/", "deploy/trl-cpu/"),
+        "uses real trainers on the CPU",
+        (
+            "rollout_client/adapters/",
+            "rollout_client/trainer_check/",
+            "packaging/client/",
+            "deploy/trainers-cpu/",
+        ),
     ),
     Part(
         "bridges",

@@ -22,6 +22,7 @@ COMMANDS = {
     ("doctor",),
     ("backup",),
     ("restore",),
+    ("trainer", "check"),
     *(("harness", name) for name in ("list", "check")),
     *(("nodes", name) for name in ("list", "drain", "resume", "remove", "show", "set")),
     *(("backends", name) for name in ("list", "add", "remove", "drain")),

@@ -18,7 +18,10 @@ from tests.support.sources import parse
 
 ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "packaging" / "client"
-TRAINERS = {"areal", "fastapi", "nemo_gym", "openrlhf", "skyrl", "slime", "torch", "verl"}
+TRAINERS = {
+    *("areal", "fastapi", "hydra", "nemo_gym", "openrlhf", "skyrl", "slime", "torch", "transfer_queue"),
+    *("transformers", "verl"),
+}
 """The packages that adapters import only when a trainer calls them; NeMo Gym brings fastapi."""
 
 

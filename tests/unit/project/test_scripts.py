@@ -44,7 +44,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
         "install-sandbox-peers",
         "install-sglang",
         "install-routers",
-        "install-trl",
+        "install-trainers",
         "install-vllm",
         "install-slurm",
         "vendor",

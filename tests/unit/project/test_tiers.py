@@ -30,7 +30,7 @@ FUTURE = "1e12"
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
     """Write two modules with tests of both tiers, of which the last commit touched the second's part."""
-    for name, mark in (("a", "extended"), ("b", "trl")):
+    for name, mark in (("a", "extended"), ("b", "trainers")):
         (tmp_path / f"test_{name}.py").write_text(MODULE.format(mark=mark))
     touched = tmp_path / "rollout_client" / "adapters" / "trl.py"
     touched.parent.mkdir(parents=True)

@@ -1,0 +1,1 @@
+"""Stands in for flash-attn's package of this name."""

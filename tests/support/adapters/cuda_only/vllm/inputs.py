@@ -1,0 +1,3 @@
+"""The type of a prompt of ids."""
+
+TokensPrompt = dict
