@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,6 +97,9 @@ class Recorder(RolloutSubmitter):
             rollout = split
         self.given.append(rollout)
         return rollout
+
+    def run_all_blocking(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        return run_together(self, [partial(self.run, request) for request in requests])
 
 
 def in_two_segments(rollout: Rollout) -> Rollout | None:

@@ -19,8 +19,19 @@ from tests.support.sources import parse
 ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "packaging" / "client"
 TRAINERS = {
-    *("areal", "fastapi", "hydra", "nemo_gym", "openrlhf", "skyrl", "slime", "torch", "transfer_queue"),
-    *("transformers", "verl"),
+    *(
+        "areal",
+        "datasets",
+        "fastapi",
+        "hydra",
+        "nemo_gym",
+        "openrlhf",
+        "skyrl",
+        "slime",
+        "torch",
+        "transfer_queue",
+    ),
+    *("transformers", "trl", "verl"),
 }
 """The packages that adapters import only when a trainer calls them; NeMo Gym brings fastapi."""
 
