@@ -138,6 +138,9 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case((), (zero("lost", "duplicated", "inexact", "leftovers"), positive("delivered", "updates"))),
     ),
     "neighbors": (Case(("apptainer",)),),
+    "trainers": (
+        Case(("apptainer", "trainers"), (zero("wrong_advantages", "wrong_rows"), positive("trainers"))),
+    ),
     "otel": (Case((), (zero("lost_spans"),)),),
     "parallel_agents": (
         Case(
