@@ -17,7 +17,7 @@ class ServiceExp(BasePPOExp):
     """SkyRL's experiment, whose rollouts come from the service."""
 
     def get_generator(self, cfg, tokenizer, inference_engine_client):  # noqa: ANN001, ANN201, ARG002 - SkyRL's own
-        return generator(step_wise=cfg.generator.step_wise_trajectories)
+        return generator(inference_engine_client, step_wise=cfg.generator.step_wise_trajectories)
 
 
 @ray.remote(num_cpus=1)
