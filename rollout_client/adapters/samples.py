@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from api_schemas.rollouts import Rollout
 from api_schemas.trajectories import Segment
@@ -70,6 +71,38 @@ class Sample:
             versions=[-1] * len(moved) + self.versions,
             turn_ids=[-1] * len(moved) + self.turn_ids,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """A turn of a row: the prompt that the engine read, and what the policy sampled after it."""
+
+    number: int
+    """The turn's number in its trajectory."""
+    prompt_ids: list[int]
+    sampled_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+def turns_of(sample: Sample) -> list[SampledTurn]:
+    """Return the turns of a row; each of its sampled tokens is in exactly one."""
+    turns = []
+    start = 0
+    for number, run in groupby(sample.turn_ids):
+        end = start + len(list(run))
+        if number >= 0:
+            turns.append(
+                SampledTurn(
+                    number=number,
+                    prompt_ids=sample.prompt_ids + sample.response_ids[:start],
+                    sampled_ids=sample.response_ids[start:end],
+                    logprobs=sample.logprobs[start:end],
+                    versions=sample.versions[start:end],
+                )
+            )
+        start = end
+    return turns
 
 
 def samples_of(rollout: Rollout) -> list[Sample]:

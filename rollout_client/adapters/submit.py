@@ -141,12 +141,17 @@ class RolloutSubmitter:
         *,
         sampling: Sampling | None = None,
         max_tokens: int | None = None,
+        max_turn_tokens: int | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> RolloutRequest:
-        """Return a request for a row's task, with an id, so that sending it twice starts one rollout."""
+        """Return a request for a row's task, with an id, so that sending it twice starts one rollout.
+
+        `max_tokens` and `max_turn_tokens` are the trainer's; the submitter's own limits come first.
+        """
         limits = self.limits
-        if max_tokens is not None and limits.max_tokens is None:
-            limits = limits.model_copy(update={"max_tokens": max_tokens})
+        for name, most in (("max_tokens", max_tokens), ("max_turn_tokens", max_turn_tokens)):
+            if most is not None and getattr(limits, name) is None:
+                limits = limits.model_copy(update={name: most})
         return with_id(
             RolloutRequest(
                 task=parse_task(row),
@@ -165,8 +170,12 @@ class RolloutSubmitter:
             self._clients[loop] = client
         return await client.run(request)
 
-    async def run_scored(self, request: RolloutRequest) -> Rollout:
+    async def run_scored(
+        self, request: RolloutRequest, on_failure: Callable[[Rollout], object] | None = None
+    ) -> Rollout:
         """Run a rollout for a trainer that requires a reward, again if it has none, at most `retries` times.
+
+        `on_failure` gets each rollout without a reward that is run again.
 
         Raises:
             NoRewardError: The rollout still has no reward; the only alternative would be to make one up.
@@ -175,6 +184,8 @@ class RolloutSubmitter:
         for retry in range(1, self.retries + 1):
             if rollout.reward is not None and samples_of(rollout):
                 break
+            if on_failure is not None:
+                on_failure(rollout)
             again = request.model_copy(update={"rollout_id": f"{request.rollout_id}.retry-{retry}"})
             rollout = await self.run(again)
         if rollout.reward is None or not samples_of(rollout):
