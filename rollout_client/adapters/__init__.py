@@ -13,4 +13,7 @@ Importing an adapter requires neither the trainer nor torch.
 | `areal` | a rollout workflow |
 | `openrlhf` | an agent executor |
 | `nemo_gym` | an agent server of NeMo Gym, which is how NeMo-RL gets rollouts |
+| `tinker` | groups and a strategy of the Tinker cookbook |
+| `verifiers` | an environment and a taskset of verifiers, which is how prime-rl gets rollouts |
+| `swift` | the routes of ms-swift's `swift rollout` |
 """

@@ -29,7 +29,7 @@ from tests.support.adapters.rollouts import FakeClient, rollout, segment
 
 pytestmark = pytest.mark.anyio
 
-ADAPTERS = ["trl", "verl", "slime", "skyrl", "areal", "openrlhf", "nemo_gym"]
+ADAPTERS = ["trl", "verl", "slime", "skyrl", "areal", "openrlhf", "nemo_gym", "tinker", "verifiers", "swift"]
 
 
 @pytest.mark.slow

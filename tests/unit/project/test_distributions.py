@@ -28,12 +28,13 @@ TRAINERS = {
         "openrlhf",
         "skyrl",
         "slime",
-        "torch",
-        "transfer_queue",
+        "starlette",
+        "swift",
     ),
-    *("transformers", "trl", "verl"),
+    *("tinker", "tinker_cookbook", "torch", "transfer_queue", "transformers", "trl", "uvicorn", "verifiers"),
+    "verl",
 }
-"""The packages that adapters import only when a trainer calls them; NeMo Gym brings fastapi."""
+"""The packages that adapters import only when a trainer calls them; NeMo Gym and ms-swift bring web servers."""
 
 
 def project(folder: Path) -> dict:
