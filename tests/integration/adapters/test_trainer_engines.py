@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import anyio
@@ -23,6 +25,7 @@ from rollout_client.adapters.submit import RolloutSubmitter
 from tests.support.adapters.service import engine, service
 
 pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[3]
 ANSWER = r"It is \boxed{4}.<|im_end|>"
 CALL = {"name": "python", "arguments": {"code": "import time; time.sleep(600)"}}
 SLEEP = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
@@ -163,3 +166,27 @@ async def test_slimes_router_names_the_engines(started, monkeypatch, is_old) -> 
             router.shutdown()
             await anyio.to_thread.run_sync(slime.engines().close)
             slime.engines.cache_clear()
+
+
+@pytest.mark.trainers
+@pytest.mark.slow(seconds=60)
+@pytest.mark.timeout(400)
+def test_verls_load_balancer_names_the_engines_and_its_servers_the_step(started) -> None:
+    url, addresses = started
+    done = subprocess.run(
+        [
+            ROOT / ".venv-trainers" / "bin" / "python",
+            ROOT / "tests/support/adapters/verl_engines.py",
+            addresses[0],
+        ],
+        env=os.environ | {"ROLLOUT_URL": url, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["steps"] == [[7, 7], [8, 8]]
+    assert [pool.startswith("verl-") for pool in figures["pools"]] == [True]
+    assert (figures["left"], figures["in_flight"]) == (0, 0)
