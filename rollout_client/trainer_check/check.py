@@ -51,7 +51,8 @@ class Trainer(ABC):
     """The distribution whose version is reported."""
     std_ddof = 1
     std_epsilon = 1e-6
-    """How the trainer's configuration, as it is used here, divides the rewards of a group by their deviation."""
+    divides_by_std = True
+    """How the trainer's configuration, as it is used here, normalizes the rewards of a group."""
     drops_failures: bool
     """Whether a rollout without a reward removes its group from the batch; otherwise it ends the step."""
 
@@ -82,8 +83,8 @@ class Recorder(RolloutSubmitter):
     """Keeps the rollouts that a trainer gets; the first of several turns comes in two segments."""
 
     given: list[Rollout] = field(default_factory=list)
-    splits: list[str] = field(default_factory=list)
-    """The ids of the rollouts that came in two segments."""
+    splits: list[Rollout] = field(default_factory=list)
+    """The rollouts that came in two segments, as they were in one."""
     failing: Task | None = None
     """The task whose rollouts are cancelled before they begin, so that they have no reward."""
 
@@ -93,7 +94,7 @@ class Recorder(RolloutSubmitter):
                 await client.cancel(str(request.rollout_id))
         rollout = await super().run(request)
         if not self.splits and (split := in_two_segments(rollout)) is not None:
-            self.splits.append(rollout.rollout_id)
+            self.splits.append(rollout)
             rollout = split
         self.given.append(rollout)
         return rollout
@@ -338,10 +339,10 @@ def _compare(
 ) -> Step:
     """Compare a trainer's batch with the rollouts that it got, and with the same model in torch."""
     samples: dict[tuple[int, ...], list[Sample]] = defaultdict(list)
-    for rollout in recorder.given:
+    for rollout in [*recorder.given, *recorder.splits]:  # a trainer may join segments that extend each other
         for one in samples_of(rollout):
             samples[tuple(one.token_ids)].append(one)
-    advantages = _advantages(recorder.given, trainer.std_ddof, trainer.std_epsilon)
+    advantages = _advantages(recorder.given, trainer)
     diffs, wrong_rows, wrong_advantages = [0.0], 0, 0
     for row, ours in zip(rows, logprobs, strict=True):
         sampled = [position for position, mask in enumerate(row.mask) if mask]
@@ -379,7 +380,7 @@ def _is_equal(row: Row, sample: Sample) -> bool:
     return row.mask == mask and all(abs(one - other) < 1e-6 for one, other in zip(theirs, ours, strict=True))
 
 
-def _advantages(rollouts: Sequence[Rollout], ddof: int, epsilon: float) -> dict[str, float]:
+def _advantages(rollouts: Sequence[Rollout], trainer: Trainer) -> dict[str, float]:
     """Return the normalized reward of each rollout in the group of its task, each rollout counting once."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     for one in rollouts:
@@ -388,8 +389,10 @@ def _advantages(rollouts: Sequence[Rollout], ddof: int, epsilon: float) -> dict[
     advantages: dict[str, float] = {}
     for group in groups.values():
         mean = statistics.fmean(group.values())
-        deviation = (sum((one - mean) ** 2 for one in group.values()) / max(1, len(group) - ddof)) ** 0.5
-        advantages |= {name: (reward - mean) / (deviation + epsilon) for name, reward in group.items()}
+        squares = sum((one - mean) ** 2 for one in group.values())
+        deviation = (squares / max(1, len(group) - trainer.std_ddof)) ** 0.5 + trainer.std_epsilon
+        scale = deviation if trainer.divides_by_std else 1.0
+        advantages |= {name: (reward - mean) / scale for name, reward in group.items()}
     return advantages
 
 

@@ -48,6 +48,7 @@ def check(url: str, name: str, *flags: str, **environ: str) -> tuple[int, dict, 
         ("areal", 16, DROPS.format(4)),
         ("skyrl", 17, ENDS),
         ("openrlhf", 16, ENDS),
+        ("tinker", 16, DROPS.format(4)),  # the cookbook joins segments that extend each other
         ("trl", 16, DROPS.format(4)),
     ],
 )
@@ -74,4 +75,4 @@ def test_a_check_that_cannot_be_made_says_what_the_trainer_said(url):
     assert code == 1
     assert "No module named 'areal'" in output
     code, _, output = check(url, "unknown")
-    assert "There are checks for areal, openrlhf, skyrl, trl, verl" in output
+    assert "There are checks for areal, openrlhf, skyrl, tinker, trl, verl" in output
