@@ -1,8 +1,8 @@
 """The ProRL Agent server's own routes: a trainer written for it changes only its address.
 
 `/process` blocks until the rollout has ended and answers with `resolved`, `report`, `timing`, and the messages. Their
-assistant turns carry `input_ids`, `output_ids`, and `logprobs` as they were sampled. The instance's `data_source` names
-the environment.
+assistant turns carry `input_ids`, `output_ids`, and `logprobs` as they were sampled, but not those of a rollout without
+a reward. The instance's `data_source` names the environment.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ProcessAnswer(BaseModel):
     report: dict[str, JsonValue]
     timing: ProcessTiming
     messages: list[dict[str, Any]]
-    """Assistant messages carry `input_ids`, `output_ids` and `logprobs`."""
+    """Assistant messages carry `input_ids`, `output_ids` and `logprobs`, unless the rollout has no reward."""
 
 
 class Answer(BaseModel):
@@ -269,13 +269,18 @@ def _result(rollout: Rollout) -> dict[str, Any]:
             "others": queued,
             "timeout": rollout.error is not None and rollout.error.code == "stage_timeout",
         },
-        "messages": _messages(rollout.trajectory) if rollout.trajectory else [],
+        "messages": _messages(rollout.trajectory, rollout.reward) if rollout.trajectory else [],
     }
 
 
-def _messages(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the conversation, with the token ids of turn k on its k-th assistant message."""
+def _messages(trajectory: Trajectory, reward: float | None) -> list[dict[str, Any]]:
+    """Return the conversation, with the token ids of turn k on its k-th assistant message.
+
+    Without a reward there are no ids: such a trainer reads `resolved`, and would train on them with a reward of zero.
+    """
     messages: list[dict[str, Any]] = [message.model_dump(mode="json") for message in trajectory.messages]
+    if reward is None:
+        return messages
     assistants = iter([message for message in messages if message["role"] == "assistant"])
     for segment in trajectory.segments:
         turns = sorted({turn for turn in segment.turn_ids if turn >= 0})
