@@ -6,14 +6,15 @@ limits of the environment on its stages.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import psutil
 from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
@@ -26,6 +27,7 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import Sandbox
+from sandboxes.host.processes import descendants_of
 from sandboxes.task_groups import open_task_group
 
 IDLE_TURNS = ["I do nothing."] * 1_000
@@ -275,6 +277,7 @@ def _of_instance(value: JsonValue, path: str, *, secret: bool = False) -> Iterat
 # The memory of sandboxes while a block runs: sampled from outside, so it works with every provider.
 
 SAMPLE_SECONDS = 0.25
+MOST_PROCESSES = 4096  # of one sandbox, in a sample
 LOOK_SECONDS = 0.02  # until there is a sandbox: some trials end before a second sample
 
 
@@ -305,10 +308,8 @@ async def memory_peak(launcher: Callable[[], int | None]) -> AsyncIterator[Memor
 
 
 def _resident(pid: int) -> int:
-    total = 0
-    with suppress(psutil.Error):
-        launcher = psutil.Process(pid)
-        for process in [launcher, *launcher.children(recursive=True)]:
-            with suppress(psutil.Error):
-                total += process.memory_info().rss
-    return total
+    pages = 0
+    for process in (pid, *descendants_of(pid, MOST_PROCESSES)):
+        with suppress(OSError):
+            pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

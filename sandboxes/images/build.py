@@ -1,8 +1,6 @@
 """Builds images with Apptainer; `store.py` decides where they are kept.
 
-A build either leaves a complete image at its target, or raises and leaves nothing there. Commands run through
-spython's terminal helpers, not its `Client`, which starts a program named "singularity" from PATH: this project uses
-the Apptainer that `find_apptainer` finds.
+A build either leaves a complete image at its target, or raises and leaves nothing there.
 """
 
 import os
@@ -15,8 +13,6 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-from spython.utils import stream_command
 
 from sandboxes.config import default_cache
 from sandboxes.errors import ImageBuildError
@@ -201,10 +197,15 @@ def _path() -> str:
 
 def _lines(command: Sequence[str]) -> Iterator[str]:
     # A carriage return separates the states of a progress bar; only the last counts.
-    for line in stream_command(list(command), output_type="both"):
-        text = ESCAPES.sub("", line).rstrip().rsplit("\r", 1)[-1]
-        if text:
-            yield _without_passwords(text)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
+    ) as process:
+        for line in process.stdout or ():
+            text = ESCAPES.sub("", line).rstrip().rsplit("\r", 1)[-1]
+            if text:
+                yield _without_passwords(text)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def _without_passwords(line: str) -> str:

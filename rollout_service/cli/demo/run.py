@@ -20,7 +20,6 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import anyio
-import psutil
 from pydantic import JsonValue
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -368,9 +367,10 @@ GIBIBYTE = 2**30
 
 def machine() -> dict[str, JsonValue]:
     """Describe the machine that the figures depend on."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpus": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / GIBIBYTE, 1),
+        "memory_gib": round(memory / GIBIBYTE, 1),
         "processor": _processor(),
         "system": platform.platform(),
         "python": platform.python_version(),

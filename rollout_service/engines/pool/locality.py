@@ -2,16 +2,16 @@
 
 import ipaddress
 import socket
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
-
-import psutil
 
 
 def is_local(url: str) -> bool:
     """Return whether the host of `url` is this node's name or one of its addresses; no name is resolved."""
-    return (urlsplit(url).hostname or "") in _own_names()
+    host = urlsplit(url).hostname or ""
+    name = socket.gethostname()
+    return host in {"localhost", name, name.partition(".")[0]} or _is_own_address(host)
 
 
 def is_loopback(url: str) -> bool:
@@ -32,11 +32,12 @@ def loopback_scope() -> str:
     return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
 
 
-@cache
-def _own_names() -> frozenset[str]:
-    names = {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}
-    for addresses in psutil.net_if_addrs().values():
-        for address in addresses:
-            if address.family in {socket.AF_INET, socket.AF_INET6}:
-                names.add(str(ipaddress.ip_address(address.address.partition("%")[0])))
-    return frozenset(names)
+@lru_cache(maxsize=1024)
+def _is_own_address(host: str) -> bool:
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))  # the kernel refuses an address that no interface has
+    except (ValueError, OSError):
+        return False
+    return True

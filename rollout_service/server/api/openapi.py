@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI
@@ -23,6 +24,7 @@ from rollout_service.base.errors import (
     MalformedRequestError,
     MediaTypeError,
     MisdirectedError,
+    NotFoundError,
     RecordLostError,
     RequestTimeoutError,
     ServiceError,
@@ -103,6 +105,11 @@ def install(app: FastAPI, *, keyed: bool, prefix: str = "") -> None:
 
 
 def _page(_: Request) -> Response:
+    if find_spec("fastapi_offline") is None:
+        raise NotFoundError(
+            "the page needs the package fastapi-offline, which is not installed",
+            hint="Install the extra: pip install 'rollout-service[docs]'. Or read /openapi.json.",
+        )
     return HTMLResponse(PAGE, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
 
 

@@ -1,6 +1,7 @@
 """The OpenAPI document describes the routes exactly, and its page needs neither a key nor another host."""
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +150,18 @@ async def test_the_page_loads_without_a_key_and_from_this_host_alone(http: httpx
         started = (await http.get("/docs/start.js")).text
         assert 'url: "openapi.json"' in started
         assert (await http.get("/openapi.json")).json()["paths"]
+
+
+@pytest.mark.anyio
+async def test_without_its_package_the_page_names_the_extra(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi_offline", None)
+    async with http:
+        page = await http.get("/docs")
+        assert page.status_code == 404
+        assert "pip install 'rollout-service[docs]'" in page.text
+        assert (await http.get("/openapi.json")).status_code == 200
 
 
 @pytest.mark.anyio

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -37,13 +38,42 @@ TRAINERS = {
 """The packages that adapters import only when a trainer calls them; NeMo Gym and ms-swift bring web servers."""
 
 
+APART = {
+    "gem",
+    "gymnasium",
+    "harbor",
+    "mcp",
+    "nemo-gym",
+    "reasoning-gym",
+    "swebench",
+    "textarena",
+    "verifiers",
+}
+"""What is installed in an environment of its own: the libraries of bridges, and Harbor, which imports `sandboxes`."""
+
+
 def project(folder: Path) -> dict:
     return tomllib.loads((folder / "pyproject.toml").read_text())
 
 
 def requirements(folder: Path) -> set[str]:
     found = project(folder)["project"]["dependencies"]
-    return {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in found}
+    return {name_of(line) for line in found}
+
+
+def name_of(requirement: str) -> str:
+    return plain(re.match(r"[\w.-]+", requirement)[0])
+
+
+def plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def test_the_service_requires_the_client_of_its_own_version():
@@ -58,21 +88,42 @@ def test_both_have_the_same_license():
     assert (CLIENT / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
+def imported(*packages: str) -> set[str]:
+    """Return the distributions from which these packages import, anywhere in them."""
+    found = set()
+    for path in (path for package in packages for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    known = packages_distributions()
+    others = (
+        found - {"api_schemas", "rollout_client", "rollout_service", "sandboxes"} - sys.stdlib_module_names
+    )
+    return {plain(known.get(module, [module])[0]) for module in others}
+
+
 @pytest.mark.slow
 def test_the_client_requires_what_it_imports_and_nothing_else():
-    imported = set()
-    for package in ("api_schemas", "rollout_client"):
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(parse(path)):
-                if isinstance(node, ast.Import):
-                    imported |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and node.module:
-                    imported.add(node.module.split(".")[0])
-    ours = {"api_schemas", "rollout_client"}
-    others = imported - ours - TRAINERS - sys.stdlib_module_names
-    known = packages_distributions()
-    names = {known.get(module, [module])[0].lower().replace("_", "-") for module in others}
+    names = imported("api_schemas", "rollout_client") - {plain(name) for name in TRAINERS}
     assert names == requirements(CLIENT) | {"numpy"}, "numpy comes with the extra `arrays`"
+
+
+@pytest.mark.slow
+def test_the_service_requires_what_it_imports_or_what_that_requires():
+    table = project(ROOT)["project"]
+    listed = requirements(ROOT)
+    extras = {name_of(line) for lines in table["optional-dependencies"].values() for line in lines}
+    brought, lines = set(listed), list(listed)
+    for name in lines:
+        below = [name_of(line) for line in metadata.requires(name) or [] if "extra ==" not in line]
+        lines += [one for one in below if one not in brought and is_installed(one)]
+        brought |= set(below)
+    names = imported("sandboxes", "rollout_service")
+    assert names - brought - extras - APART == set()
+    assert len(listed) <= 15
+    assert listed - names == {"rollout-client", "uvloop"}, "uvicorn imports uvloop"
 
 
 def test_importing_the_package_alone_imports_nothing_of_weight():

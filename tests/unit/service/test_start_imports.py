@@ -25,7 +25,6 @@ UNNEEDED = {
     "rollout_service.authoring.openenv_server": "env serve",
     "rollout_service.store.redis": "a store in Redis",
     "rollout_service.testing": "tests",
-    "spython": "images of Apptainer",
     "transformers": "the first backend",
 }
 """Modules that a service imports when something needs them, and what does."""
