@@ -22,7 +22,7 @@ from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec, SessionNam
 from sandboxes.host.facts import find_apptainer
 from sandboxes.images.store import ImageStore
 from sandboxes.scheduling.warm_pool import WarmPool
-from sandboxes.sessions.startup import open_sessions
+from sandboxes.sessions.serial_session import open_sessions
 
 COMMAND, CELL = "echo hello", "1 + 1"
 BOTH: tuple[SessionName, ...] = ("bash", "python")

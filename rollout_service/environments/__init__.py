@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rollout_service.agents.tool_calling.tools import FunctionTool as FunctionTool
     from rollout_service.agents.tool_calling.tools import Tool as Tool
     from rollout_service.agents.tool_calling.tools import ToolContext as ToolContext
+    from rollout_service.agents.tool_calling.tools import ToolInputError as ToolInputError
     from rollout_service.agents.tool_calling.tools import ToolResult as ToolResult
-    from rollout_service.agents.turns import ToolInputError as ToolInputError
     from rollout_service.base.errors import ConfigurationError as ConfigurationError
     from rollout_service.base.errors import EnvironmentFailedError as EnvironmentFailedError
     from rollout_service.base.errors import InvalidFieldError as InvalidFieldError
@@ -37,7 +37,7 @@ else:
     _TOOLS = "rollout_service.agents.tool_calling.tools"
     _HOMES = {
         **dict.fromkeys(("Arguments", "FunctionTool", "Tool", "ToolContext", "ToolResult"), _TOOLS),
-        "ToolInputError": "rollout_service.agents.turns",
+        "ToolInputError": "rollout_service.agents.tool_calling.tools",
         **dict.fromkeys(
             ("ConfigurationError", "EnvironmentFailedError", "InvalidFieldError"),
             "rollout_service.base.errors",

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from rollout_service.gateway.capture import CaptureReport, PlannedTurn
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.gateway.dialects import CODECS
-from rollout_service.gateway.dialects.lanes import KNOWN_CLIENTS
+from rollout_service.gateway.dialects.base import KNOWN_CLIENTS
 
 MAX_CLIENTS: Final = 32
 """How many clients have time series of their own beside those that are known."""

@@ -16,8 +16,8 @@ from hashlib import blake2b
 import anyio.to_thread
 
 from rollout_service.gateway.capture import PlannedTurn
-from rollout_service.gateway.capture.answer import SentAnswer
 from rollout_service.gateway.capture.history import canonical
+from rollout_service.gateway.capture.text_stream import SentAnswer
 from rollout_service.gateway.contract import ClientMessage
 from rollout_service.live.contract import DIGEST_BYTES, OptOuts
 

@@ -26,8 +26,8 @@ from api_schemas.trajectories import FinishReason, SegmentRole
 from rollout_service.base.errors import StoreError
 from rollout_service.engines.contract import Generation
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
-from rollout_service.gateway.capture.answer import SentAnswer
 from rollout_service.gateway.capture.history import canonical
+from rollout_service.gateway.capture.text_stream import SentAnswer
 from rollout_service.gateway.contract import ClientMessage, ModelCall, map_roles
 from rollout_service.live.consent import ConversationConsent, MessageHashes, new_messages
 from rollout_service.live.contract import KINDS, NextStateRecord, OptOuts, SessionRecord, TurnRecord

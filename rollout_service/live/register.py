@@ -1,22 +1,87 @@
-"""The records of live sessions at one node, and how many of them are open.
+"""The records of live sessions at one node, how many of them are open, and their users as hashes.
 
 Guarantee: a session is refused while as many are open as the settings allow, those of before a restart included.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import secrets
 from collections.abc import Callable
 from hashlib import sha256
 from http import HTTPStatus
+from pathlib import Path
 
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.sessions import SessionRequest
-from rollout_service.base.errors import NotFoundError, TryLaterError
+from rollout_service.base.errors import ConfigurationError, NotFoundError, TryLaterError
+from rollout_service.base.private_files import write_private
 from rollout_service.gateway.errors import RolloutEndedError
 from rollout_service.live.contract import OptOuts, SessionRecord
-from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveKey, LiveSettings
+
+# Users as salted hashes.
+#
+# Guarantees: the salt never leaves the node's state folder, and only its owner can read it. Users of two tenants are
+# two users, whatever their names.
+
+_SALT_BYTES = 32
+_HASH_BYTES = 16
+DEFAULT_TENANT = "default"
+
+
+class UserHashes:
+    """The hashes of the users of one node."""
+
+    def __init__(self, salt: bytes) -> None:
+        self._salt = salt
+
+    @classmethod
+    def load(cls, path: Path) -> UserHashes:
+        """Read the salt of a file, or write a new one.
+
+        Raises:
+            ConfigurationError: The file cannot be read or written.
+        """
+        try:
+            if not path.exists():
+                write_private(path, secrets.token_bytes(_SALT_BYTES))
+            salt = path.read_bytes()
+        except OSError as error:
+            raise ConfigurationError(f"the salt of user names in {path} cannot be used: {error}") from error
+        if len(salt) != _SALT_BYTES:
+            raise ConfigurationError(
+                f"{path} does not hold {_SALT_BYTES} bytes",
+                hint="Restore it, or remove it; users of before are then others.",
+            )
+        return cls(salt)
+
+    def message_key(self) -> bytes:
+        """Return a key for hashes of users' messages."""
+        return hashlib.blake2b(digest_size=_SALT_BYTES, key=self._salt, person=b"messages").digest()
+
+    def of_conversation(self, session_id: str, client: str) -> str:
+        """Return the hash of a session's conversation, which goes on in all sessions of a client's own id."""
+        return self._digest(b"conversation", client or session_id)
+
+    def hash(self, user: str, tenant: str) -> str:
+        """Return the hash of a user of a tenant, by name."""
+        return self._digest(b"user", json.dumps([tenant, user]))
+
+    def of_session(self, session_id: str) -> str:
+        """Return the hash that stands for the unknown user of a session."""
+        return self._digest(b"session", session_id)
+
+    def of_client(self, tenant: str, key_name: str, client_id: str) -> str:
+        """Return the hash of a client's own id: no other key's and no other tenant's."""
+        return self._digest(b"client", json.dumps([tenant, key_name, client_id]))
+
+    def _digest(self, kind: bytes, text: str) -> str:
+        data = text.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, digest_size=_HASH_BYTES, key=self._salt, person=kind).hexdigest()
+
 
 PAGE = 1_000
 """How many records are read at once."""
@@ -139,11 +204,13 @@ def hash_of(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-# Errors of live sessions. Each API's dialect tells them in its own form.
+# Errors of live sessions, which each API's dialect tells in its own form.
 #
-# RolloutEndedError `- SessionEndedError the session was closed or deleted 410 TryLaterError |- PoolHeldError the pool
-# was paused for longer than a request waits 503 `- RateLimitedError too many requests of a user, or too many sessions
-# 429
+# RolloutEndedError
+#  `- SessionEndedError     the session was closed or deleted                              410
+# TryLaterError
+#  |- PoolHeldError         the pool was paused for longer than a request waits            503
+#  `- RateLimitedError      too many requests of a user, or too many sessions              429
 
 
 class SessionEndedError(RolloutEndedError):

@@ -30,11 +30,9 @@ from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFou
 from rollout_service.live.contract import NextStateRecord, SessionRecord, TurnMarkRecord, TurnRecord
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
-from rollout_service.live.register import PAGE, SessionRegister, hash_of
-from rollout_service.live.serving.active import ActiveSessions
+from rollout_service.live.register import DEFAULT_TENANT, PAGE, SessionRegister, UserHashes, hash_of
 from rollout_service.live.serving.engines import SessionEngines
-from rollout_service.live.serving.resolver import KEY_PREFIX, SessionResolver
-from rollout_service.live.serving.users import DEFAULT_TENANT, UserHashes
+from rollout_service.live.serving.resolver import KEY_PREFIX, ActiveSessions, SessionResolver
 from rollout_service.live.serving.views import (
     decode_cursor,
     encode_cursor,

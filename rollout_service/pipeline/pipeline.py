@@ -30,9 +30,8 @@ from rollout_service.activity import Activity
 from rollout_service.base.errors import StoreError
 from rollout_service.base.signals import ChangeSignal, ResettableEvent, first_of
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError
-from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
-from rollout_service.pipeline.settlement import Settlement
+from rollout_service.pipeline.settlement import ClaimRules, Settlement
 from rollout_service.pipeline.stage import acquire_available
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease

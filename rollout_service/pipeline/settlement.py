@@ -1,4 +1,4 @@
-"""Settles how attempts end: completed, failed, or queued again for another attempt.
+"""Settles how attempts end: completed, failed, or queued again for another attempt; and what this node claims next.
 
 Guarantees: every attempt that still holds its lease is settled exactly once, and has freed its resources before its
 result is written. Only failures that may pass are retried, within a budget. A defect in one result takes no other
@@ -7,7 +7,7 @@ rollout with it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from functools import partial
 
 import anyio
@@ -18,11 +18,10 @@ from api_schemas.rollouts import Rollout, RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import note_outcome, waits_for
 from rollout_service.base.errors import AttemptsExhaustedError, describe
+from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.serving.turn_log import CannotResumeError
-from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError
-from rollout_service.pipeline.claims import ClaimRules
+from rollout_service.pipeline.attempt import BEGUN_ANEW, Attempt, LeaseLostError, NotServedError, report
 from rollout_service.pipeline.context import AttemptContext
-from rollout_service.pipeline.turn_resumption import BEGUN_ANEW, report
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored
@@ -216,3 +215,59 @@ def keeps_turns(error: ErrorInfo) -> bool:
     repeat.
     """
     return error.boundary is Boundary.INFERENCE or error.stage in (None, Stage.INIT)
+
+
+# The rules by which this node claims rollouts: the cluster's decision, and the pools of sub-agents in service.
+#
+# Guarantee: a change of the rules wakes the pipeline, so that nothing polls.
+
+
+class ClaimRules:
+    """The environments that this node claims rollouts of, and whether it claims any."""
+
+    def __init__(self, environments: Iterable[str] = ()) -> None:
+        """`environments` are the names of this node's environments."""
+        self._environments = list(environments)
+        self._left: dict[str, str] = {}
+        """The environments whose rollouts stay in the store, and the pools of sub-agents that they wait for."""
+        self._waits: Mapping[str, float] | None = None
+        self._open = True
+        self.changed = ChangeSignal()
+        """Given after each change."""
+
+    def waits(self, pools: Collection[str]) -> Mapping[str, float] | None:
+        """Return how long a rollout of each environment is left to other nodes, in seconds; None: all are claimed now.
+
+        `pools` are those in service. What was left in the store is left out, unless its pool is one of them.
+        """
+        self._left = {name: pool for name, pool in self._left.items() if pool not in pools}
+        if not self._left:
+            return self._waits
+        waits = dict.fromkeys(self._environments, 0.0) if self._waits is None else self._waits
+        return {name: seconds for name, seconds in waits.items() if name not in self._left}
+
+    def leave(self, environment: str, pool: str) -> None:
+        """Leave rollouts of an environment in the store until this pool, of their sub-agents, is in service."""
+        self._left[environment] = pool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rollouts are claimed at all."""
+        return self._open
+
+    def suit(self, waits: Mapping[str, float] | None) -> None:
+        """Claim only rollouts of these environments."""
+        if waits != self._waits:
+            self._waits = waits
+            self.changed.notify()
+
+    def open(self, is_open: bool) -> None:
+        """Claim rollouts, or claim no more."""
+        if is_open is not self._open:
+            self._open = is_open
+            self.changed.notify()
+
+    async def until_open(self) -> None:
+        """Wait until rollouts are claimed."""
+        while not self._open:
+            await self.changed.wait()

@@ -32,7 +32,7 @@ from rollout_service.episodes import (
     WorkClock,
 )
 from rollout_service.pipeline.context import EpisodeContext
-from rollout_service.pipeline.episode_sandboxes import EpisodeSandboxes
+from rollout_service.pipeline.sandbox_source import EpisodeSandboxes
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.pipeline.subagents import EpisodeSubagents
 from rollout_service.tokens import ToolSpec

@@ -28,8 +28,8 @@ from rollout_service.base.errors import NotFoundError, RequestError, StoreError,
 from rollout_service.base.ids import BatchId
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.planning import problem_of, reason_to_refuse
-from rollout_service.store.codec.heads import group_json
-from rollout_service.store.columns import COLUMNS, Columns
+from rollout_service.store.codec.groups import group_json
+from rollout_service.store.codec.trajectories import COLUMNS, Columns
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, GroupHead, RunRecord, RunStore
 
 

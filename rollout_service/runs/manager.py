@@ -27,16 +27,16 @@ from rollout_service.groups import (
     require_outcome_filters,
 )
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.runs.estimates import RunEstimates
+from rollout_service.runs.dataset import Reopen, RunTasks
 from rollout_service.runs.open_groups import GroupsUnderWay
 from rollout_service.runs.planning import (
     ActiveRun,
+    RunEstimates,
     claim_groups,
     new_group,
     reason_to_pause,
     reason_to_report,
 )
-from rollout_service.runs.tasks.source import Reopen, RunTasks
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease

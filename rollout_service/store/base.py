@@ -29,9 +29,9 @@ from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.groups import StoredGroups
-from rollout_service.store.codec.history import make_history
 from rollout_service.store.codec.record import Row
-from rollout_service.store.columns import Columns
+from rollout_service.store.codec.runs import make_history
+from rollout_service.store.codec.trajectories import Columns
 from rollout_service.store.contract import Store
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.runs_contract import GroupHead, RunStore

@@ -34,7 +34,7 @@ from rollout_service.groups.shares import Owner
 from rollout_service.groups.statistics import GroupFigures
 from rollout_service.settings import RetentionSettings
 from rollout_service.store.cluster_contract import RoleLease
-from rollout_service.store.columns import Columns
+from rollout_service.store.codec.trajectories import Columns
 from rollout_service.store.lists_contract import RunLists
 
 

@@ -14,9 +14,8 @@ from math import isfinite
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
 from rollout_service.tokens.errors import ConversationStateError, RecordError
-from rollout_service.tokens.extras import TurnExtras
 from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
-from rollout_service.tokens.trajectory import GrowingSegment, shared_length
+from rollout_service.tokens.trajectory import GrowingSegment, TurnExtras, shared_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,124 @@
-"""Growing segments, and the check of finished trajectories.
+"""Growing segments with their extras, the check of finished trajectories, and the choice of turns to train on.
 
 Guarantees: a segment's five lists always have equal lengths; the mask is 1 exactly on sampled tokens.
 """
 
 from __future__ import annotations
 
+import base64
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
+from typing import Any, Literal, Protocol
 
-from api_schemas.trajectories import ForkReason, Segment, SegmentRole, Trajectory
-from rollout_service.tokens.errors import InvariantError
-from rollout_service.tokens.extras import GrowingExtras
+import numpy as np
+from numpy.typing import NDArray
+
+from api_schemas.trajectories import ForkReason, RoutedExperts, Segment, SegmentRole, Trajectory
+from rollout_service.tokens.errors import InvariantError, RecordError
+
+# The extras of a segment, kept in step with its tokens as it grows.
+#
+# Guarantees: every list has one entry per token of the segment; experts have one row per token, except for the last
+# token of the segment's last turn. If any extras of a turn do not fit it, none are added.
+
+_Name = Literal["uint8", "uint16", "int32"]
+_DTYPES: tuple[tuple[_Name, str], ...] = (("uint8", "u1"), ("uint16", "<u2"), ("int32", "<i4"))
+
+
+class TurnExtras(Protocol):
+    """The extras of one turn, as in `engines.contract.ReturnedExtras`; None for those that were not requested."""
+
+    @property
+    def top_logprobs(self) -> Sequence[Sequence[tuple[int, float]]] | None:
+        """The likeliest ids with their logprobs for each sampled token."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[float | None] | None:
+        """The log-probabilities of the prompt's tokens that are new to the segment."""
+
+    @property
+    def routed_experts(self) -> NDArray[np.int32] | None:
+        """`[tokens, layers, experts per token]` of the tokens for which the segment had no experts before."""
+
+
+@dataclass(slots=True)
+class GrowingExtras:
+    """The extras of a segment to which turns are added."""
+
+    top_ids: list[list[int]] | None = None
+    top_logprobs: list[list[float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    _experts: list[NDArray[np.int32]] = field(default_factory=list)
+
+    @property
+    def routed(self) -> int:
+        """The number of tokens that have experts."""
+        return sum(len(part) for part in self._experts)
+
+    def add_turn(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:
+        """Add the extras of a turn; the segment had `before` tokens, and the prompt has `prompt`.
+
+        Raises:
+            RecordError: The number of extras does not match the tokens.
+        """
+        self._check(turn, before=before, prompt=prompt, sampled=sampled)
+        if turn.top_logprobs is not None:
+            ids, values = self.top_ids or [], self.top_logprobs or []
+            context: list[list[int]] = [[] for _ in range(prompt - len(ids))]
+            self.top_ids = ids + context + [[token for token, _ in row] for row in turn.top_logprobs]
+            no_values: list[list[float]] = [[] for _ in context]
+            self.top_logprobs = (
+                values + no_values + [[value for _, value in row] for row in turn.top_logprobs]
+            )
+        if turn.prompt_logprobs is not None:
+            known = self.prompt_logprobs or []
+            self.prompt_logprobs = [*known, *turn.prompt_logprobs, *([None] * sampled)]
+        if turn.routed_experts is not None:
+            self._experts.append(turn.routed_experts)
+
+    def add_context(self, turn: TurnExtras | None, *, before: int, end: int) -> None:
+        """Add the extras of the tokens that a turn read and sampled, in a segment where they are context.
+
+        The segment had `before` tokens and has `end` with them. Log-probabilities of tokens that were sampled are
+        unknown here: those of the engine are not at temperature 1.
+        """
+        if turn is None:
+            return
+        if turn.top_logprobs is not None:
+            self.top_ids = [*(self.top_ids or []), *([] for _ in range(end - before))]
+            self.top_logprobs = [*(self.top_logprobs or []), *([] for _ in range(end - before))]
+        if turn.prompt_logprobs is not None:
+            known = [*(self.prompt_logprobs or []), *turn.prompt_logprobs]
+            self.prompt_logprobs = [*known, *([None] * (end - len(known)))]
+        if turn.routed_experts is not None:
+            self._experts.append(turn.routed_experts)
+
+    def routed_experts(self) -> RoutedExperts | None:
+        """Return all experts so far, in the narrowest type that holds them."""
+        if not self._experts:
+            return None
+        values = np.concatenate(self._experts)
+        largest = int(values.max(initial=0))
+        name, code = next(each for each in _DTYPES if largest <= np.iinfo(each[1]).max)
+        data = base64.b64encode(values.astype(code).tobytes()).decode()
+        return RoutedExperts.model_construct(shape=list(values.shape), dtype=name, data=data)
+
+    def _check(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:
+        lengths = (
+            ("top_logprobs", turn.top_logprobs, sampled),
+            ("prompt_logprobs", turn.prompt_logprobs, prompt - before),
+            ("routed_experts", turn.routed_experts, prompt + sampled - 1 - self.routed),
+        )
+        for name, values, expected in lengths:
+            if values is not None and len(values) != expected:
+                raise RecordError(
+                    f"{name} came for {len(values)} tokens, but {expected} were expected",
+                    hint="Ask the engine for them from the first token that the segment lacks.",
+                )
 
 
 @dataclass(slots=True)
@@ -185,3 +289,80 @@ def _check_turns(segment: Segment, number: int, seen: set[int]) -> None:
             raise InvariantError(f"turn {turn} comes after turn {last_turn}", segment=number, index=index)
         last_turn = turn
         seen.add(turn)
+
+
+# A trajectory that is trained on some of its turns alone.
+#
+# Guarantees: mask 1 stays on the tokens of the chosen turns and is on no other; their prompts stay, id for id; turns
+# keep their ids. Segments without a chosen turn are left out, as is the rest of a segment after its last chosen turn.
+
+_NOT_SAMPLED: dict[str, Any] = {
+    "loss_mask": 0,
+    "logprobs": 0.0,
+    "versions": -1,
+    "turn_ids": -1,
+    "top_ids": [],
+    "top_logprobs": [],
+}
+"""The value of each list at a token that is not trained on."""
+
+
+def train_on(trajectory: Trajectory, turns: Collection[int]) -> Trajectory:
+    """Return a trajectory that is trained on these turns alone.
+
+    Raises:
+        InvariantError: A turn is in none of its segments.
+    """
+    segments = [*trajectory.segments, *trajectory.untrained]
+    kept = {
+        number: _selected(segment, turns)
+        for number, segment in enumerate(segments)
+        if not set(turns).isdisjoint(segment.turn_ids)
+    }
+    missing = set(turns).difference(*(segment.turn_ids for segment in kept.values()))
+    if missing:
+        raise InvariantError(f"turn {min(missing)} is in no segment", segment=len(segments))
+    places = {number: place for place, number in enumerate(kept)}
+    chosen = [_linked(segments, number, kept, places) for number in kept]
+    return trajectory.model_copy(
+        update={
+            "segments": chosen,
+            "untrained": [],
+            "fork_counts": dict(Counter(segment.fork_reason for segment in chosen)),
+        }
+    )
+
+
+def _selected(segment: Segment, turns: Collection[int]) -> Segment:
+    chosen = [
+        turn in turns and bool(mask) for turn, mask in zip(segment.turn_ids, segment.loss_mask, strict=True)
+    ]
+    end = len(chosen)
+    if segment.routed_experts is None:  # its array has a row for each token
+        end -= chosen[::-1].index(True)
+    update: dict[str, Any] = {"token_ids": segment.token_ids[:end]}
+    for name, otherwise in _NOT_SAMPLED.items():
+        if (values := getattr(segment, name)) is not None:
+            pairs = zip(values[:end], chosen, strict=False)
+            update[name] = [value if is_chosen else otherwise for value, is_chosen in pairs]
+    if segment.prompt_logprobs is not None:
+        update["prompt_logprobs"] = segment.prompt_logprobs[:end]
+    return segment.model_copy(update=update)
+
+
+def _linked(
+    segments: Sequence[Segment], number: int, kept: dict[int, Segment], places: dict[int, int]
+) -> Segment:
+    """Return a segment with the nearest kept one before it as its parent."""
+    segment, shared = kept[number], segments[number].shared_prefix
+    parent = segment.parent
+    while parent is not None and parent not in kept:
+        shared = min(shared, segments[parent].shared_prefix)
+        parent = segments[parent].parent
+    update: dict[str, Any] = {
+        "parent": None if parent is None else places[parent],
+        "shared_prefix": 0 if parent is None else min(shared, len(kept[parent].token_ids)),
+    }
+    if places[number] == 0:
+        update["fork_reason"] = ForkReason.FIRST
+    return segment.model_copy(update=update)

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, SegmentRole, Trajectory
 from rollout_service.tokens.conversation import as_message, check_output
-from rollout_service.tokens.extras import TurnExtras
 from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
-from rollout_service.tokens.trajectory import GrowingSegment, shared_length
+from rollout_service.tokens.trajectory import GrowingSegment, TurnExtras, shared_length
 
 
 @dataclass(slots=True, eq=False)

@@ -10,8 +10,13 @@ Code inside is hostile: nothing it writes is trusted, and no path it names is ev
 Times are in seconds and sizes in bytes unless a name says otherwise.
 """
 
-from sandboxes.contract.provider import SandboxProvider
-from sandboxes.contract.sandbox import DEFAULT_FILE_LIMIT, DEFAULT_TREE_LIMIT, RunningProgram, Sandbox
+from sandboxes.contract.sandbox import (
+    DEFAULT_FILE_LIMIT,
+    DEFAULT_TREE_LIMIT,
+    RunningProgram,
+    Sandbox,
+    SandboxProvider,
+)
 from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, PythonSession
 from sandboxes.contract.values import (
     DEFAULT_WORKDIR,

@@ -10,8 +10,16 @@ from sandboxes.contract import ExecResult
 from sandboxes.errors import FileStalledError, FileTooLargeError
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import Child, ControlShell
-from sandboxes.runtime.output import OutputBuffer
-from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, READ_SIZE, Reader, read_some, write_all
+from sandboxes.runtime.pipes import (
+    ERROR,
+    INPUT,
+    OUTPUT,
+    READ_SIZE,
+    OutputBuffer,
+    Reader,
+    read_some,
+    write_all,
+)
 
 GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for a program at its timeout."""

@@ -8,8 +8,7 @@ import anyio.lowlevel
 
 from sandboxes.contract import RunningProgram
 from sandboxes.runtime.control import Child, ControlShell
-from sandboxes.runtime.output import OutputBuffer
-from sandboxes.runtime.pipes import ERROR, INPUT, READ_SIZE, Reader, read_some, write_all
+from sandboxes.runtime.pipes import ERROR, INPUT, READ_SIZE, OutputBuffer, Reader, read_some, write_all
 
 ERRORS_LIMIT = 16 * 1024
 

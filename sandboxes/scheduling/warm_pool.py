@@ -28,7 +28,7 @@ from sandboxes.config import WarmPoolConfig
 from sandboxes.contract import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.errors import SandboxError, SandboxStartError
-from sandboxes.sessions.startup import open_sessions
+from sandboxes.sessions.serial_session import open_sessions
 
 log = structlog.get_logger(__name__)
 

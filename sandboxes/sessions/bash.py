@@ -25,8 +25,7 @@ import anyio
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
 from sandboxes.errors import SandboxClosedError, SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell, ticks_now
-from sandboxes.runtime.output import OutputBuffer
-from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, Reader, count_pending, write_all
+from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, OutputBuffer, Reader, count_pending, write_all
 from sandboxes.sessions.serial_session import SerialSession
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")

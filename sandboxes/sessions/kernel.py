@@ -21,8 +21,7 @@ import zmq
 from sandboxes.contract import PythonErrorInfo
 from sandboxes.errors import SandboxStartError, SessionDiedError
 from sandboxes.runtime.control import Child
-from sandboxes.runtime.output import OutputBuffer
-from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, Reader
+from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, OutputBuffer, Reader
 from sandboxes.sessions.kernel_wire import Wire, as_mapping, make_session
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")

@@ -20,8 +20,8 @@ from rollout_service.episodes import Score
 from rollout_service.groups import FilterRegistry
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import Delivery, RunManager, RunOverError
-from rollout_service.runs.tasks.dataset import open_dataset, reopening
-from rollout_service.runs.tasks.files import open_file
+from rollout_service.runs.dataset import open_dataset, reopening
+from rollout_service.runs.task_files import open_file
 from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore

@@ -9,8 +9,8 @@ from api_schemas.runs import Group, InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.store import Store
-from rollout_service.store.codec.heads import group_json
-from rollout_service.store.columns import COLUMNS
+from rollout_service.store.codec.groups import group_json
+from rollout_service.store.codec.trajectories import COLUMNS
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,

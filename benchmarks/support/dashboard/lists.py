@@ -40,8 +40,7 @@ from support.dashboard.redis_lists import SETTINGS, filled_redis
 from api_schemas.runs import InlineTasks, RunRequest
 from rollout_service.cli.server_child import stop
 from rollout_service.groups.statistics import PHASES, GroupFigures
-from rollout_service.store.codec.history import encode_record
-from rollout_service.store.codec.runs import encode_request, encode_samples, encode_summary
+from rollout_service.store.codec.runs import encode_record, encode_request, encode_samples, encode_summary
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.lists.history import RECORDS_IN_ROW

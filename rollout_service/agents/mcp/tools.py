@@ -25,8 +25,7 @@ from rollout_service.agents.mcp.transports import (
     Transport,
     open_transport,
 )
-from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult, with_notes
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError, ToolResult, with_notes
 from rollout_service.base.errors import did_you_mean
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox

@@ -38,10 +38,9 @@ from rollout_service.agents.parallel.tools import (
     created_text,
 )
 from rollout_service.agents.parallel.tree import AgentTree
+from rollout_service.agents.tool_calling.agent import ToolCalls, context_of, message_of
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
-from rollout_service.agents.tool_calling.calls import ToolCalls, context_of, message_of
-from rollout_service.agents.tool_calling.tools import Arguments, Tool, explain
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import Arguments, Tool, ToolInputError, explain
 from rollout_service.episodes import Episode, SubagentSlot
 from rollout_service.tokens import ToolSpec
 from sandboxes.task_groups import open_task_group

@@ -7,17 +7,32 @@ Guarantees:
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Protocol
 
+import anyio
+
 from api_schemas.rollouts import StopReason
+from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message, ToolCall
+from rollout_service.activity import in_lane, waits_for
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
-from rollout_service.agents.tool_calling.calls import ToolCalls
-from rollout_service.agents.tool_calling.tools import Tool
-from rollout_service.agents.turns import sample_turn, why_truncated
+from rollout_service.agents.tool_calling.tools import (
+    Tool,
+    ToolContext,
+    ToolInputError,
+    ToolResult,
+    by_name,
+    sample_turn,
+    why_truncated,
+)
 from rollout_service.episodes import Episode, PolicyTurn
 from rollout_service.tokens import ToolSpec
+from sandboxes.errors import LimitExceededError
+from sandboxes.task_groups import open_task_group
 
 
 class CallRunner(Protocol):
@@ -95,3 +110,140 @@ def _stop_reason_of(turn: PolicyTurn, episode: Episode) -> StopReason | None:
     if not turn.truncated:
         return None if turn.message.tool_calls else StopReason.ANSWERED
     return why_truncated(turn, episode)
+
+
+# Runs the tool calls of one turn.
+#
+# Guarantees:
+# - Results are in the order of the calls.
+# - A malformed call gets an explanation as its result. So does a call for which the agent left no room in its sandbox.
+# - Calls of a turn run one after another, except for neighbors whose tools change nothing, which run at the same time.
+
+TOOL_STATE = "tools"
+"""The key of the tools' state in `Episode.state`."""
+COMMANDS = ("command", "code")
+"""The arguments that tools run as the policy's commands or code."""
+COMMAND_CHARS = 200
+GRACE_SECONDS = 5.0
+"""Time beyond its limit for a tool to end by itself, which leaves a better result than cutting it off."""
+
+
+class ToolCalls:
+    """The calls of a set of tools; implements `agent.CallRunner`."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = by_name(tools)
+
+    @property
+    def definitions(self) -> list[ToolSpec]:
+        """The tools' definitions for the policy."""
+        return [tool.definition for tool in self._tools.values()]
+
+    def stop_reason(self, episode: Episode) -> StopReason | None:  # noqa: ARG002 - the agent's own limits suffice
+        """Return None: these calls set no limit."""
+        return None
+
+    async def run(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
+        """Return the results of a turn's calls; empty if one of them ended the agent."""
+        context = context_of(episode)
+        messages: list[Message] = []
+        started = time.perf_counter()
+        try:
+            for parallel, batch in groupby(calls, self.is_parallel):
+                together = list(batch)
+                episode.tool_calls += len(together)
+                results = (
+                    await self._run_in_parallel(together, context)
+                    if parallel and len(together) > 1
+                    else await self._run_in_order(together, context)
+                )
+                for call, result in zip(together, results, strict=False):
+                    if result.answer is not None:
+                        episode.answer = result.answer
+                        return []
+                    messages.append(message_of(call, result.text))
+        finally:
+            episode.tool_seconds += time.perf_counter() - started
+        return messages
+
+    def knows(self, call: ToolCall) -> bool:
+        """Return whether a call is well-formed, and of one of these tools."""
+        return call.error is None and call.name in self._tools
+
+    def is_parallel(self, call: ToolCall) -> bool:
+        """Return whether a call may run at the same time as others."""
+        return self.knows(call) and self._tools[call.name or ""].parallel
+
+    async def _run_in_order(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
+        """Run calls one after another, up to the first that ends the agent."""
+        results: list[ToolResult] = []
+        for call in calls:
+            results.append(await self.run_one(call, context))
+            if results[-1].answer is not None:
+                break
+        return results
+
+    async def _run_in_parallel(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
+        results: list[ToolResult] = [ToolResult("")] * len(calls)
+
+        async def one(index: int) -> None:
+            with in_lane(calls[index].id):
+                results[index] = await self.run_one(calls[index], context)
+
+        async with open_task_group() as tasks:
+            for index in range(len(calls)):
+                tasks.start_soon(one, index)
+        return results
+
+    async def run_one(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        """Run one call, well-formed or not."""
+        if call.error is not None or call.arguments is None:
+            return ToolResult(f"This call is malformed ({call.error}); nothing was run. Write it again.")
+        tool = self._tools.get(call.name or "")
+        if tool is None:
+            return ToolResult(f"There is no tool {call.name!r}. Tools: {', '.join(self._tools) or 'none'}.")
+        try:
+            with anyio.CancelScope(
+                deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
+            ):
+                with waits_for(StepKind.TOOL, tool.name, **_detail(call, context)) as step:
+                    step.limit = context.seconds
+                    return await tool(call.arguments, context)
+        except ToolInputError as error:
+            return ToolResult(str(error))
+        except LimitExceededError as error:
+            if error.limit == "lifetime":
+                raise
+            return ToolResult(f"[{error}]")
+        return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]")
+
+
+def _detail(call: ToolCall, context: ToolContext) -> dict[str, str]:
+    """Return the details to note of a call: the first line of its command or code, not more."""
+    detail = {"call": call.id}
+    for name in COMMANDS:
+        if isinstance(text := (call.arguments or {}).get(name), str):
+            line = text[: 10 * COMMAND_CHARS].lstrip().partition("\n")[0]
+            detail["command"] = line[:COMMAND_CHARS]
+    if context.sandbox is not None:
+        detail["sandbox"] = context.sandbox.id
+    return detail
+
+
+def context_of(episode: Episode) -> ToolContext:
+    """Return the resources of an episode's calls."""
+    limits = episode.limits
+    return ToolContext(
+        episode.sandbox,
+        limits.tool_seconds,
+        limits.tool_output_chars,
+        episode.limit_violations,
+        episode.state.setdefault(TOOL_STATE, {}),
+        episode.instance,
+        episode,
+    )
+
+
+def message_of(call: ToolCall, text: str) -> Message:
+    """Return the message that answers a call."""
+    return Message(role="tool", content=text, tool_calls=[], tool_call_id=call.id, name=call.name)

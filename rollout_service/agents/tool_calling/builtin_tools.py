@@ -18,6 +18,7 @@ from rollout_service.agents.tool_calling.tools import (
     FunctionTool,
     Tool,
     ToolContext,
+    ToolInputError,
     ToolResult,
     by_name,
     cut_middle,
@@ -26,7 +27,6 @@ from rollout_service.agents.tool_calling.tools import (
     run_script,
     with_notes,
 )
-from rollout_service.agents.turns import ToolInputError
 from rollout_service.agents.web.browse import BROWSE
 from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.episodes import require_sandbox

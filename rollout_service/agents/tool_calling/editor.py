@@ -22,11 +22,11 @@ from rollout_service.agents.tool_calling.tools import (
     Arguments,
     FunctionTool,
     ToolContext,
+    ToolInputError,
     cut_middle,
     file_errors,
     run_script,
 )
-from rollout_service.agents.turns import ToolInputError
 from rollout_service.episodes import require_sandbox
 from sandboxes import Sandbox
 from sandboxes.errors import FileMissingError, FileTooLargeError, SandboxFileError

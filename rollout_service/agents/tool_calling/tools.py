@@ -1,4 +1,4 @@
-"""The contract of a tool, and how to make one from a coroutine.
+"""Turns of the built-in agent, the contract of its tools, and how to make one from a coroutine.
 
 A call that the policy got wrong raises ToolInputError, whose message the policy reads. Anything else that a tool raises
 is a failure of the infrastructure and ends the rollout.
@@ -13,15 +13,49 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from rollout_service.agents.turns import ToolInputError
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
 from rollout_service.base.errors import EnvironmentFailedError
-from rollout_service.episodes import require_sandbox
+from rollout_service.episodes import ContextFullError, Episode, PolicyTurn, require_sandbox
 from rollout_service.tokens import ToolSpec
 from sandboxes import ExecResult, LimitExceededError, Sandbox
 from sandboxes.errors import SandboxFileError
 
 if TYPE_CHECKING:
     from rollout_service.episodes import Episode
+
+
+async def sample_turn(episode: Episode, messages: list[Message]) -> PolicyTurn | StopReason:
+    """Sample a turn after these messages and put its text in `episode.answer`, or return why there can be none.
+
+    Errors of the engine and the renderer are raised as they are.
+    """
+    limits, policy = episode.limits, episode.policy
+    tokens_left = limits.max_tokens - policy.usage.sampled_tokens
+    if tokens_left < 1:
+        return StopReason.MAX_TOKENS
+    try:
+        turn = await policy.respond(messages, max_tokens=min(limits.max_turn_tokens, tokens_left))
+    except ContextFullError:
+        return StopReason.CONTEXT_FULL
+    episode.answer = turn.message.content or None
+    return turn
+
+
+def why_truncated(turn: PolicyTurn, episode: Episode) -> StopReason:
+    """Return which limit cut a turn off."""
+    if turn.context_full:
+        return StopReason.CONTEXT_FULL
+    if episode.policy.usage.sampled_tokens >= episode.limits.max_tokens:
+        return StopReason.MAX_TOKENS
+    return StopReason.TRUNCATED
+
+
+# Errors of the tools that agents call.
+
+
+class ToolInputError(Exception):
+    """A tool call that cannot be carried out as the policy wrote it; the policy reads the message."""
 
 
 @dataclass(frozen=True, slots=True)

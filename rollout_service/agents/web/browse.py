@@ -13,8 +13,13 @@ from urllib.parse import urljoin
 import anyio.to_thread
 from pydantic import Field
 
-from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext, with_notes
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import (
+    Arguments,
+    FunctionTool,
+    ToolContext,
+    ToolInputError,
+    with_notes,
+)
 from rollout_service.agents.web.page_text import page_text
 from rollout_service.agents.web.tunnel import HTTP_ERRORS, connection_pool
 from rollout_service.episodes import require_sandbox

@@ -15,8 +15,13 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from api_schemas.errors import Boundary
-from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext, with_notes
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import (
+    Arguments,
+    FunctionTool,
+    ToolContext,
+    ToolInputError,
+    with_notes,
+)
 from rollout_service.agents.web.page_text import page_text
 from rollout_service.agents.web.tunnel import tls_context
 from rollout_service.base.errors import ServiceError

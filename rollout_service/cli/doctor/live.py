@@ -76,7 +76,7 @@ def _folder(state_dir: Path | None, config: Path | None) -> Path:
 def _read(state_dir: Path | None, config: Path | None) -> LiveReport | None:
     """Return the report in the state folder, if it is not an old one."""
     from rollout_service.cli.doctor.live_report import LiveReport
-    from rollout_service.server.hangs.last_report import read_last_report
+    from rollout_service.server.hangs.heartbeat import read_last_report
 
     report = read_last_report(_folder(state_dir, config))
     if report is None or (datetime.now(UTC) - report.at).total_seconds() > STALE_SECONDS:
@@ -85,7 +85,7 @@ def _read(state_dir: Path | None, config: Path | None) -> LiveReport | None:
 
 
 def _nothing_to_read(url: str, state_dir: Path | None, config: Path | None) -> CommandError:
-    from rollout_service.server.hangs.last_report import STACKS
+    from rollout_service.server.hangs.heartbeat import STACKS
 
     folder = _folder(state_dir, config)
     return CommandError(

@@ -20,7 +20,7 @@ from rollout_service.cli import common
 from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.dataset_files import select_split
-from rollout_service.runs.tasks.files import open_file
+from rollout_service.runs.task_files import open_file
 
 FILES = (".jsonl", ".parquet")
 ROWS = "rows"

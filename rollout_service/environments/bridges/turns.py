@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
-from rollout_service.agents.turns import sample_turn, why_truncated
+from rollout_service.agents.tool_calling.tools import sample_turn, why_truncated
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.episodes import Episode, Score
 

@@ -21,8 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
-from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, Tool, ToolContext
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import (
+    Arguments,
+    FunctionTool,
+    Tool,
+    ToolContext,
+    ToolInputError,
+)
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec, Replayable

@@ -43,7 +43,7 @@ from rollout_service.episodes import Episode, Score
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
 from sandboxes.image_names import find_own_file
-from sandboxes.sessions.startup import return_to_workdir
+from sandboxes.sessions.serial_session import return_to_workdir
 
 RUNS = "runs.json"
 SECRETS = "secrets.sh"

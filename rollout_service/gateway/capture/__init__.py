@@ -1,7 +1,6 @@
 """The capture of a client's calls as conversations, token by token."""
 
 from rollout_service.gateway.capture.capture import CapturePolicy, PlannedTurn, TurnCapture
-from rollout_service.gateway.capture.echoes import EchoMatch
-from rollout_service.gateway.capture.report import CaptureReport
+from rollout_service.gateway.capture.echoes import CaptureReport, EchoMatch
 
 __all__ = ["CapturePolicy", "CaptureReport", "EchoMatch", "PlannedTurn", "TurnCapture"]

@@ -7,13 +7,13 @@ hash for each of its messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from api_schemas.trajectories import ToolCall
-from rollout_service.gateway.capture.answer import SentAnswer, SentCall
+from api_schemas.trajectories import ForkReason, SegmentRole, ToolCall
 from rollout_service.gateway.capture.history import Head, canonical, digest, echo_key, extended
+from rollout_service.gateway.capture.text_stream import SentAnswer, SentCall
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, ModelCall
 from rollout_service.tokens import TreeTurn
 
@@ -220,3 +220,33 @@ def _note_answer(
             match.answered, match.answered_at = turn, place
             return
     match.has_foreign = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureReport:
+    """The counts of one rollout so far."""
+
+    calls: int
+    """The recorded turns."""
+    continued: int
+    """Those whose prompt extends a recorded turn."""
+    prompt_tokens: int
+    """The tokens of all prompts."""
+    kept_tokens: int
+    """Those of them that were a recorded turn's prompt and output, so that nothing was rendered again."""
+    standings: Mapping[EchoMatch, int]
+    """How answers stood when they came back, each form of each answer counted once."""
+    forks: Mapping[ForkReason, int]
+    """The number of segments by the reason why they began."""
+    roles: Mapping[SegmentRole, int]
+    """The number of turns by whose conversation they are in."""
+    malformed_calls: int
+    undelivered: int
+    """Answers that their client did not receive."""
+    disagreements: int
+    """Answers of which the client was sent something else than the parser found; each is a defect."""
+
+    @property
+    def kept_share(self) -> float | None:
+        """The share of prompt tokens that stayed in segments, 0 to 1; None before the first call."""
+        return self.kept_tokens / self.prompt_tokens if self.prompt_tokens else None

@@ -146,3 +146,8 @@ def _as_call(number: int, call: ClientToolCall, calls: Mapping[str, ToolCall]) -
         raw=call.arguments,
         error=None if is_object else "arguments_not_an_object",
     )
+
+
+# Compares a prompt with the model's context before it is rendered, which takes 36 bytes for each of its tokens.
+#
+# A prompt that is not refused here may still be too long: the ids of what is rendered tell exactly.

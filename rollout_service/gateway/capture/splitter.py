@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from api_schemas.trajectories import ToolCall
-from rollout_service.gateway.capture.answer import SentAnswer
-from rollout_service.gateway.capture.json_call import JsonCall
-from rollout_service.gateway.capture.text_stream import Channel, StopFilter, TextStream
+from rollout_service.gateway.capture.text_stream import Channel, JsonCall, SentAnswer, StopFilter, TextStream
 from rollout_service.gateway.contract import AnswerEvent
 from rollout_service.tokens import ChatRenderer, ParsedTurn, ToolSpec
 

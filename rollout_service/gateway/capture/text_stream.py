@@ -1,4 +1,4 @@
-"""Sampled ids as text, bit by bit. Pure and synchronous.
+"""Sampled ids as text, bit by bit, with the calls in it and as its client receives it. Pure and synchronous.
 
 Guarantees: the output of the streams of this module, joined, is the text of all ids, whatever the pieces in which they
 came; of a character that is not complete, nothing is returned.
@@ -6,9 +6,77 @@ came; of a character that is not complete, nothing is returned.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+
+from rollout_service.gateway.contract import (
+    AnswerEvent,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ReasoningDelta,
+    TextDelta,
+)
+
+
+@dataclass(slots=True)
+class SentCall:
+    """A tool call as it was sent."""
+
+    id: str
+    name: str
+    number: int
+    """Its place among the calls that the parser finds, malformed ones included."""
+    arguments: str = ""
+    error: str | None = None
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class SentAnswer:
+    """The part of an answer that its client has received, and the events that it has not."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[SentCall] = field(default_factory=list)
+    _events: list[AnswerEvent] = field(default_factory=list)
+
+    def add_reasoning(self, text: str) -> None:
+        """Send more reasoning."""
+        if text:
+            self.reasoning += text
+            self._events.append(ReasoningDelta(text))
+
+    def add_text(self, text: str) -> None:
+        """Send more text."""
+        if text:
+            self.text += text
+            self._events.append(TextDelta(text))
+
+    def begin_call(self, call_id: str, name: str, number: int) -> None:
+        """Begin a tool call, which is the parser's call of this number."""
+        self._events.append(CallBegin(len(self.calls), call_id, name))
+        self.calls.append(SentCall(call_id, name, number))
+
+    def add_arguments(self, text: str) -> None:
+        """Send more of the last call's arguments."""
+        if text:
+            self.calls[-1].arguments += text
+            self._events.append(CallArguments(len(self.calls) - 1, text))
+
+    def end_call(self, error: str | None = None) -> None:
+        """End the last call."""
+        self.calls[-1].error, self.calls[-1].ended = error, True
+        self._events.append(CallEnd(len(self.calls) - 1, error))
+
+    def take(self) -> list[AnswerEvent]:
+        """Return the events since the last time."""
+        events, self._events = self._events, []
+        return events
+
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UNFINISHED = 3
@@ -197,3 +265,75 @@ class Channel:
         for each in self._filters[begin:]:
             text = each.push(text)
         self._send(self._trim.push(text))
+
+
+# A tool call that is written as JSON, read as it is sampled. Pure and synchronous.
+#
+# The form is `{"name": NAME, "arguments": OBJECT}`, in this order. A call in another order, or with anything else
+# before its arguments, can be read only when it is complete.
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=\{)')
+_LONGEST_HEAD = 1024
+"""The number of characters after which no name is looked for."""
+_STRUCTURE = re.compile(r'["{}\[\]\\]')
+
+
+@dataclass(slots=True)
+class JsonCall:
+    """The name and the arguments of one call, from its text."""
+
+    name: str | None = None
+    """The name, once the arguments have begun."""
+    arguments: str = ""
+    """The text of the arguments so far; at most up to their last brace."""
+    _head: str = ""
+    _depth: int = 0
+    _quoted: bool = False
+    _escaped: bool = False
+    _done: bool = False
+
+    def push(self, text: str) -> str:
+        """Return more of the arguments' text; nothing before the name is known, nor after their end."""
+        if self.name is None:
+            text = self._begin(text)
+        if not text or self._done:
+            return ""
+        new = text[: self._scan(text)]
+        self.arguments += new
+        return new
+
+    def _begin(self, text: str) -> str:
+        """Return the text from the beginning of the arguments on, once they have begun."""
+        if len(self._head) > _LONGEST_HEAD:
+            return ""
+        self._head += text
+        head = _HEAD.match(self._head)
+        if head is None:
+            return ""
+        try:
+            name = str(json.loads(head[1]))
+            name.encode()
+        except ValueError:  # an escape that is none, or a lone surrogate
+            return ""
+        self.name = name
+        return self._head[head.end() :]
+
+    def _scan(self, text: str) -> int:
+        """Return where the arguments end in this text, or its length."""
+        at = int(self._escaped)
+        self._escaped = False
+        while mark := _STRUCTURE.search(text, at):
+            at = mark.end()
+            if self._quoted and mark[0] == "\\":
+                self._escaped = at == len(text)
+                at += 1
+            elif mark[0] == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted and mark[0] in "{[":
+                self._depth += 1
+            elif not self._quoted and mark[0] in "}]":
+                self._depth -= 1
+            if self._depth == 0:
+                self._done = True
+                return at
+        return len(text)

@@ -6,9 +6,14 @@ from types import MappingProxyType
 from rollout_service.gateway.contract import Dialect
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.anthropic import AnthropicCodec
-from rollout_service.gateway.dialects.base import AnswerStream, DialectCodec, ErrorAnswer, ListedModel
+from rollout_service.gateway.dialects.base import (
+    AnswerStream,
+    DialectCodec,
+    ErrorAnswer,
+    ListedModel,
+    client_name,
+)
 from rollout_service.gateway.dialects.google import GoogleCodec
-from rollout_service.gateway.dialects.lanes import client_name
 from rollout_service.gateway.dialects.openai_chat import ChatCodec
 from rollout_service.gateway.dialects.openai_responses import ResponsesCodec
 

@@ -11,21 +11,22 @@ Guarantees of every dialect:
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import orjson
 
 from api_schemas.errors import sentences
-from rollout_service.base.errors import ServiceError, TryLaterError, describe
+from rollout_service.base.errors import InvalidFieldError, ServiceError, TryLaterError, describe
 from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import AnswerEvent, Dialect, Lane, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
-from rollout_service.gateway.dialects.fields import Fields
-from rollout_service.gateway.dialects.parameters import ParameterTable
+from rollout_service.gateway.dialects.fields import Fields, ParameterTable, invalid, kind, parse_object
+from rollout_service.gateway.errors import ContextOverflowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +150,144 @@ def describe_failure(error: BaseException) -> tuple[int, str]:
     if status == HTTPStatus.UNPROCESSABLE_ENTITY:
         status = HTTPStatus.BAD_REQUEST
     return int(status), sentences(info.message, info.hint)
+
+
+_CLIENTS = (
+    ("codex", "codex"),
+    ("claude-cli", "claude_code"),
+    ("qwencode", "qwen_code"),
+    ("geminicli", "gemini_cli"),
+    ("opencode", "opencode"),
+    ("agents/python", "openai_agents"),
+)
+"""Beginnings of user agents in lower case, and the names of the clients that send them."""
+_OPENHANDS = "openhands"
+KNOWN_CLIENTS = frozenset({_OPENHANDS, *(name for _, name in _CLIENTS)})
+_MAX_ID = 128
+
+
+def client_name(headers: Mapping[str, str]) -> str:
+    """Return the name of the program that sent a request, such as `codex`; empty if it does not say."""
+    if headers.get("x-title", "").lower() == _OPENHANDS:
+        return _OPENHANDS
+    agent = headers.get("user-agent", "").lower()
+    for beginning, name in _CLIENTS:
+        if agent.startswith(beginning):
+            return name
+    product = re.split(r"[/ ]", agent.replace("/js", "_js").replace("/python", "_python"), maxsplit=1)[0]
+    return re.sub(r"[^a-z0-9]+", "_", product).strip("_")[:32]
+
+
+def read_lane(headers: Mapping[str, str], session: str = "") -> Lane:
+    """Return the lane of a request; `session` is the one in its body, used if its headers have none."""
+    client = client_name(headers)
+    if client == "codex":
+        return _codex(headers)
+    if claude := headers.get("x-claude-code-session-id", ""):
+        agent = headers.get("x-claude-code-agent-id", "")
+        parent = headers.get("x-claude-code-parent-agent-id", "")
+        return _lane(client, claude, agent, parent, "subagent" if agent else "")
+    if opencode := headers.get("x-session-id", ""):
+        parent = headers.get("x-parent-session-id", "")
+        return _lane(client, opencode, opencode if parent else "", parent, "subagent" if parent else "")
+    known = headers.get("session_id") or headers.get("x-litellm-session-id") or session
+    return _lane(client, known, "", "", "")
+
+
+def _codex(headers: Mapping[str, str]) -> Lane:
+    metadata = parse_object(headers.get("x-codex-turn-metadata", "")) or {}
+    parent = headers.get("x-codex-parent-thread-id", "")
+    is_subagent = bool(parent or headers.get("x-openai-subagent"))
+    agent = headers.get("thread-id", "") if is_subagent else ""
+    purpose = _codex_purpose(metadata.get("request_kind"), is_subagent)
+    return _lane("codex", headers.get("session-id", ""), agent, parent, purpose)
+
+
+def _codex_purpose(kind: Any, is_subagent: bool) -> Literal["", "side", "compaction", "subagent"]:
+    if kind == "compaction":
+        return "compaction"
+    if kind == "prewarm":
+        return "side"
+    return "subagent" if is_subagent else ""
+
+
+def _lane(
+    client: str,
+    session: str,
+    agent: str,
+    parent: str,
+    purpose: Literal["", "side", "compaction", "subagent"],
+) -> Lane:
+    return Lane(client, session[:_MAX_ID], agent[:_MAX_ID], parent[:_MAX_ID], purpose)
+
+
+_CODES = {
+    HTTPStatus.UNAUTHORIZED: "invalid_api_key",
+    HTTPStatus.NOT_FOUND: "not_found",
+    HTTPStatus.GONE: "session_ended",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "server_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable",
+}
+
+
+def check_tool_choice(fields: Fields) -> None:
+    """Refuse a choice of tools that has no known form, of Chat Completions or of Responses.
+
+    Raises:
+        InvalidFieldError: The choice is neither a known word nor an object with a type.
+    """
+    value = fields.values.get("tool_choice")
+    if isinstance(value, dict):
+        Fields(value, fields.at("tool_choice")).required_text("type")
+    elif value not in (None, "auto", "none", "required"):
+        shown = f"{value!r:.80}" if isinstance(value, str) else kind(value)
+        invalid(fields.at("tool_choice"), f"must be auto, none, required, or an object, not {shown}")
+
+
+def error_object(error: BaseException) -> dict[str, Any]:
+    """Return the value of `error`."""
+    status, message = describe_failure(error)
+    param = error.fields[0].path if isinstance(error, InvalidFieldError) else None
+    code = _CODES.get(HTTPStatus(status), "invalid_value")
+    if isinstance(error, ContextOverflowError):
+        code, param, message = "context_length_exceeded", "messages", _overflow(error)
+    is_defect = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    kind = "server_error" if is_defect else "invalid_request_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    return {"message": message, "type": kind, "param": param, "code": code}
+
+
+def error_answer(error: BaseException) -> ErrorAnswer:
+    """Return an exception as the answer to a request."""
+    status, _ = describe_failure(error)
+    return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}), retry_after(error))
+
+
+def _overflow(error: ContextOverflowError) -> str:
+    return (
+        f"This model's maximum context length is {error.context_length} tokens. "
+        f"However, your messages resulted in {error.prompt_tokens} tokens."
+    )
+
+
+def model_list(models: Sequence[ListedModel]) -> bytes:
+    """Return the body of `GET /v1/models`."""
+    return orjson.dumps({"object": "list", "data": [_model_object(model) for model in models]})
+
+
+def model_body(model: ListedModel) -> bytes:
+    """Return the body of `GET /v1/models/{model}`."""
+    return orjson.dumps(_model_object(model))
+
+
+def _model_object(model: ListedModel) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "rollout-service",
+    }
+    return described | ({"max_model_len": model.context_length} if model.context_length else {})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollout_service.gateway.contract import Dialect
 from rollout_service.gateway.dialects import CODECS
-from rollout_service.gateway.dialects.parameters import Parameter
+from rollout_service.gateway.dialects.fields import Parameter
 
 BEGIN, END = "<!-- generated: parameters -->", "<!-- end of what is generated -->"
 _TITLES = {

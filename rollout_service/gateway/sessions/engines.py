@@ -1,4 +1,4 @@
-"""The engines behind a session: the request to them for one call.
+"""The engines behind a session: the request to them for one call, without secrets.
 
 Guarantee: sampling is the run's; the client's parameters count only if the settings say so, and then within the run's
 limits.
@@ -6,8 +6,8 @@ limits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -15,9 +15,10 @@ import orjson
 from pydantic import JsonValue
 
 from api_schemas.rollouts import Sampling, TokenExtras
+from rollout_service.base.masking import mask, mask_texts
 from rollout_service.engines import contract as inference
 from rollout_service.gateway.capture import PlannedTurn
-from rollout_service.gateway.contract import ModelCall
+from rollout_service.gateway.contract import ClientMessage, ModelCall
 
 UNSTREAMED_CHUNK = 32
 """The tokens of a chunk that no client waits for: few enough that little is sampled again if the engine is lost."""
@@ -131,3 +132,24 @@ def _usable(requested: Mapping[str, JsonValue]) -> dict[str, float]:
         if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
             usable[name] = int(value) or -1 if name == "top_k" else value
     return usable
+
+
+def masked_call(call: ModelCall, hidden: Collection[str]) -> ModelCall:
+    """Return a call with these values masked in its messages and tools; the same one if there are none.
+
+    The policy's own answers come back as it wrote them, unless it wrote such a value by itself.
+    """
+    if not hidden:
+        return call
+    return replace(
+        call,
+        messages=tuple(_masked(message, hidden) for message in call.messages),
+        tools=mask_texts(call.tools, hidden),
+        deferred_tools=mask_texts(call.deferred_tools, hidden),
+    )
+
+
+def _masked(message: ClientMessage, hidden: Collection[str]) -> ClientMessage:
+    calls = tuple(replace(one, arguments=mask(one.arguments, hidden)) for one in message.calls)
+    reasoning = mask_texts(message.reasoning, hidden)
+    return replace(message, text=mask(message.text, hidden), reasoning=reasoning, calls=calls)

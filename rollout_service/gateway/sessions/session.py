@@ -36,7 +36,7 @@ from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import CallOutcome, GatewayMetrics
 from rollout_service.gateway.sessions.answer import LiveAnswer
-from rollout_service.gateway.sessions.engines import PolicyEngines
+from rollout_service.gateway.sessions.engines import PolicyEngines, masked_call
 from rollout_service.gateway.sessions.limits import (
     TokenBudget,
     TokensSpentError,
@@ -44,7 +44,6 @@ from rollout_service.gateway.sessions.limits import (
     closing_events,
     reached_limit,
 )
-from rollout_service.gateway.sessions.masked_call import masked_call
 from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RecordError
 

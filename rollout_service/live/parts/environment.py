@@ -34,7 +34,7 @@ from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.store.runs_contract import RunStore
 from rollout_service.tokens import ChatRenderer, ToolSpec
-from rollout_service.tokens.selection import train_on
+from rollout_service.tokens.trajectory import train_on
 
 RendererOf = Callable[[str], ChatRenderer]
 """Returns the renderer of a pool; raises NoBackendError if the pool is not served."""

@@ -22,12 +22,7 @@ from rollout_service.live.contract import (
     OptOuts,
     PartRecord,
 )
-from rollout_service.live.sqlite import (
-    part_statements,
-    removal_statements,
-    session_statements,
-    turn_statements,
-)
+from rollout_service.live.sqlite import part_statements, session_statements
 from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.store.sqlite.schema import Disk
 from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
@@ -134,14 +129,14 @@ class SqliteLiveStore:
 
     close_session = writes(session_statements.close)
     expired = reads(session_statements.expired)
-    record = writes(turn_statements.record)
-    deliver = writes(turn_statements.deliver)
-    mask = writes(turn_statements.mask)
-    follow = writes(turn_statements.follow)
-    mark = writes(turn_statements.mark)
-    turns = reads(turn_statements.turns)
-    turn = reads(turn_statements.get)
-    to_judge = reads(turn_statements.to_judge)
+    record = writes(session_statements.record)
+    deliver = writes(session_statements.deliver)
+    mask = writes(session_statements.mask)
+    follow = writes(session_statements.follow)
+    mark = writes(session_statements.mark)
+    turns = reads(session_statements.turns)
+    turn = reads(session_statements.get_turn)
+    to_judge = reads(session_statements.to_judge)
     undecided = writes(session_statements.undecided)
     fates = reads(part_statements.fates)
 
@@ -165,20 +160,20 @@ class SqliteLiveStore:
     give_back_part = writes(part_statements.give_back)
     set_offset = writes(part_statements.set_offset)
     claim = writes(part_statements.claim)
-    counts = reads(removal_statements.counts)
-    feedback = reads(turn_statements.figures)
+    counts = reads(part_statements.counts)
+    feedback = reads(session_statements.figures)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
         """Remove a session, or all of a user, so that no byte of them stays in the store's files; counts stay."""
         if (session_id is None) == (user is None):
             raise ValueError("name a session or a user")
-        deleted = await self._thread.write(removal_statements.delete, session_id=session_id, user=user)
+        deleted = await self._thread.write(part_statements.delete, session_id=session_id, user=user)
         await self._thread.truncate_log()
         return deleted
 
     async def prune(self, now: float, bytes_per_user: int | None) -> int:
         """Remove closed sessions whose turns are all decided, or whose retention is over; return how many."""
-        removed = await self._thread.write(removal_statements.prune, now, bytes_per_user)
+        removed = await self._thread.write(part_statements.prune, now, bytes_per_user)
         if removed:
             await self._thread.truncate_log()
         return removed

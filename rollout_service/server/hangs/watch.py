@@ -37,16 +37,19 @@ from rollout_service.activity import ActivityBoard
 from rollout_service.base.private_files import make_private
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.pipeline.context import AttemptContext
-from rollout_service.server.hangs.durations import StepDurations
-from rollout_service.server.hangs.findings import FindingLog, worst_first
-from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, EVENT_LOOP, LoopHeartbeat
-from rollout_service.server.hangs.last_report import STACKS, LastReport
+from rollout_service.server.hangs.findings import FindingLog, stack_of_task, worst_first
+from rollout_service.server.hangs.heartbeat import (
+    BLOCKED_SECONDS,
+    EVENT_LOOP,
+    STACKS,
+    LastReport,
+    LoopHeartbeat,
+)
 from rollout_service.server.hangs.reporter import HangReporter
 from rollout_service.server.hangs.rules import LOOK_SECONDS
 from rollout_service.server.hangs.signs.engines import WEIGHTS, OtherVersions
 from rollout_service.server.hangs.signs.runs import RUN, TroubledRuns
-from rollout_service.server.hangs.stacks import stack_of_task
-from rollout_service.server.hangs.verdicts import Verdicts
+from rollout_service.server.hangs.verdicts import StepDurations, Verdicts
 from rollout_service.server.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of
 from rollout_service.store.runs_contract import RunRecord
 

@@ -1,4 +1,5 @@
-"""Opens the foundation of every other part of the service: the store, the environments, this node and its sandboxes.
+"""Opens the foundation of every other part of the service: its time, the store, the environments, this
+node and its sandboxes.
 
 Guarantee: the leftovers of a crash are swept before anything else of this node starts.
 """
@@ -27,7 +28,6 @@ from rollout_service.observability.telemetry.logging import hidden_in_log
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.server.events import Announcer
-from rollout_service.server.lifecycle.clock import ServiceClock
 from rollout_service.settings import Settings, StoreSettings
 from rollout_service.store.contract import Store
 from rollout_service.store.sqlite import SqliteStore
@@ -35,6 +35,7 @@ from sandboxes import SandboxProvider, make_provider
 
 if TYPE_CHECKING:
     from rollout_service.store.redis import RedisStore
+
 
 log = structlog.get_logger(__name__)
 
@@ -181,3 +182,68 @@ async def _open_redis(settings: StoreSettings, url: str, owner: str) -> RedisSto
 
     config = RedisConfig.of(settings, url)
     return await RedisStore.open(config, is_gone=is_gone, folder=settings.folder, owner=owner)
+
+
+# The time of a service, which no jump of its host's clock moves.
+#
+# Guarantees: time never goes back, and a second of it lasts a second, also while the host is suspended. The host's
+# clock is followed as long as it is set by less than `JUMP_SECONDS` at once. Each jump beyond is one line of the log;
+# while the two clocks differ, `warnings` says so.
+
+JUMP_SECONDS = 1.0
+"""From which difference on the host's clock has jumped; time servers slew smaller ones."""
+LOOK_SECONDS = 1.0
+HINT = "Set the clock right, for example with a time server, and then restart the service, so that its times are right."
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class ServiceClock:
+    """Unix time from one reading of the host's clock, counted on by a clock that nobody sets; call it to read it."""
+
+    def __init__(
+        self, host: Callable[[], float] = time.time, steady: Callable[[], float] = _since_boot
+    ) -> None:
+        self._host = host
+        self._steady = steady
+        self._offset = host() - steady()
+        self._ahead = 0.0
+        """By how many seconds the host's clock was ahead of this one at the last look; negative if it was behind."""
+
+    def __call__(self) -> float:
+        """Return the Unix time in seconds."""
+        return self._offset + self._steady()
+
+    def look(self) -> None:
+        """Follow the host's clock, or note and log that it has jumped."""
+        before, difference = self._ahead, self._host() - self()
+        self._ahead = difference
+        if abs(difference - before) >= JUMP_SECONDS:
+            log.warning("the clock jumped", seconds=round(difference - before, 1), hint=HINT)
+        if 0 <= difference < JUMP_SECONDS:
+            self._offset += difference
+            self._ahead = 0.0
+
+    def warnings(self) -> list[str]:
+        """Return a sentence while the host's clock differs."""
+        if abs(self._ahead) < JUMP_SECONDS:
+            return []
+        where = "ahead of" if self._ahead > 0 else "behind"
+        return [
+            f"the clock of this host jumped, and is {abs(self._ahead):.0f} s {where} the service's time. {HINT}"
+        ]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Look at the host's clock until the block is left."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch, name="clock watch")
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await anyio.sleep(LOOK_SECONDS)
+            self.look()

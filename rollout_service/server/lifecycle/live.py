@@ -26,9 +26,9 @@ from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
 from rollout_service.live.parts.work import SessionTraining
 from rollout_service.live.recorder import RecordingParts
+from rollout_service.live.register import UserHashes
 from rollout_service.live.serving.app import LiveApp
 from rollout_service.live.serving.engines import SessionEngines
-from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sessions import LiveSessionParts, LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.server.lifecycle.foundation import Foundation

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from api_schemas.errors import FieldError
 from api_schemas.nodes import NodeState
 from rollout_service.base.errors import InvalidFieldError
-from rollout_service.cluster.membership import ClusterNodes, Membership
+from rollout_service.cluster.membership import ClusterNodes, Membership, Placement
 from rollout_service.cluster.node import Node
-from rollout_service.cluster.placement import Placement
 from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.runs import RunManager
 from rollout_service.settings import Settings

@@ -16,9 +16,8 @@ from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
 from rollout_service.base.shutdown import Shutdown
 from rollout_service.base.signals import first_of
-from rollout_service.cluster.concurrency import Concurrency
 from rollout_service.cluster.membership import ClusterNodes
-from rollout_service.cluster.node import Node
+from rollout_service.cluster.node import Concurrency, Node
 from rollout_service.engines.pool.pools import DEFAULT_POOL
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.engines.serving.subagent_pools import check_own_pool, check_subagent_pool, subagent_pools
@@ -28,16 +27,15 @@ from rollout_service.gateway.bounds import check_sampling
 from rollout_service.gateway.external import ExternalAgents
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.observability.tracing.steps import StepArchive
-from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.runs import Delivery
-from rollout_service.runs.api import RunService
-from rollout_service.runs.export import RunExporter
+from rollout_service.runs.api import RunExporter, RunService
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.server.events import EventTail
 from rollout_service.server.hangs import HangWatch
-from rollout_service.server.lifecycle.clock import ServiceClock
+from rollout_service.server.lifecycle.foundation import ServiceClock
 from rollout_service.server.lifecycle.live import Live
 from rollout_service.server.lifecycle.membership import Suitability
 from rollout_service.server.overview import OverviewFeed

@@ -18,10 +18,9 @@ import structlog
 from api_schemas.rollouts import Stage
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.shutdown import Shutdown
-from rollout_service.cluster.concurrency import Concurrency
 from rollout_service.cluster.leadership import RETENTION_ROLE, RUNS_ROLE, Leadership
-from rollout_service.cluster.membership import Membership
-from rollout_service.cluster.placement import Placement
+from rollout_service.cluster.membership import Membership, Placement
+from rollout_service.cluster.node import Concurrency
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.groups import FilterRegistry
 from rollout_service.observability.telemetry.health import NodeMetrics
@@ -29,17 +28,16 @@ from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.observability.telemetry.parallel import SlotMetrics
 from rollout_service.observability.tracing.otel.setup import tracing
 from rollout_service.observability.tracing.steps import StepArchive, StepWriter
-from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.fair_slots import FairSlots
 from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.runs import Delivery, RunManager
-from rollout_service.runs.api import RunService
-from rollout_service.runs.export import RunExporter
+from rollout_service.runs.api import RunExporter, RunService
+from rollout_service.runs.dataset import reopening
 from rollout_service.runs.rescore import Rescorer
-from rollout_service.runs.tasks.dataset import reopening
 from rollout_service.server.events import EventTail, StateWatcher
 from rollout_service.server.hangs import HangWatch
 from rollout_service.server.lifecycle.engines import EngineContext, open_engines

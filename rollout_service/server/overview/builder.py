@@ -32,9 +32,8 @@ from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.runs import RunManager
 from rollout_service.server.hangs import HangWatch
-from rollout_service.server.overview.backend_figures import BackendFigures
 from rollout_service.server.overview.bottleneck import StageLoads, bottleneck
-from rollout_service.server.overview.outcomes import WINDOW_SECONDS, Outcomes, success_share
+from rollout_service.server.overview.outcomes import WINDOW_SECONDS, BackendFigures, Outcomes, success_share
 from rollout_service.store.contract import Store
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord

@@ -12,24 +12,27 @@ thread.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+import zstandard
 
 from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import Group
 from api_schemas.runs.history import GroupRow, GroupSampleRow
 from rollout_service.store import rules
-from rollout_service.store.codec import heads, trees
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
-from rollout_service.store.codec.history import decode_closed
 from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.rollouts import when
-from rollout_service.store.columns import Columns
+from rollout_service.store.codec.runs import decode_closed
+from rollout_service.store.codec.trajectories import Columns
 from rollout_service.store.runs_contract import GroupHead
 
 MAX_NODES_BYTES = 1 << 20
@@ -99,7 +102,7 @@ def _with_nodes(rollout: Rollout, row: Row) -> Rollout:
     if not rollout.nodes:
         return rollout
     with rollout_codec.reading(rollout.rollout_id):
-        nodes = trees.with_trajectories(rollout.nodes, row["trajectory"])
+        nodes = rollout_codec.with_trajectories(rollout.nodes, row["trajectory"])
         return rollout.model_copy(update={"nodes": nodes})
 
 
@@ -122,7 +125,7 @@ def make_head(row: Row, members: Sequence[Row]) -> GroupHead:
             rollout = _with_nodes(rollout.model_copy(update={"trajectory": trajectory}), member)
         rollouts.append(rollout)
     group = _delivered_group(row, rollouts)
-    return heads.make(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
+    return make(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
 
 
 def encode_head(row: Row, members: Sequence[Row]) -> Mapping[str, Any] | None:
@@ -131,7 +134,7 @@ def encode_head(row: Row, members: Sequence[Row]) -> Mapping[str, Any] | None:
     A group with token ids beyond 32 bits has no head, for example, and is delivered only as JSON.
     """
     try:
-        return heads.encode(make_head(row, members))
+        return encode(make_head(row, members))
     except Exception:  # noqa: BLE001 - it must not stop the close; a lease as arrays raises it
         return None
 
@@ -216,3 +219,54 @@ def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
             for sample, name, row in found
         ],
     )
+
+
+# The heads of kept groups: everything a batch contains of a group except tokens, made once, when the group is closed.
+#
+# Guarantees: except for the tokens, the JSON of a head equals that of `RunStore.group`, byte for byte. A head that was
+# written under another definition of the wire models is not read but made again.
+
+_LEVEL = 1
+
+
+def group_json(group: Group) -> bytes:
+    """Return a group as JSON, made sample by sample so that other threads can run in between."""
+    samples = b",".join(sample.model_dump_json().encode() for sample in group.samples)
+    rest = group.model_dump_json(exclude={"samples"}).encode()
+    return b'{"samples":[' + samples + b"]," + rest[1:]
+
+
+def make(row: Row, group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
+    """Return the head of a group without tokens, from its row and the columns of its samples' segments."""
+    return _head(row, group_json(group), [[len(segment) for segment in sample] for sample in columns])
+
+
+def encode(head: GroupHead) -> dict[str, Any]:
+    """Return the stored part of a head; the row of its group has the rest."""
+    data = zstandard.ZstdCompressor(level=_LEVEL).compress(head.json)
+    return {"form": _form(), "tokens": json.dumps(head.tokens), "json": data}
+
+
+def decode(row: Row) -> GroupHead | None:
+    """Return the head from a group's row joined with it; None if it is of other wire models, or there is none."""
+    if row["form"] != _form():
+        return None
+    return _head(row, zstandard.ZstdDecompressor().decompress(row["json"]), json.loads(row["tokens"]))
+
+
+def _head(row: Row, text: bytes, tokens: Sequence[Sequence[int]]) -> GroupHead:
+    summary = json.loads(row["summary"])
+    return GroupHead(
+        number=row["number"],
+        json=text,
+        samples=run_codec.decode_samples(row["samples"]),
+        tokens=tokens,
+        oldest_version=summary["oldest_version"],
+        newest_version=summary["newest_version"],
+    )
+
+
+@cache
+def _form() -> bytes:
+    """Return a digest of the definition of the wire models in a group."""
+    return hashlib.sha256(json.dumps(Group.model_json_schema(), sort_keys=True).encode()).digest()

@@ -1,8 +1,8 @@
 """Rollouts, leases and events as stored records.
 
 A rollout's result is stored without the facts that the store keeps elsewhere (the request's fields, the state, the
-attempt, the retries, the times), so each fact has one place. Trajectories, sub-agents, and the marks of turns have
-codecs of their own.
+attempt, the retries, the times), so each fact has one place. Trajectories have a
+codec of their own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span, StopReason
 from api_schemas.rollouts.sessions import TurnMark
-from api_schemas.rollouts.trees import NodeDetail, RolloutNodes
-from api_schemas.trajectories import Trajectory
-from rollout_service.base.errors import RecordLostError
-from rollout_service.store.codec import trees
+from api_schemas.rollouts.trees import AgentNode, NodeDetail, RolloutNodes
+from api_schemas.trajectories import Segment, Trajectory
+from rollout_service.base.errors import DefectError, RecordLostError
+from rollout_service.store.codec import record
+from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.record import Row
 from rollout_service.store.contract import Lease
 
@@ -83,10 +84,10 @@ def encode_result(result: Rollout) -> str:
     Raises:
         FrozenTokensError: A frozen sub-agent has tokens to train on.
     """
-    trees.check_frozen(result.nodes)
+    check_frozen(result.nodes)
     text = result.model_dump_json(include=_RESULT_FIELDS)
     if result.nodes:
-        text = f'{text[:-1]},"nodes":"{trees.encode(result.nodes)}"}}'
+        text = f'{text[:-1]},"nodes":"{encode(result.nodes)}"}}'
     if result.turn_marks:
         text = f'{text[:-1]},"turn_marks":"{encode_turn_marks(result.turn_marks)}"}}'
     return text
@@ -107,9 +108,9 @@ async def encode_finished(lease: Lease, result: Rollout) -> tuple[str, bytes | N
         text = await anyio.to_thread.run_sync(encode_result, result)
     else:
         text = encode_result(result)
-    if trees.count_tokens(result, lease.request) <= _INLINE_TOKENS:
-        return text, trees.encode_tokens(result, lease.request)
-    return text, await anyio.to_thread.run_sync(trees.encode_tokens, result, lease.request)
+    if count_tokens(result, lease.request) <= _INLINE_TOKENS:
+        return text, encode_tokens(result, lease.request)
+    return text, await anyio.to_thread.run_sync(encode_tokens, result, lease.request)
 
 
 def erase_result(text: str) -> str:
@@ -170,10 +171,10 @@ def decode_tree(row: Row) -> RolloutNodes | None:
         return None
     with reading(row["rollout_id"]):
         result = json.loads(row["result"])
-        nodes = trees.decode(result["nodes"]) if "nodes" in result else []
+        nodes = decode(result["nodes"]) if "nodes" in result else []
         return RolloutNodes(
             rollout_id=row["rollout_id"],
-            nodes=trees.with_trajectories(nodes, row["trajectory"]),
+            nodes=with_trajectories(nodes, row["trajectory"]),
             work=result.get("work"),
         )
 
@@ -187,7 +188,7 @@ def _decode_rollout(row: Row, shown: Shown) -> Rollout:
     if request.exports.nodes is NodeDetail.NONE and shown is not Shown.ALL:
         result.pop("work", None)
     elif nodes is not None and shown is not Shown.WORK:
-        result["nodes"] = trees.decode(nodes)
+        result["nodes"] = decode(nodes)
     marks = result.pop("turn_marks", None)
     if not request.exports.turn_marks and shown is not Shown.ALL:
         result.pop("kind", None)
@@ -266,3 +267,86 @@ def encode_turn_marks(marks: Sequence[TurnMark]) -> str:
 def decode_turn_marks(text: str) -> list[TurnMark]:
     """Return the marks that `encode_turn_marks` wrote."""
     return _MARKS.validate_json(zstandard.ZstdDecompressor().decompress(base64.b64decode(text)))
+
+
+# The sub-agents of a stored rollout.
+#
+# Their descriptions are part of the rollout's result, compressed; their trajectories are in the record of its tokens,
+# so that they are pruned together. Guarantees: reading returns the tree that was written, to the last bit. No token of
+# a frozen sub-agent is stored as one to train on.
+
+_NODES = TypeAdapter(list[AgentNode])
+_WITHOUT_TRAJECTORY = {"__all__": {"trajectory"}}
+
+
+class FrozenTokensError(DefectError):
+    """A frozen sub-agent has tokens to train on, so its rollout is not stored as a sample."""
+
+    code = "frozen_tokens"
+
+
+def check_frozen(nodes: Sequence[AgentNode]) -> None:
+    """Check that no token of a frozen sub-agent is to be trained on.
+
+    Raises:
+        FrozenTokensError: There is such a token.
+    """
+    for node in nodes:
+        if node.trainable or node.trajectory is None:
+            continue
+        if any(any(segment.loss_mask) for segment in _segments(node.trajectory)):
+            raise FrozenTokensError(
+                f"the sub-agent {node.node_id} is frozen, but its trajectory has tokens to train on",
+                hint="This is a bug in the service or in a plug-in: the loss mask of a frozen sub-agent is all zeros.",
+            )
+
+
+def encode(nodes: Sequence[AgentNode]) -> str:
+    """Return the descriptions of sub-agents, without their trajectories, as text."""
+    text = _NODES.dump_json(list(nodes), exclude=_WITHOUT_TRAJECTORY)
+    return base64.b64encode(zstandard.ZstdCompressor(level=_LEVEL).compress(text)).decode()
+
+
+def decode(text: str) -> list[AgentNode]:
+    """Return the sub-agents that `encode` wrote."""
+    return _NODES.validate_json(zstandard.ZstdDecompressor().decompress(base64.b64decode(text)))
+
+
+def encode_tokens(rollout: Rollout, request: RolloutRequest) -> bytes | None:
+    """Return the trajectories of a rollout, and of its sub-agents if asked for, as one record.
+
+    None stands for a rollout without a trajectory of its own.
+    """
+    if rollout.trajectory is None:
+        return None
+    others = (node.trajectory for node in _recorded(rollout, request))
+    return record.join(
+        trajectory_codec.encode(rollout.trajectory),
+        [b"" if one is None else trajectory_codec.encode(one) for one in others],
+    )
+
+
+def count_tokens(rollout: Rollout, request: RolloutRequest) -> int:
+    """Return the number of tokens that `encode_tokens` encodes, to which its cost is proportional."""
+    trajectories = (rollout.trajectory, *(node.trajectory for node in _recorded(rollout, request)))
+    return sum(len(segment.token_ids) for one in trajectories if one for segment in _segments(one))
+
+
+def _recorded(rollout: Rollout, request: RolloutRequest) -> Sequence[AgentNode]:
+    """Return the sub-agents whose trajectories are to be stored."""
+    return rollout.nodes if request.exports.nodes is NodeDetail.TOKENS else ()
+
+
+def with_trajectories(nodes: Sequence[AgentNode], tokens: bytes | None) -> list[AgentNode]:
+    """Return sub-agents with their trajectories, if the record of the rollout's tokens has any."""
+    packed = None if tokens is None else record.other_parts(tokens)
+    if packed is None:
+        return list(nodes)
+    return [
+        node.model_copy(update={"trajectory": trajectory_codec.decode(data)}) if data else node
+        for node, data in zip(nodes, packed, strict=True)
+    ]
+
+
+def _segments(trajectory: Trajectory) -> Sequence[Segment]:
+    return (*trajectory.segments, *trajectory.untrained)

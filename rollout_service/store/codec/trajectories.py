@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from api_schemas.trajectories import Segment, Trajectory
 from rollout_service.store.codec.record import own_part
-from rollout_service.store.columns import COLUMNS, Columns, cast_into
 
 _EXACT: np.dtype[Any] = np.dtype("<f8")
 _COLUMNAR = b"\x01"
@@ -193,3 +192,52 @@ def _without_columns(trajectory: Trajectory) -> Trajectory:
         for name, segments in (("segments", trajectory.segments), ("untrained", trajectory.untrained))
     }
     return trajectory.model_copy(update=without)
+
+
+COLUMNS: dict[str, np.dtype[Any]] = {
+    "token_ids": np.dtype("<i4"),
+    "loss_mask": np.dtype("u1"),
+    "logprobs": np.dtype("<f4"),
+    "versions": np.dtype("<i4"),
+    "turn_ids": np.dtype("<i4"),
+}
+"""The columns of a segment and their types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of one segment by name, all of the same length."""
+
+    tokens: int
+    columns: Mapping[str, CompressedColumn | NDArray[Any]]
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return one column; it is unpacked anew on each call."""
+        column = self.columns[name]
+        return column if isinstance(column, np.ndarray) else column.array()
+
+    def fill(self, name: str, target: NDArray[Any]) -> None:
+        """Unpack one column into an array of this length, whose type may be narrower."""
+        column = self.columns[name]
+        if isinstance(column, np.ndarray):
+            cast_into(column, target)
+        else:
+            column.fill(target)
+
+    def without(self, name: str) -> Columns:
+        """Return the other columns, so that the memory of this one can be freed."""
+        others = {other: column for other, column in self.columns.items() if other != name}
+        kept = {
+            other: column if isinstance(column, np.ndarray) else column.detached()
+            for other, column in others.items()
+        }
+        return Columns(self.tokens, kept)
+
+
+def cast_into(values: NDArray[Any], target: NDArray[Any]) -> None:
+    """Copy numbers into an array, rounded to its type."""
+    with np.errstate(over="ignore"):
+        target[:] = values

@@ -1,4 +1,4 @@
-"""The statements on rollouts; each function runs inside one transaction, in the database's thread.
+"""The statements on rollouts, their turns and their steps; each runs inside one transaction, in the database's thread.
 
 A statement on a lease takes effect only while the lease is held, that is, while the row has its owner and token. Its
 parameters are `id`, `owner`, `token` and `now` (Unix seconds).
@@ -6,7 +6,9 @@ parameters are `id`, `owner`, `token` and `now` (Unix seconds).
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections.abc import Sequence
 from typing import Any
 
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
@@ -14,7 +16,7 @@ from rollout_service.base.errors import RecordLostError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec.record import fingerprint, id_taken
 from rollout_service.store.codec.summaries import NO_FIGURES
-from rollout_service.store.contract import Lease
+from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, Lease, UnsavedTurn
 
 _SUBMIT = """
 INSERT INTO rollouts (rollout_id, fingerprint, pool, environment, run, group_number, state, stop_reason,
@@ -289,3 +291,97 @@ def newest_event(db: sqlite3.Connection) -> int:
     """Return the id of the newest event, 0 if there was none."""
     row = db.execute(_NEWEST_EVENT).fetchone()
     return row["seq"] if row else 0
+
+
+# A turn is saved only while its lease is held and if it is the next of its rollout. A trigger deletes the turns of a
+# rollout that ends.
+
+_SAVE = """
+INSERT INTO turns (rollout, number, data)
+SELECT seq, :number, :data FROM rollouts
+WHERE rollout_id = :id AND owner = :owner AND token = :token
+    AND :number = (SELECT coalesce(max(number) + 1, 0) FROM turns WHERE rollout = seq)
+"""
+_SAVED = """
+SELECT data FROM turns WHERE rollout = (SELECT seq FROM rollouts WHERE rollout_id = ?) ORDER BY number
+"""
+_SAVE_STEPS = """
+INSERT INTO steps (rollout, number, data)
+SELECT seq, (SELECT count(*) FROM steps WHERE rollout = seq), :data FROM rollouts
+WHERE rollout_id = :id AND (SELECT count(*) FROM steps WHERE rollout = seq) < :most
+    AND NOT EXISTS (SELECT 1 FROM steps WHERE rollout = seq AND number = -1)
+"""
+_FORGET_STEPS = (
+    """
+DELETE FROM steps WHERE rollout IN (
+    SELECT seq FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))
+)
+""",
+    """
+INSERT INTO steps (rollout, number, data)
+SELECT seq, -1, x'' FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))
+""",
+)
+_SAVED_STEPS = """
+SELECT rollout_id, data FROM rollouts JOIN steps ON steps.rollout = rollouts.seq
+WHERE rollout_id IN (SELECT value FROM json_each(?)) AND number >= 0 ORDER BY rollouts.seq, number
+"""
+_DELETE = "DELETE FROM turns WHERE rollout = (SELECT seq FROM rollouts WHERE rollout_id = :id)"
+_RESTART = """
+UPDATE rollouts SET
+    state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
+    owner = NULL, attempt = attempt - (state != 'queued'), spans = :spans, queued_at = :now, changed_at = :now
+WHERE rollout_id = :id AND owner = :owner AND token = :token
+RETURNING rollout_id, state
+"""
+
+
+def save(db: sqlite3.Connection, owner: str, turns: Sequence[UnsavedTurn]) -> int:
+    """Save turns; return how many were saved."""
+    return sum(
+        db.execute(
+            _SAVE,
+            {
+                "id": turn.rollout_id,
+                "owner": owner,
+                "token": turn.token,
+                "number": turn.number,
+                "data": turn.data,
+            },
+        ).rowcount
+        for turn in turns
+    )
+
+
+def saved(db: sqlite3.Connection, rollout_id: str) -> list[bytes]:
+    """Return the data of a rollout's turns, in order."""
+    return [row["data"] for row in db.execute(_SAVED, (rollout_id,))]
+
+
+def delete(db: sqlite3.Connection, values: dict[str, Any]) -> None:
+    """Delete the turns of the rollout `id`."""
+    db.execute(_DELETE, values)
+
+
+def restart(db: sqlite3.Connection, values: dict[str, Any]) -> list[sqlite3.Row]:
+    """Requeue a leased rollout without its turns; return its row, or nothing if the lease is lost."""
+    rows = db.execute(_RESTART, values).fetchall()
+    if rows:
+        delete(db, values)
+    return rows
+
+
+def save_steps(db: sqlite3.Connection, attempts: Sequence[EncodedSteps]) -> int:
+    """Store the steps of attempts; return how many were stored."""
+    return sum(
+        db.execute(_SAVE_STEPS, {"id": one.rollout_id, "data": one.data, "most": MAX_RECORDS}).rowcount
+        for one in attempts
+    )
+
+
+def saved_steps(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> dict[str, list[bytes]]:
+    """Return the stored steps of rollouts."""
+    found: dict[str, list[bytes]] = {}
+    for row in db.execute(_SAVED_STEPS, (json.dumps(list(rollout_ids)),)):
+        found.setdefault(row["rollout_id"], []).append(row["data"])
+    return found

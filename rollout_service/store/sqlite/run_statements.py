@@ -16,8 +16,8 @@ from api_schemas.tasks import Task
 from rollout_service.store import rules
 from rollout_service.store.base import unknown_run
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec.history import encode_record
 from rollout_service.store.codec.record import id_taken
+from rollout_service.store.codec.runs import encode_record
 from rollout_service.store.rules import SettledGroup
 from rollout_service.store.runs_contract import (
     GroupClosure,

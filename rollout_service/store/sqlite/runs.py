@@ -17,7 +17,6 @@ from rollout_service.store import rules
 from rollout_service.store.base import BaseRuns, RunSignals
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import groups as group_codec
-from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import fingerprint
@@ -182,7 +181,7 @@ class SqliteRuns(BaseRuns):
 
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
         rows = await self._thread.read(batch_statements.read_heads, run_id, numbers)
-        return await anyio.to_thread.run_sync(lambda: [head_codec.decode(row) for row in rows])
+        return await anyio.to_thread.run_sync(lambda: [group_codec.decode(row) for row in rows])
 
     _whole_rows = reads(batch_statements.read_rollouts)
     _trajectories = reads(batch_statements.read_trajectories)

@@ -31,7 +31,6 @@ from rollout_service.store.contract import Lease
 from rollout_service.store.lists_contract import LOOKED_AT
 from rollout_service.store.single_cluster import SingleCluster
 from rollout_service.store.sqlite import rollout_statements as statements
-from rollout_service.store.sqlite import turn_statements
 from rollout_service.store.sqlite.lists.summaries import ROWS_AT_ONCE, SummarySearch, look
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.schema import STORE, Disk
@@ -168,24 +167,24 @@ class SqliteStore(BaseStore):
         def retry(db: sqlite3.Connection) -> list[sqlite3.Row]:
             rows = db.execute(statements.RETRY, values).fetchall()
             if rows and not keep_turns:
-                turn_statements.delete(db, values)
+                statements.delete(db, values)
             return rows
 
         return self._requeued(await self._thread.write(retry))
 
     async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
         values = self._held(lease, owner) | {"spans": codec.encode_spans(spans)}
-        return self._requeued(await self._thread.write(turn_statements.restart, values))
+        return self._requeued(await self._thread.write(statements.restart, values))
 
     def _requeued(self, rows: Sequence[sqlite3.Row]) -> bool:
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
         self._work.set()
         return bool(rows)
 
-    save_turns = writes(turn_statements.save)
-    saved_turns = reads(turn_statements.saved)
-    save_steps = writes(turn_statements.save_steps)
-    saved_steps = reads(turn_statements.saved_steps)
+    save_turns = writes(statements.save)
+    saved_turns = reads(statements.saved)
+    save_steps = writes(statements.save_steps)
+    saved_steps = reads(statements.saved_steps)
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         values = self._held(lease, owner)

@@ -18,7 +18,7 @@ from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Store, rules
-from rollout_service.store.codec.heads import group_json
+from rollout_service.store.codec.groups import group_json
 from rollout_service.store.codec.trajectories import encode
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import (

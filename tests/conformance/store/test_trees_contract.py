@@ -14,9 +14,8 @@ from api_schemas.runs import Group, RunState
 from rollout_service.cluster.identity import is_gone
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
-from rollout_service.store.codec.groups import MAX_NODES_BYTES
-from rollout_service.store.codec.heads import group_json
-from rollout_service.store.codec.trees import FrozenTokensError
+from rollout_service.store.codec.groups import MAX_NODES_BYTES, group_json
+from rollout_service.store.codec.rollouts import FrozenTokensError
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore

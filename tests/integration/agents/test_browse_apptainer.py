@@ -3,8 +3,7 @@
 import pytest
 
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
-from rollout_service.agents.tool_calling.tools import ToolContext, by_name
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError, by_name
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
 from tests.support.web_server import web_server
 

@@ -15,7 +15,7 @@ from rollout_service.base.private_files import write_private
 from rollout_service.cluster.identity import is_gone
 from rollout_service.cluster.slurm.folder import JobFolder, Submitted
 from rollout_service.cluster.slurm.spec import JobSpec, Resources
-from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.register import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.sqlite import SqliteStore

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_service.server.hangs.last_report import FILE
+from rollout_service.server.hangs.heartbeat import FILE
 from tests.support.hangs.service import NAMED_WITHIN
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 

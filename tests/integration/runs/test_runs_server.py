@@ -42,7 +42,7 @@ from rollout_client.client import (
 from rollout_client.run_export import RunExport
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
-from rollout_service.store.columns import COLUMNS
+from rollout_service.store.codec.trajectories import COLUMNS
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.views.hangs import HangFinding, HangReport
 from rollout_client.client import RolloutClient
-from rollout_service.server.hangs.durations import ENOUGH
+from rollout_service.server.hangs.verdicts import ENOUGH
 from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.testing.sglang_engine import json_answer
 from sandboxes.config import LocalConfig

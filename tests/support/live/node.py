@@ -24,8 +24,8 @@ from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
+from rollout_service.live.register import UserHashes
 from rollout_service.live.serving.engines import SessionEngines
-from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sessions import LiveSessionParts, LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.gateway import GatewaySettings

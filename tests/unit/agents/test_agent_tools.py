@@ -10,10 +10,10 @@ from rollout_service.agents.tool_calling.tools import (
     Arguments,
     FunctionTool,
     ToolContext,
+    ToolInputError,
     ToolResult,
     by_name,
 )
-from rollout_service.agents.turns import ToolInputError
 from rollout_service.base.errors import ConfigurationError
 from sandboxes.errors import SandboxClosedError
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
-from rollout_service.agents.tool_calling.tools import ToolContext, by_name
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError, by_name
 from rollout_service.agents.web import browse
 from rollout_service.agents.web.page_text import page_text
 from tests.support.web_server import web_server

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.mcp.tools import open_servers, result_text
 from rollout_service.agents.mcp.transports import McpServerError
-from rollout_service.agents.tool_calling.tools import ToolContext
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError
 from rollout_service.base.errors import describe
 from tests.support import mcp_server
 from tests.support.web_server import web_server

@@ -7,8 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from pydantic import ValidationError
 
-from rollout_service.agents.tool_calling.tools import ToolContext
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError
 from rollout_service.agents.web import search
 from rollout_service.agents.web.search import SearchFailedError, SearchSettings, search_tool
 from rollout_service.base.errors import ConfigurationError, describe

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
-from rollout_service.agents.tool_calling import calls
+from rollout_service.agents.tool_calling import agent
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
-from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
-from rollout_service.agents.turns import ToolInputError
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolInputError
 from rollout_service.episodes import ContextFullError, Episode, EpisodeLimits
 from rollout_service.testing.scripted_policy import (
     ScriptedPolicy,
@@ -180,7 +179,7 @@ async def test_its_wall_clock_ends_a_tool_and_a_turn():
 
 
 async def test_a_tool_without_a_time_limit_of_its_own_is_given_one(monkeypatch):
-    monkeypatch.setattr(calls, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(agent, "GRACE_SECONDS", 0.05)
     _, played = await play([turn("", call("log", text="a", seconds=60.0)), "done"], tool_seconds=0.05)
     assert results(played) == ["[stopped: it took longer than 0.05 s]"]
 

@@ -17,7 +17,7 @@ from rollout_service.backup.creation import pinned
 from rollout_service.backup.manifest import MANIFEST, ONLY, STATES
 from rollout_service.base import state_files
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
-from rollout_service.live.serving.users import UserHashes
+from rollout_service.live.register import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.store.runs_contract import NoBatch
 from rollout_service.store.sqlite import SqliteStore

@@ -21,8 +21,8 @@ from rollout_client.arrays import BatchArrays
 from rollout_service.base.errors import StoreError
 from rollout_service.runs.delivery import BatchFile
 from rollout_service.store.codec import trajectories as trajectory_codec
-from rollout_service.store.codec.heads import group_json
-from rollout_service.store.columns import Columns
+from rollout_service.store.codec.groups import group_json
+from rollout_service.store.codec.trajectories import Columns
 from rollout_service.store.runs_contract import ClosedSample, GroupHead
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_service.cluster import placement
-from rollout_service.cluster.placement import IMAGE_WAIT_SECONDS, LOOK_SECONDS, Placement
+from rollout_service.cluster import membership
+from rollout_service.cluster.membership import IMAGE_WAIT_SECONDS, LOOK_SECONDS, Placement
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.store.cluster_contract import Heartbeat
@@ -40,7 +40,7 @@ class Images:
 def clock(monkeypatch):
     """Move the clock with `clock(seconds)`."""
     now = [1_000.0]
-    monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def move(seconds):
         now[0] += seconds

@@ -16,7 +16,7 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
-from sandboxes.sessions.startup import open_sessions
+from sandboxes.sessions.serial_session import open_sessions
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 WORDCOUNT = Path(__file__).parents[3] / "examples" / "environments" / "wordcount"

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from rollout_service.server.hangs.stacks import MAX_FRAMES, culprit, stack_of_task, stack_of_thread
+from rollout_service.server.hangs.findings import MAX_FRAMES, culprit, stack_of_task, stack_of_thread
 
 pytestmark = pytest.mark.anyio
 

@@ -17,8 +17,14 @@ import anyio.to_thread
 import pytest
 
 from api_schemas.views.hangs import HangReport
-from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbeat
-from rollout_service.server.hangs.last_report import FILE, STACKS, LastReport, read_last_report
+from rollout_service.server.hangs.heartbeat import (
+    BLOCKED_SECONDS,
+    FILE,
+    STACKS,
+    LastReport,
+    LoopHeartbeat,
+    read_last_report,
+)
 from rollout_service.server.hangs.watch import dumping_stacks
 
 pytestmark = pytest.mark.anyio

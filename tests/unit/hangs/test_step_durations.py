@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import ActivityBoard, waits_for
-from rollout_service.server.hangs.durations import ENOUGH, KEPT, MAX_KEYS, StepDurations, class_of
+from rollout_service.server.hangs.verdicts import ENOUGH, KEPT, MAX_KEYS, StepDurations, class_of
 
 pytestmark = pytest.mark.anyio
 

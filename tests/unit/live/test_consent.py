@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.gateway.capture import TurnCapture
-from rollout_service.gateway.capture.answer import SentAnswer
+from rollout_service.gateway.capture.text_stream import SentAnswer
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
 from rollout_service.live.consent import MIN_PARAGRAPH, ConversationConsent, MessageHashes
 from rollout_service.live.contract import OptOuts
-from rollout_service.live.register import SessionRegister
+from rollout_service.live.register import SessionRegister, UserHashes
 from rollout_service.live.replay import LIVE
-from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveSettings
 from tests.support.live.store import a_session

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.pipeline.claims import ClaimRules
+from rollout_service.pipeline.settlement import ClaimRules
 
 NAMES = ["calc", "math", "pointers", "split"]
 POOLS = st.sampled_from(["frozen", "frozen-1", "frozen-2"])

@@ -26,9 +26,9 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec, 
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.pipeline.stage import ResizableSemaphore, Slot, StageLimiter, acquire_available
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import retrying

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from api_schemas.runs import FileTasks
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.builtin.calc import environment
-from rollout_service.runs.tasks.files import Rows, SourceChangedError, open_file, reopen_file
+from rollout_service.runs.task_files import Rows, SourceChangedError, open_file, reopen_file
 
 
 def source(path: Path) -> FileTasks:

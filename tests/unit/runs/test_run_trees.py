@@ -22,9 +22,8 @@ from rollout_service.environments.contract import Environment
 from rollout_service.groups import FilterRegistry
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import Delivery, RunManager
-from rollout_service.runs.api import RunService
-from rollout_service.runs.export import RunExporter
-from rollout_service.runs.tasks.dataset import reopening
+from rollout_service.runs.api import RunExporter, RunService
+from rollout_service.runs.dataset import reopening
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.store.trees import WORK, bare, rollout

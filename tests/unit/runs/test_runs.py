@@ -34,9 +34,9 @@ from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode, Score
 from rollout_service.runs import Delivery
+from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.planning import RunStoppedError
-from rollout_service.runs.tasks.dataset import open_dataset
-from rollout_service.runs.tasks.files import open_file
+from rollout_service.runs.task_files import open_file
 from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore

@@ -12,7 +12,7 @@ from pyarrow import parquet, table
 from api_schemas.runs import FileTasks
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.dataset_files import MAX_INSTANCE_BYTES, read_instances
-from rollout_service.runs.tasks.files import Rows, open_file
+from rollout_service.runs.task_files import Rows, open_file
 
 
 def opened(path: Path | str, *folders: Path) -> Rows:

@@ -15,8 +15,7 @@ from api_schemas.views.overview import Overview
 from rollout_service.activity import ActivityBoard, waits_for
 from rollout_service.base.errors import ServiceError
 from rollout_service.server.overview import BackendFigures, Outcomes, OverviewFeed
-from rollout_service.server.overview.backend_figures import TIMES_PER_SECOND
-from rollout_service.server.overview.outcomes import MAX_FAILURES, MAX_GROUPS, success_share
+from rollout_service.server.overview.outcomes import MAX_FAILURES, MAX_GROUPS, TIMES_PER_SECOND, success_share
 
 pytestmark = pytest.mark.anyio
 

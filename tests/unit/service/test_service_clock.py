@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
-from rollout_service.server.lifecycle.clock import ServiceClock
+from rollout_service.server.lifecycle.foundation import ServiceClock
 from rollout_service.store.sqlite import SqliteStore
 
 

@@ -15,7 +15,6 @@ from rollout_service.base.errors import RecordLostError
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
-from rollout_service.store.codec import trees
 from tests.support.store.trees import NOW, WORK, bare, conversation, node, nodes, order, rollout
 
 DETAILS = st.sampled_from(NodeDetail)
@@ -27,7 +26,7 @@ def stored(result: Rollout, request: RolloutRequest) -> dict[str, Any]:
         "rollout_id": result.rollout_id,
         "request": request.model_dump_json(),
         "result": rollout_codec.encode_result(result),
-        "trajectory": trees.encode_tokens(result, request),
+        "trajectory": rollout_codec.encode_tokens(result, request),
         "state": result.state,
         "attempt": 1,
         "retries": "[]",
@@ -62,7 +61,7 @@ def test_the_rollouts_own_bytes_do_not_depend_on_its_sub_agents(
     alone, result = rollout(nodes=[], work=None), rollout(nodes=made)
     own = trajectory_codec.encode(conversation(3, mask=1))
     row = stored(result, order(detail))
-    assert trees.encode_tokens(alone, order()) == own
+    assert rollout_codec.encode_tokens(alone, order()) == own
     assert trajectory_codec.decode(row["trajectory"]) == alone.trajectory
     (columns,) = trajectory_codec.columns_of(row["trajectory"])
     (same,) = trajectory_codec.columns_of(own)
@@ -112,10 +111,10 @@ def test_no_token_of_a_frozen_sub_agent_is_stored_as_one_to_train_on(size: int, 
     trajectory = conversation(size, mask=0).model_copy(update={where: [masked]})
     frozen = rollout(nodes=[node("r1", 1), node("r1", 2, trajectory=trajectory)])
     trained = rollout(nodes=[node("r1", 1, trainable=True, trajectory=trajectory)])
-    assert trees.decode(trees.encode(trained.nodes)) == bare(trained.nodes)
+    assert rollout_codec.decode(rollout_codec.encode(trained.nodes)) == bare(trained.nodes)
     rollout_codec.encode_result(trained)
     if any(mask):
-        with pytest.raises(trees.FrozenTokensError, match="r1/2") as caught:
+        with pytest.raises(rollout_codec.FrozenTokensError, match="r1/2") as caught:
             rollout_codec.encode_result(frozen)
         assert caught.value.hint
     else:

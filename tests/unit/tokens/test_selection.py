@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from api_schemas.trajectories import Trajectory
 from rollout_service.tokens import check_invariants
 from rollout_service.tokens.errors import InvariantError
-from rollout_service.tokens.selection import train_on
+from rollout_service.tokens.trajectory import train_on
 from tests.unit.live.test_replay import Stored
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
 from rollout_service.gateway.dialects.anthropic.table import PARAMETERS
-from rollout_service.gateway.dialects.base import fingerprint
+from rollout_service.gateway.dialects.base import fingerprint, read_lane
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     Fields,
+    Sorted,
     describe_tools,
     dump_json,
     function_tool,
@@ -18,10 +19,9 @@ from rollout_service.gateway.dialects.fields import (
     join_content,
     parse_object,
     read_body,
+    sort_parameters,
     unsupported,
 )
-from rollout_service.gateway.dialects.lanes import read_lane
-from rollout_service.gateway.dialects.parameters import Sorted, sort_parameters
 from rollout_service.tokens import ToolSpec
 
 _BILLING = "x-anthropic-billing-header:"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_service.gateway.dialects.parameters import (
+from rollout_service.gateway.dialects.fields import (
     FORCES_NOTHING,
     Parameter,
     ParameterTable,

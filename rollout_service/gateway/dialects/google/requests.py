@@ -11,20 +11,20 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from api_schemas.errors import FieldError
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
-from rollout_service.gateway.dialects.base import fingerprint
+from rollout_service.gateway.dialects.base import fingerprint, read_lane
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     Fields,
+    Sorted,
     as_fields,
     dump_json,
     function_tool,
     invalid,
     read_body,
+    sort_parameters,
     unsupported,
 )
 from rollout_service.gateway.dialects.google.table import PARAMETERS, read_signature
-from rollout_service.gateway.dialects.lanes import read_lane
-from rollout_service.gateway.dialects.parameters import Sorted, sort_parameters
 from rollout_service.gateway.errors import RefusedParameterError
 from rollout_service.tokens import ToolSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 
-from rollout_service.gateway.dialects.parameters import (
+from rollout_service.gateway.dialects.fields import (
     FORCES_NOTHING,
     Parameter,
     ParameterTable,

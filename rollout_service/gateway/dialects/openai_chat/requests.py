@@ -13,10 +13,11 @@ from rollout_service.gateway.contract import (
     Dialect,
     ModelCall,
 )
-from rollout_service.gateway.dialects.base import fingerprint
+from rollout_service.gateway.dialects.base import check_tool_choice, fingerprint, read_lane
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     Fields,
+    Sorted,
     custom_call,
     custom_tool,
     dump_json,
@@ -24,12 +25,10 @@ from rollout_service.gateway.dialects.fields import (
     invalid,
     join_content,
     read_body,
+    sort_parameters,
     unsupported,
 )
-from rollout_service.gateway.dialects.lanes import read_lane
 from rollout_service.gateway.dialects.openai_chat.table import PARAMETERS
-from rollout_service.gateway.dialects.openai_common import check_tool_choice
-from rollout_service.gateway.dialects.parameters import Sorted, sort_parameters
 from rollout_service.gateway.errors import RefusedParameterError
 from rollout_service.tokens import ToolSpec
 

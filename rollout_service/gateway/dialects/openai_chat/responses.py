@@ -23,9 +23,8 @@ from rollout_service.gateway.contract import (
     TokenLogprob,
 )
 from rollout_service.gateway.dialects.answers import CallPart, WholeAnswer
-from rollout_service.gateway.dialects.base import COMMENT, AnswerStream, sse
+from rollout_service.gateway.dialects.base import COMMENT, AnswerStream, error_object, sse
 from rollout_service.gateway.dialects.fields import custom_input
-from rollout_service.gateway.dialects.openai_common import error_object
 
 _DONE = b"data: [DONE]\n\n"
 

@@ -8,7 +8,7 @@ import orjson
 
 from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
-from rollout_service.gateway.dialects import openai_common
+from rollout_service.gateway.dialects import base
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
 from rollout_service.gateway.dialects.openai_responses.requests import read_call
@@ -33,13 +33,13 @@ class ResponsesCodec(DialectCodec):
         return whole_response(call, answers[0])
 
     def error(self, error: BaseException) -> ErrorAnswer:
-        return openai_common.error_answer(error)
+        return base.error_answer(error)
 
     def token_count(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})
 
     def models(self, models: Sequence[ListedModel]) -> bytes:
-        return openai_common.model_list(models)
+        return base.model_list(models)
 
     def model(self, model: ListedModel) -> bytes:
-        return openai_common.model_body(model)
+        return base.model_body(model)

@@ -11,6 +11,7 @@ from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Decl
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     Fields,
+    Sorted,
     custom_call,
     custom_tool,
     describe_tools,
@@ -20,7 +21,6 @@ from rollout_service.gateway.dialects.fields import (
     join_content,
     unsupported,
 )
-from rollout_service.gateway.dialects.parameters import Sorted
 from rollout_service.tokens import ToolSpec
 
 _MEDIA = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}

@@ -7,13 +7,10 @@ from typing import Any
 
 from api_schemas.errors import FieldError
 from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
-from rollout_service.gateway.dialects.base import fingerprint
-from rollout_service.gateway.dialects.fields import Fields, invalid, read_body
-from rollout_service.gateway.dialects.lanes import read_lane
-from rollout_service.gateway.dialects.openai_common import check_tool_choice
+from rollout_service.gateway.dialects.base import check_tool_choice, fingerprint, read_lane
+from rollout_service.gateway.dialects.fields import Fields, invalid, read_body, sort_parameters
 from rollout_service.gateway.dialects.openai_responses.items import ItemReader, ToolReader
 from rollout_service.gateway.dialects.openai_responses.table import PARAMETERS
-from rollout_service.gateway.dialects.parameters import sort_parameters
 from rollout_service.gateway.errors import RefusedParameterError
 
 _LOGPROBS = "message.output_text.logprobs"

@@ -11,7 +11,7 @@ from typing import Any
 from api_schemas.views.summaries import SummaryOrder
 from rollout_service.store.base import BaseRuns, RunSignals
 from rollout_service.store.codec.groups import StoredGroup, StoredGroups
-from rollout_service.store.codec.history import SIZE
+from rollout_service.store.codec.runs import SIZE
 from rollout_service.store.lists_contract import LOOKED_AT, GroupSelection
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.records import ClosedRecord, Command, GroupStatus, OpenRecord

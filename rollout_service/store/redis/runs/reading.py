@@ -15,7 +15,6 @@ from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
 from rollout_service.store.base import RunSignals, unknown_group
 from rollout_service.store.codec import groups as group_codec
-from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import Row
@@ -243,4 +242,4 @@ def _unpack_heads(
 def _unpack_head(row: dict[str, Any], packed: bytes) -> GroupHead | None:
     form, tokens, text = packed.split(b"\n", 2)
     stored = {"form": bytes.fromhex(form.decode()), "tokens": tokens.decode(), "json": text}
-    return head_codec.decode(row | stored)
+    return group_codec.decode(row | stored)

@@ -17,7 +17,7 @@ from api_schemas.runs import RunState
 from api_schemas.tasks import Task
 from rollout_service.base.ids import BatchId, GroupId
 from rollout_service.store import rules
-from rollout_service.store.codec import history
+from rollout_service.store.codec import runs
 from rollout_service.store.codec.record import fingerprint
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.keys import RunKeys, all_runs
@@ -96,15 +96,15 @@ class RunTransaction:
 
     def write_history(self, closure: GroupClosure) -> None:
         """Write what the run's history says of a group that is closed."""
-        if closure.number < history.MAX_GROUPS:
-            record = history.encode_record(closure, version=self.run["version"], now=self.now)
-            self.do("SETRANGE", self.keys.history, closure.number * history.SIZE, record)
+        if closure.number < runs.MAX_GROUPS:
+            record = runs.encode_record(closure, version=self.run["version"], now=self.now)
+            self.do("SETRANGE", self.keys.history, closure.number * runs.SIZE, record)
 
     def write_reason(self, number: int, reason: str) -> None:
         """Write why a group was dropped after it had passed the filters."""
-        if number < history.MAX_GROUPS:
-            place = number * history.SIZE + history.REASON_AT
-            self.do("SETRANGE", self.keys.history, place, history.encode_reason(reason))
+        if number < runs.MAX_GROUPS:
+            place = number * runs.SIZE + runs.REASON_AT
+            self.do("SETRANGE", self.keys.history, place, runs.encode_reason(reason))
 
     def wait_for_batch(self, group: WaitingGroup) -> None:
         """Put a kept group among those that wait for a batch."""

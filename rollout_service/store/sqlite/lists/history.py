@@ -10,7 +10,7 @@ import json
 import sqlite3
 from collections.abc import Iterable
 
-from rollout_service.store.codec.history import REASON_AT, SIZE, encode_reason
+from rollout_service.store.codec.runs import REASON_AT, SIZE, encode_reason
 
 RECORDS_IN_ROW = 32
 ROWS_AT_ONCE = 1_000

@@ -8,7 +8,7 @@ import pytest
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import CODECS
-from rollout_service.gateway.dialects.parameters import Parameter, Treatment
+from rollout_service.gateway.dialects.fields import Parameter, Treatment
 from rollout_service.gateway.dialects.reference import replace_tables
 from rollout_service.gateway.errors import RefusedParameterError
 from tests.support.gateway import answers

@@ -22,8 +22,7 @@ from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionParts
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
-from rollout_service.runs.api import RunService
-from rollout_service.runs.export import RunExporter
+from rollout_service.runs.api import RunExporter, RunService
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.tokens import check_invariants
 from tests.support.live.parts import LiveBench, live_bench

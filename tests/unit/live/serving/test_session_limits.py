@@ -11,10 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
-from rollout_service.live.register import RateLimitedError
+from rollout_service.live.register import RateLimitedError, UserHashes
 from rollout_service.live.serving.app import TurnOptions, read_turn_options, split_session_path
 from rollout_service.live.serving.resolver import RequestRate
-from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.serving.views import decode_cursor, encode_cursor
 
 

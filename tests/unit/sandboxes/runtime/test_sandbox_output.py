@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.runtime.output import OutputBuffer
+from sandboxes.runtime.pipes import OutputBuffer
 
 
 @given(st.lists(st.binary(max_size=40), max_size=40), st.integers(1, 100))
