@@ -26,8 +26,13 @@ from tokenizers import Tokenizer
 
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply, ScriptedEngine
-from rollout_service.testing.engine_turn import SAMPLED_LOGPROB, ChunkStream, EngineTurn, ScriptedRequest
-from rollout_service.testing.faults import Fault
+from rollout_service.testing.engine_turn import (
+    SAMPLED_LOGPROB,
+    ChunkStream,
+    EngineTurn,
+    Fault,
+    ScriptedRequest,
+)
 from rollout_service.testing.sglang_engine import json_answer
 
 MODEL = policy_folder("calc-tuned")

@@ -26,12 +26,12 @@ from rollout_service.backup.manifest import (
     copy_folder,
     describe_all,
 )
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import make_private
 from rollout_service.store.sqlite.connection import explain
 
-COUNTED = {"rollouts": state_files.STORE, "runs": state_files.STORE, "sessions": state_files.LIVE_STORE}
+COUNTED = {"rollouts": private_files.STORE, "runs": private_files.STORE, "sessions": private_files.LIVE_STORE}
 """The tables whose rows are counted, and the databases that have them."""
 
 
@@ -66,7 +66,7 @@ def _check(places: Places, target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target} is not empty", hint="Name a new folder for the backup.")
     for state in places.states.values():
-        if not (state / state_files.LIVE_STORE).exists():
+        if not (state / private_files.LIVE_STORE).exists():
             raise ConfigurationError(
                 f"{state} is not the state folder of a service",
                 hint="Pass its settings file with --config, or its folder with --state-dir.",
@@ -135,7 +135,7 @@ class _Backup:
             databases.copy(database, copied / database.name)
             for table in (table for table, file in COUNTED.items() if file == database.name):
                 self._counts[table] += databases.count(database, table)
-        for document in state_files.DOCUMENTS:
+        for document in private_files.DOCUMENTS:
             if (state / document).exists():
                 copy(state / document, copied / document)
 

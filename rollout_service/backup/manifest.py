@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import make_private, write_private
 from rollout_service.settings import Settings
@@ -225,7 +225,7 @@ class Places:
     @property
     def databases(self) -> tuple[str, ...]:
         """The names of the databases in a state folder."""
-        return state_files.DATABASES if self.owns_store else (state_files.LIVE_STORE,)
+        return private_files.DATABASES if self.owns_store else (private_files.LIVE_STORE,)
 
     @classmethod
     def of(cls, settings: Settings, *, with_store: bool = True) -> Self:

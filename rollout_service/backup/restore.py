@@ -21,7 +21,7 @@ from rollout_service.backup.manifest import (
     copy_folder,
     shared_files,
 )
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import open_state_folder
 from rollout_service.store.sqlite.connection import FileClaim
@@ -82,7 +82,7 @@ def _targets(manifest: Manifest, places: Places) -> Mapping[str, Path]:
 
 
 def _check_fit(manifest: Manifest, places: Places) -> None:
-    has_store = any(name.endswith(f"/{state_files.STORE}") for name in manifest.files)
+    has_store = any(name.endswith(f"/{private_files.STORE}") for name in manifest.files)
     has_folder = any(name.startswith(f"{FOLDER}/") for name in manifest.files)
     if manifest.has_redis and places.redis is None:
         raise ConfigurationError(
@@ -100,8 +100,8 @@ def _check_fit(manifest: Manifest, places: Places) -> None:
 
 
 def _check_empty(state: Path) -> None:
-    kept = [*state_files.DATABASES, *state_files.DOCUMENTS]
-    kept += [name + log for name in state_files.DATABASES for log in _LOGS]
+    kept = [*private_files.DATABASES, *private_files.DOCUMENTS]
+    kept += [name + log for name in private_files.DATABASES for log in _LOGS]
     if found := [name for name in kept if (state / name).exists()]:
         raise ConfigurationError(
             f"the state folder {state} has data: {', '.join(found)}",
@@ -151,7 +151,7 @@ def _claimed(state: Path) -> Iterator[None]:
     open_state_folder(state)
     claims: list[FileClaim] = []
     try:
-        claims += (FileClaim(state / name) for name in state_files.DATABASES)
+        claims += (FileClaim(state / name) for name in private_files.DATABASES)
         yield
     finally:
         for claim in claims:

@@ -1,4 +1,4 @@
-"""Files that other users of the machine cannot read: they hold tasks, trajectories, and addresses.
+"""Files that other users cannot read, since they hold tasks, trajectories and addresses; which of them a backup has.
 
 Guarantee: only the owner can read a file from the moment it exists, whatever the umask and the folder allow. A file
 that was opened to others since is closed to them.
@@ -58,3 +58,24 @@ def write_private(path: Path, data: bytes) -> None:
     make_private(draft)
     draft.write_bytes(data)
     draft.replace(path)
+
+
+# The files that a service keeps in its state folder, by their treatment in a backup.
+#
+# Guarantee: whatever else is in a state folder matters only to the process that wrote it, or only on that machine.
+
+STORE = "rollouts.sqlite3"
+"""Rollouts, runs and events of a service that shares them with nobody."""
+LIVE_STORE = "live.sqlite3"
+"""Live sessions."""
+USERS_SALT = "live-users.salt"
+"""The salt of users' hashes. Without it, the sessions of a user cannot be found any more."""
+CANARIES = "live-canaries.json"
+"""The pools that try candidates in live sessions."""
+BACKENDS = "backends.json"
+"""The engines that were registered."""
+
+DATABASES = (STORE, LIVE_STORE)
+"""Files that are copied by SQLite, since a plain copy of one that is written is torn."""
+DOCUMENTS = (USERS_SALT, CANARIES, BACKENDS)
+"""Files that are replaced as a whole, and so are whole at any time."""

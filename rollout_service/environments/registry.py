@@ -36,7 +36,7 @@ from rollout_service.environments.harbor.collection import (
     join,
     load_harbor,
 )
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 
 GROUP = "rollout_service.environments"
 """The group of entry points; each is an `Environment`, or a function without arguments that returns one."""

@@ -19,7 +19,7 @@ from api_schemas.errors import FieldError
 from api_schemas.rollouts import Sampling
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import ModelCall
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 
 MAX_STOPS = 16
 """The most stop strings of a task; those of a program's request are added, up to `max_stops`."""

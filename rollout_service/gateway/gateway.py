@@ -29,7 +29,7 @@ from rollout_service.gateway.sessions.session import GatewaySession, SessionPlac
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit
 from rollout_service.http.protocol import Observe
 from rollout_service.http.requests import BodiesInFlight
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 
 DESCRIPTOR_SHARE = 4

@@ -1,25 +1,29 @@
 """Decisions about groups: filters, statistics, acceptance, staleness, fair shares. No I/O, no clock."""
 
-from rollout_service.groups.acceptance import AcceptanceRate, GroupProgress, groups_needed
-from rollout_service.groups.admission import (
+from rollout_service.groups.acceptance import (
+    AcceptanceRate,
     AdmissionState,
+    GroupProgress,
     admission_capacity,
+    groups_needed,
     groups_to_start,
     is_too_old,
     oldest_allowed_version,
 )
-from rollout_service.groups.filters import FilterChain, GroupFilter, RewardFilter, Verdict
-from rollout_service.groups.outcome import (
+from rollout_service.groups.filters import (
     CANCELLED,
     DELETED,
     NOT_FILTERED,
     STALE,
     STRAGGLER,
     SURPLUS,
+    FilterChain,
+    GroupFilter,
     GroupOutcome,
+    RewardFilter,
     SampleOutcome,
+    Verdict,
 )
-from rollout_service.groups.parallel_figures import parallel_figures, work_sums
 from rollout_service.groups.registry import FilterRegistry, require_outcome_filters
 from rollout_service.groups.scheduler import Claim, CompletionTimes, FairScheduler, StragglerRule
 from rollout_service.groups.statistics import (
@@ -27,8 +31,10 @@ from rollout_service.groups.statistics import (
     group_normalized,
     group_statistics,
     leave_one_out,
+    parallel_figures,
     parts_normalized,
     soft_overlong_penalty,
+    work_sums,
 )
 
 __all__ = [

@@ -17,8 +17,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_service.base.last_resort import LastResort
-from rollout_service.base.shutdown import RETRY_SECONDS, Shutdown, ShuttingDownError
+from rollout_service.base.shutdown import RETRY_SECONDS, LastResort, Shutdown, ShuttingDownError
 from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.http.server import Server
 

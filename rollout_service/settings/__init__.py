@@ -6,12 +6,10 @@ beyond loopback without a key does not start. Nested keys are tables in TOML and
 """
 
 from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
-from rollout_service.settings.gateway import GatewaySettings
-from rollout_service.settings.harbor import HarborSettings
-from rollout_service.settings.http import HttpSettings
+from rollout_service.settings.http import GatewaySettings, HttpSettings
 from rollout_service.settings.live import LiveSettings
 from rollout_service.settings.loader import build_settings, load_own_settings, load_settings, read_sources
-from rollout_service.settings.pipeline import PipelineSettings, SandboxesSettings
+from rollout_service.settings.pipeline import HarborSettings, PipelineSettings, SandboxesSettings
 from rollout_service.settings.service import LogFormat, Settings, is_loopback
 from rollout_service.settings.store import ClusterSettings, RetentionSettings, StoreSettings
 

@@ -16,14 +16,17 @@ from typing import Any
 from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from rollout_service.http.api_keys import KEY_COMMAND, check_unique
 from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
-from rollout_service.settings.gateway import GatewaySettings
-from rollout_service.settings.harbor import HarborSettings
-from rollout_service.settings.http import HttpSettings
+from rollout_service.settings.http import GatewaySettings, HttpSettings
 from rollout_service.settings.live import LiveSettings
-from rollout_service.settings.pipeline import PipelineSettings, SandboxesSettings, SecretsSettings
+from rollout_service.settings.pipeline import (
+    HarborSettings,
+    PipelineSettings,
+    SandboxesSettings,
+    SecretsSettings,
+)
 from rollout_service.settings.sources import ENV_PREFIX
 from rollout_service.settings.store import ClusterSettings, RetentionSettings, StoreSettings
 from rollout_service.settings.values import Backends, Keys, Names, Paths
@@ -183,7 +186,7 @@ class Settings(BaseSettings):
     @property
     def database(self) -> Path:
         """The store's database file."""
-        return self.state_dir.expanduser() / state_files.STORE
+        return self.state_dir.expanduser() / private_files.STORE
 
 
 def is_loopback(host: str) -> bool:

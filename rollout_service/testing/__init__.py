@@ -3,7 +3,7 @@
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import OtherModels, Trial, play
 from rollout_service.testing.checkpoint import Shape, write_random_checkpoint
-from rollout_service.testing.faults import AfterTokens, Fault
+from rollout_service.testing.engine_turn import AfterTokens, Fault
 from rollout_service.testing.hardware import Hardware
 from rollout_service.testing.script import Counting, Replies, Reply, Script
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn

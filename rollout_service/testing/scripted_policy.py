@@ -1,4 +1,4 @@
-"""A policy that plays a script, and sub-agents that do, to test an environment or to try one out without a model.
+"""A policy that plays a script, to test an environment or to try one out without a model.
 
 It samples nothing, so its trajectory has messages but no segments. In its usage, each character counts as a token.
 """
@@ -6,18 +6,15 @@ It samples nothing, so its trajectory has messages but no segments. In its usage
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
 
 from api_schemas.rollouts import Usage
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
-from rollout_service.base.errors import EnvironmentFailedError, ServiceError
-from rollout_service.episodes import Policy, PolicyTurn, SubagentSlot
-from rollout_service.pipeline.fair_slots import FairSlots
+from rollout_service.base.errors import ServiceError
+from rollout_service.episodes import PolicyTurn
 from rollout_service.tokens import ToolSpec
-from sandboxes import Sandbox
 
 
 class ScriptEndedError(ServiceError):
@@ -111,39 +108,6 @@ class ScriptedPolicy:
             tool_calls=usage.tool_calls + len(calls),
             malformed_calls=usage.malformed_calls + played.malformed,
         )
-
-
-class ScriptedSubagents:
-    """Plays a script for each sub-agent; implements `episodes.SubagentHost`."""
-
-    def __init__(
-        self, script: Callable[[str], Iterable[ScriptedTurn]], *, slots: int = 64, delay: float = 0.0
-    ) -> None:
-        """`script` is a function of the agent's name; each turn takes `delay` seconds."""
-        self._script = script
-        self._delay = delay
-        self.slots = FairSlots(slots)
-        self.opened: list[tuple[str, ScriptedPolicy]] = []
-        """The policies so far, each with its agent's name."""
-
-    def model(self, pool: str) -> str:
-        """Return the pool's name as that of its model."""
-        return pool
-
-    async def open(self, pool: str, tools: list[ToolSpec], *, agent: str, temperature: float) -> Policy:  # noqa: ARG002
-        """Begin the script of an agent."""
-        policy = ScriptedPolicy(self._script(agent), delay=self._delay)
-        policy.offer(tools)
-        self.opened.append((agent, policy))
-        return policy
-
-    def slot(self) -> AbstractAsyncContextManager[SubagentSlot]:
-        """Wait for a slot."""
-        return self.slots.slot("episode")
-
-    def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
-        """Fail: a script needs no sandbox."""
-        raise EnvironmentFailedError("scripted sub-agents have no sandboxes", hint="Share the agent's.")
 
 
 def turn(

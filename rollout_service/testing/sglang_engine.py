@@ -22,16 +22,18 @@ import orjson
 from aiohttp import web
 
 from rollout_service.testing.engine_turn import (
+    BREAKING,
     SAMPLED_LOGPROB,
+    AfterTokens,
     ChunkStream,
     EndOfStreamError,
     EngineTurn,
+    Fault,
     ScriptedRequest,
     experts,
     likeliest,
     prompt_logprob,
 )
-from rollout_service.testing.faults import BREAKING, AfterTokens, Fault
 from rollout_service.testing.hardware import Hardware
 from rollout_service.testing.scheduler import TurnScheduler
 from rollout_service.testing.script import Script

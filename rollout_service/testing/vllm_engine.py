@@ -15,12 +15,12 @@ from aiohttp import web
 
 from rollout_service.testing.engine_turn import (
     EngineTurn,
+    Fault,
     ScriptedRequest,
     experts,
     likeliest,
     prompt_logprob,
 )
-from rollout_service.testing.faults import Fault
 from rollout_service.testing.script import Script
 from rollout_service.testing.sglang_engine import ScriptedEngine, json_answer, refusal
 

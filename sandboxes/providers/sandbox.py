@@ -49,10 +49,9 @@ from sandboxes.host.processes import FirstProcess, children_of, command_line, de
 from sandboxes.limits.violations import LimitMonitor, LimitViolations
 from sandboxes.reclaim.host_resources import LauncherResources
 from sandboxes.runtime.control import ControlShell
-from sandboxes.runtime.execution import run_collected, stream_in, stream_out
+from sandboxes.runtime.execution import run_collected, running, stream_in, stream_out
 from sandboxes.runtime.export import export_tree, reader_command
 from sandboxes.runtime.files import Files
-from sandboxes.runtime.program import running
 from sandboxes.sessions.bash import ARGV, ShellSession
 from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.python import PROGRAM_INSIDE, KernelSession

@@ -1,8 +1,9 @@
-"""Rollouts whose agents had sub-agents, made by hand."""
+"""Rollouts whose agents had sub-agents, made by hand, and sub-agents that play scripts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 
 from api_schemas.rollouts import Rollout, RolloutState
@@ -16,6 +17,12 @@ from api_schemas.rollouts.trees import (
     WorkSeconds,
 )
 from api_schemas.tasks import Task
+from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.episodes import Policy, SubagentSlot
+from rollout_service.pipeline.fair_slots import FairSlots
+from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn
+from rollout_service.tokens import ToolSpec
+from sandboxes import Sandbox
 
 CREATED = datetime(2026, 1, 31, tzinfo=UTC)
 
@@ -101,3 +108,36 @@ def rollout(
         work=work,
         nodes=list(nodes),
     )
+
+
+class ScriptedSubagents:
+    """Plays a script for each sub-agent; implements `episodes.SubagentHost`."""
+
+    def __init__(
+        self, script: Callable[[str], Iterable[ScriptedTurn]], *, slots: int = 64, delay: float = 0.0
+    ) -> None:
+        """`script` is a function of the agent's name; each turn takes `delay` seconds."""
+        self._script = script
+        self._delay = delay
+        self.slots = FairSlots(slots)
+        self.opened: list[tuple[str, ScriptedPolicy]] = []
+        """The policies so far, each with its agent's name."""
+
+    def model(self, pool: str) -> str:
+        """Return the pool's name as that of its model."""
+        return pool
+
+    async def open(self, pool: str, tools: list[ToolSpec], *, agent: str, temperature: float) -> Policy:
+        """Begin the script of an agent."""
+        policy = ScriptedPolicy(self._script(agent), delay=self._delay)
+        policy.offer(tools)
+        self.opened.append((agent, policy))
+        return policy
+
+    def slot(self) -> AbstractAsyncContextManager[SubagentSlot]:
+        """Wait for a slot."""
+        return self.slots.slot("episode")
+
+    def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
+        """Fail: a script needs no sandbox."""
+        raise EnvironmentFailedError("scripted sub-agents have no sandboxes", hint="Share the agent's.")

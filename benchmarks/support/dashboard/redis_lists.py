@@ -18,8 +18,8 @@ from support.dashboard.layout import GROUP_SIZE, Layout, Member, alone, layout, 
 from support.redis_usage import MeasuredRedis, measured_redis
 
 from rollout_service.store.redis import RedisConfig
-from rollout_service.store.redis.runs.keys import RunKeys
 from rollout_service.store.redis.runs.records import ClosedRecord
+from rollout_service.store.redis.runs.rollouts import RunKeys
 
 _AT_ONCE = 2_000
 _NAMES = ("e", "R", "G", "s", "w", "S", "k", "C", "Q", "H", "T", "N", "W")

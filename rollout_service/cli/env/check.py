@@ -23,7 +23,7 @@ from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.dataset_files import count_splits, get_split
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
-from rollout_service.environments.harbor.variables import REFERENCE
+from rollout_service.environments.harbor.compose import REFERENCE
 from rollout_service.environments.registry import EnvironmentRegistry, explain, load_path, names_python_object
 from rollout_service.environments.secrets import HostSecrets, Secret
 from rollout_service.settings import Settings, load_settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rollout_service.cli.slurm import stop, submit, tasks, watch
+from rollout_service.cli.slurm import submit, tasks, watch
 
 app = typer.Typer(name="slurm", help="Run the service as a job of Slurm.", no_args_is_help=True)
 
@@ -12,7 +12,7 @@ app.command("submit", epilog=submit.EXAMPLE)(submit.command)
 app.command("status", epilog="Example: rollout-service slurm status --json")(watch.status)
 app.command("logs", epilog="Example: rollout-service slurm logs rollouts-1a2b3c --part node-n1")(watch.logs)
 app.command("tunnel", epilog="Example: rollout-service slurm tunnel --port 8080")(watch.tunnel)
-app.command("stop", epilog=stop.EXAMPLE)(stop.command)
+app.command("stop", epilog="Example: rollout-service slurm stop rollouts-1a2b3c")(watch.stop)
 for task in (tasks.run, tasks.node, tasks.engine):
     example = f"Example: rollout-service slurm {task.__name__} ~/rollout-jobs/mine"
     app.command(task.__name__, hidden=True, epilog=example)(task)

@@ -24,7 +24,7 @@ from rollout_service.base.errors import (
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.harbor import FILE_NAME
 from rollout_service.episodes import Episode, Score
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 
 if TYPE_CHECKING:
     from rollout_service.environments.harbor.environment import HarborTaskEnvironment

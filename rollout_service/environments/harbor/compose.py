@@ -1,4 +1,4 @@
-"""A task's Compose file, as far as its services can be processes of the task's one sandbox.
+"""A task's Compose file, as far as its services can be processes of the task's one sandbox, and its variables.
 
 Guarantees: the file is small, and reading it takes little memory, whatever it says; it names no path of the host; a key
 that cannot be had here is refused with its path and what to do instead.
@@ -7,6 +7,7 @@ that cannot be had here is refused with its path and what to do instead.
 from __future__ import annotations
 
 import graphlib
+import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
@@ -18,7 +19,6 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 
 from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.base.validation import known_fields
-from rollout_service.environments.harbor import variables
 from rollout_service.environments.harbor.task_toml import HealthcheckTable, TaskSection
 
 FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -301,9 +301,9 @@ def _replaced(tree: Any, path: str, allowed: Container[str]) -> Any:
             raise ValueError(
                 f"{path[1:]}: write $$ for a dollar sign, and ${{NAME}} or ${{NAME:-x}} for a variable"
             )
-        if problem := next(variables.missing({"": match[0]}, path[1:], allowed), None):
+        if problem := next(missing({"": match[0]}, path[1:], allowed), None):
             raise ValueError(problem.replace(".:", ":", 1))
-        return variables.resolve({"": match[0]}, allowed)[""]
+        return resolve({"": match[0]}, allowed)[""]
 
     return _VARIABLE.sub(value_of, tree)
 
@@ -318,3 +318,35 @@ def _explain(item: Any) -> str:
         message = "is another image than the task's: install its program in environment/Dockerfile, and leave it out"
     path = ".".join([*parents, last])
     return f"{path}: {message}" if path else message
+
+
+# Values of `task.toml` that stand for variables of the host: `${NAME}` and `${NAME:-DEFAULT}`.
+#
+# Guarantee: a task gets no variable of the host but those that the operator has named, since its sandbox is hostile.
+
+REFERENCE = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}")
+
+
+def resolve(
+    table: Mapping[str, str], allowed: Container[str], host: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the values with their references replaced; a reference without a value becomes empty."""
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match["name"]
+        return (host.get(name) if name in allowed else None) or match["default"] or ""
+
+    return {key: REFERENCE.sub(value_of, value) for key, value in table.items()}
+
+
+def missing(
+    table: Mapping[str, str], path: str, allowed: Container[str], host: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """Yield a sentence for each reference that has neither a value nor a default; `path` is that of the table."""
+    for key, value in table.items():
+        for match in REFERENCE.finditer(value):
+            name = match["name"]
+            if match["default"] is not None or (name in allowed and host.get(name)):
+                continue
+            why = "is not set" if name in allowed else "may not be read by tasks: see [harbor] variables"
+            yield f"{path}.{key}: the variable {name} {why}"

@@ -22,15 +22,20 @@ from rollout_service.base.errors import ConfigurationError, EnvironmentFailedErr
 from rollout_service.environments.agent_environment import AgentEnvironment, check_artifact
 from rollout_service.environments.contract import EvaluateIn
 from rollout_service.environments.declarative.files import archive
-from rollout_service.environments.harbor import variables
+from rollout_service.environments.harbor import compose
 from rollout_service.environments.harbor.compose import MAIN, Compose, ComposeService
-from rollout_service.environments.harbor.errors import HealthcheckFailedError
 from rollout_service.environments.harbor.spec import spec_of
 from rollout_service.environments.harbor.task_folder import SETUP, SOLUTION, HarborTask, TaskStep
 from rollout_service.environments.harbor.task_toml import HealthcheckTable
-from rollout_service.environments.harbor.verifier import Rewards, Verifier, combine, is_below
+from rollout_service.environments.harbor.verifier import (
+    HealthcheckFailedError,
+    Rewards,
+    Verifier,
+    combine,
+    is_below,
+)
 from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Score
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxError
 
@@ -239,7 +244,7 @@ class HarborTaskEnvironment(AgentEnvironment):
         if not any(file.path == SOLUTION for file in files):
             raise EnvironmentFailedError(f"{step.folders[-1]} has no solution/{SOLUTION}")
         await sandbox.import_path("/solution", archive(files))
-        env = variables.resolve(self.task.toml.solution.env, self._settings.variables)
+        env = compose.resolve(self.task.toml.solution.env, self._settings.variables)
         seconds = step.agent.timeout_sec or episode.limits.agent_seconds
         # Its output goes to a file, since a server that it leaves running must not write into a closed pipe.
         command = f"chmod +x /solution/{SOLUTION}; /solution/{SOLUTION} >{PRINTED} 2>&1"
@@ -302,7 +307,7 @@ class HarborTaskEnvironment(AgentEnvironment):
 
     async def _verify(self, episode: Episode, step: TaskStep) -> Rewards:
         sandbox = episode.require_sandbox()
-        env = variables.resolve(step.verifier.env, self._settings.variables)
+        env = compose.resolve(step.verifier.env, self._settings.variables)
         places = [sandbox.workdir if path == "." else path for path in self.spec.artifacts]
         rewards, episode.grader_output = await Verifier(step, env, places).run(sandbox)
         return rewards

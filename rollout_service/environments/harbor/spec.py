@@ -10,7 +10,7 @@ from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
-from rollout_service.environments.harbor import FILE_NAME, variables
+from rollout_service.environments.harbor import FILE_NAME, compose
 from rollout_service.environments.harbor.task_folder import HarborTask, artifact_paths
 from rollout_service.environments.harbor.task_toml import (
     EnvironmentTable,
@@ -18,7 +18,7 @@ from rollout_service.environments.harbor.task_toml import (
     NetworkKeys,
 )
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 
 TOOLS = ["bash", "read", "write", "edit", "finish"]
 LOGS = "/logs/artifacts"
@@ -38,8 +38,8 @@ def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> Environmen
     """
     toml, where = task.toml, task.folder / FILE_NAME
     unset = [
-        *variables.missing(toml.environment.env, "environment.env", settings.variables),
-        *variables.missing(toml.verifier.env, "verifier.env", settings.variables),
+        *compose.missing(toml.environment.env, "environment.env", settings.variables),
+        *compose.missing(toml.verifier.env, "verifier.env", settings.variables),
     ]
     if unset:
         raise ConfigurationError("\n".join(f"{where}: {problem}" for problem in unset))
@@ -136,7 +136,7 @@ def _sandbox(
         "disk": None if table.storage_mb is None else f"{table.storage_mb}M",
         "cpus": table.cpus,
         "max_processes": MAX_PROCESSES,
-        "env": variables.resolve(table.env, settings.variables),
+        "env": compose.resolve(table.env, settings.variables),
     }
     try:
         return SandboxSettings.model_validate(

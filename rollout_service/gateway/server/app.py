@@ -37,7 +37,7 @@ from rollout_service.http.connections import ConnectionLimits, Connections, find
 from rollout_service.http.protocol import Observe, RequestLimits
 from rollout_service.http.requests import BodiesInFlight, HeldBytes, cancel_on_disconnect
 from rollout_service.http.server import Server
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 from sandboxes.task_groups import open_task_group
 
 log = structlog.get_logger(__name__)

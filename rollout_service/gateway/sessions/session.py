@@ -35,15 +35,15 @@ from rollout_service.gateway.contract import AnswerBegin, CallObserver, ModelCal
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import CallOutcome, GatewayMetrics
-from rollout_service.gateway.sessions.answer import LiveAnswer
-from rollout_service.gateway.sessions.engines import PolicyEngines, masked_call
-from rollout_service.gateway.sessions.limits import (
+from rollout_service.gateway.sessions.answer import (
+    LiveAnswer,
     TokenBudget,
     TokensSpentError,
     closing_answer,
     closing_events,
     reached_limit,
 )
+from rollout_service.gateway.sessions.engines import PolicyEngines, masked_call
 from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RecordError
 

@@ -30,10 +30,16 @@ from rollout_service.judging.contract import Judge, Vote
 from rollout_service.judging.rubric import Rubric, without_reasoning
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.overrides import Overrides
-from rollout_service.live.judging.prompt import USABLE, hint_rubric, question, value_rubric
 from rollout_service.live.judging.stage import JudgeStage, OnMark
 from rollout_service.live.judging.teacher import TeacherReader
-from rollout_service.live.judging.turn_judge import FoundHint, TurnJudge
+from rollout_service.live.judging.turn_judge import (
+    USABLE,
+    FoundHint,
+    TurnJudge,
+    hint_rubric,
+    question,
+    value_rubric,
+)
 from rollout_service.live.replay import TurnPrompt, prompt_of
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveJudgeSettings

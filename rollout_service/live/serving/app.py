@@ -30,7 +30,7 @@ from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.http.requests import BodiesInFlight
 from rollout_service.live.serving.resolver import SessionResolver
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 
 log = structlog.get_logger(__name__)
 

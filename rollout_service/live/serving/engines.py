@@ -28,7 +28,7 @@ from rollout_service.live.contract import SessionRecord
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.register import PoolHeldError
 from rollout_service.live.replay import LIVE
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 from rollout_service.settings.live import LiveSettings
 from rollout_service.tokens import ChatRenderer
 

@@ -27,7 +27,7 @@ from rollout_service.base.shutdown import Shutdown
 from rollout_service.http.connections import ConnectionLimits, Connections, descriptor_limit
 from rollout_service.http.drain import FAILED, DrainingServer
 from rollout_service.http.protocol import RequestLimits
-from rollout_service.http.tls import Certificate
+from rollout_service.http.server import Certificate
 from rollout_service.observability.telemetry.logging import configure_logging
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.server.api.app import create_app

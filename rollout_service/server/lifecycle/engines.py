@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.kinds.registry import check_kinds
@@ -88,7 +88,7 @@ async def _open_serving(stack: AsyncExitStack, foundation: Foundation) -> Policy
 
     if (engines := foundation.store.engines) is None:
         pools = await stack.enter_async_context(_make_pools(settings, metrics))
-        backends = FileBackends(foundation.state_dir / state_files.BACKENDS, backend_id_of_spec)
+        backends = FileBackends(foundation.state_dir / private_files.BACKENDS, backend_id_of_spec)
         serving = PolicyServing(pools, backends, announce=announce, on_abandoned=abandon)
     else:
         commands = SharedCommands(engines, foundation.store.cluster, foundation.owner)

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge
@@ -64,16 +64,16 @@ async def open_live(
     live, state_dir = foundation.settings.live, foundation.state_dir
     detectors = await anyio.to_thread.run_sync(Detectors.load, live.detectors)
     metrics = LiveMetrics(foundation.metrics.registry)
-    canaries = Canaries(state_dir / state_files.CANARIES, lambda pool: pool in serving.in_service()[0])
+    canaries = Canaries(state_dir / private_files.CANARIES, lambda pool: pool in serving.in_service()[0])
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(
-            SqliteLiveStore(state_dir / state_files.LIVE_STORE, foundation.settings.store.disk)
+            SqliteLiveStore(state_dir / private_files.LIVE_STORE, foundation.settings.store.disk)
         )
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         judging = await make_judge_stage(live.judge, store, judge, serving, metrics.judged)
         training = _make_training(foundation, store, serving, canaries, metrics)
-        users = UserHashes.load(state_dir / state_files.USERS_SALT)
+        users = UserHashes.load(state_dir / private_files.USERS_SALT)
         hashes = MessageHashes(users.message_key())
         recording = RecordingParts(
             store, detectors, hashes, metrics, tasks, judging.wake, judging.note_feedback

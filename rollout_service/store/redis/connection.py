@@ -23,8 +23,8 @@ import redis
 from rollout_service.base.errors import DefectError, ServiceError, StoreError
 from rollout_service.store.jobs import Job, JobResult, JobThread
 from rollout_service.store.redis import checks
+from rollout_service.store.redis.checks import LIBRARY_NAMES, function_library, library_name
 from rollout_service.store.redis.config import RedisConfig
-from rollout_service.store.redis.library import LIBRARY_NAMES, function_library, library_name
 from rollout_service.store.redis.problems import (
     RedisHealth,
     breaks_connection,

@@ -22,8 +22,8 @@ from rollout_service.store.codec.summaries import decode_summary
 from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import STATES, RolloutRow
-from rollout_service.store.redis.runs.keys import RunKeys
 from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
+from rollout_service.store.redis.runs.rollouts import RunKeys
 
 ROWS_AT_ONCE = 2_000
 """The most rollouts that one call looks at, which takes Redis about 5 ms."""

@@ -23,8 +23,8 @@ import structlog
 from rollout_service.base.errors import ServiceError, StoreError
 from rollout_service.base.signals import MonotonicCounter
 from rollout_service.store.redis import checks
+from rollout_service.store.redis.checks import FunctionLibrary
 from rollout_service.store.redis.config import RedisConfig
-from rollout_service.store.redis.library import FunctionLibrary
 from rollout_service.store.redis.problems import RedisHealth, explain
 
 log = structlog.get_logger(__name__)

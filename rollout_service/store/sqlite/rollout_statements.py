@@ -311,17 +311,6 @@ SELECT seq, (SELECT count(*) FROM steps WHERE rollout = seq), :data FROM rollout
 WHERE rollout_id = :id AND (SELECT count(*) FROM steps WHERE rollout = seq) < :most
     AND NOT EXISTS (SELECT 1 FROM steps WHERE rollout = seq AND number = -1)
 """
-_FORGET_STEPS = (
-    """
-DELETE FROM steps WHERE rollout IN (
-    SELECT seq FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))
-)
-""",
-    """
-INSERT INTO steps (rollout, number, data)
-SELECT seq, -1, x'' FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))
-""",
-)
 _SAVED_STEPS = """
 SELECT rollout_id, data FROM rollouts JOIN steps ON steps.rollout = rollouts.seq
 WHERE rollout_id IN (SELECT value FROM json_each(?)) AND number >= 0 ORDER BY rollouts.seq, number

@@ -30,12 +30,7 @@ from rollout_service.store.runs_contract import (
     OpenGroup,
     RunRecord,
 )
-from rollout_service.store.sqlite import (
-    batch_statements,
-    erasure_statements,
-    retention_statements,
-    run_statements,
-)
+from rollout_service.store.sqlite import batch_statements, erasure_statements, run_statements
 from rollout_service.store.sqlite.lists import history
 from rollout_service.store.sqlite.lists.groups import look_at_groups
 from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
@@ -203,7 +198,7 @@ class SqliteRuns(BaseRuns):
         return batches
 
     async def delete_expired(self, keep: RetentionSettings) -> int:
-        return await self._thread.write(retention_statements.delete_expired, keep, self._clock())
+        return await self._thread.write(erasure_statements.delete_expired, keep, self._clock())
 
     def fenced(self, lease: RoleLease) -> SqliteRuns:  # noqa: ARG002 - of the contract
         return self  # no other service can have the file open

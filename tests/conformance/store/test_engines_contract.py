@@ -14,7 +14,7 @@ from rollout_service.engines.serving.policies import backend_id_of_spec
 from rollout_service.store.engines_contract import BackendStore, CommandKind, PoolRecord, SharedBackend
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.store.redis import RedisConnection
-from rollout_service.store.redis.engines import RedisEngines
+from rollout_service.store.redis.store import RedisEngines
 from tests.support.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]

@@ -17,7 +17,7 @@ from api_schemas.runs.live import LiveDelivery
 from api_schemas.trajectories import Message
 from rollout_service.cluster.identity import is_gone
 from rollout_service.groups import FilterChain
-from rollout_service.runs.group_closing import close_group
+from rollout_service.runs.open_groups import close_group
 from rollout_service.store import Store
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.redis.store import RedisStore

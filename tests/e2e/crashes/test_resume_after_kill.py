@@ -13,8 +13,7 @@ from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
 from rollout_service.engines.shipped import policy_folder
-from rollout_service.testing.engine_turn import EngineTurn
-from rollout_service.testing.faults import Fault
+from rollout_service.testing.engine_turn import EngineTurn, Fault
 from rollout_service.testing.script import Replies
 from rollout_service.testing.sglang_engine import ScriptedEngine
 from tests.support.processes.service import Running, eventually, service

@@ -20,7 +20,7 @@ from rollout_client.client import RolloutClient
 from rollout_service.environments.harbor.collection import load_harbor
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import PipelineSettings, SandboxesSettings, Settings
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer
 from sandboxes import ApptainerConfig

@@ -11,7 +11,7 @@ from rollout_client.client import CaFileError, RolloutClient, UnreachableError
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app as cli
-from rollout_service.http.tls import Certificate
+from rollout_service.http.server import Certificate
 from rollout_service.server.api.serve import load_certificate
 from rollout_service.settings import load_settings
 from tests.support.api.server import api_server, make_certificate
@@ -57,7 +57,7 @@ def test_unusable_certificates_are_reported_before_the_start(tmp_path: Path) -> 
 async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_service.http.tls.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("rollout_service.http.server.POLL_SECONDS", 0.01)
     certificate, key = make_certificate(tmp_path)
     followed = Certificate(certificate, key, None)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from rollout_service.backup.manifest import STATES
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -160,5 +160,5 @@ def check_every_file_is_kept(state: Path, backup: Path) -> None:
     """Check that nobody adds a file to the state folder of which backups know nothing."""
     names = {path.name for path in state.iterdir()} - NOT_KEPT
     names = {name for name in names if not name.endswith(BRIEF)}
-    assert names <= {*state_files.DATABASES, *state_files.DOCUMENTS}
+    assert names <= {*private_files.DATABASES, *private_files.DOCUMENTS}
     assert names == {path.name for path in (backup / STATES / "state").iterdir()}

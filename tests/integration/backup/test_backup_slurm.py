@@ -9,7 +9,7 @@ import pytest
 from api_schemas.rollouts import RolloutState
 from rollout_service.backup import make_backup, restore_backup
 from rollout_service.backup.slurm_jobs import job_places
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import write_private
 from rollout_service.cluster.identity import is_gone
@@ -35,14 +35,14 @@ def job(folder: Path, *, nodes: int = 1, redis_server: str = "redis-server") -> 
 
 async def live(state: Path) -> str:
     """Make what a node keeps; return the hash of a user."""
-    async with SqliteLiveStore(state / state_files.LIVE_STORE, "network"):
+    async with SqliteLiveStore(state / private_files.LIVE_STORE, "network"):
         pass
-    return UserHashes.load(state / state_files.USERS_SALT).hash("alice", "default")
+    return UserHashes.load(state / private_files.USERS_SALT).hash("alice", "default")
 
 
 async def test_a_job_of_one_node(tmp_path: Path) -> None:
     one, other = job(tmp_path / "one"), job(tmp_path / "other")
-    async with await SqliteStore.open(one.state(None) / state_files.STORE, disk="network") as store:
+    async with await SqliteStore.open(one.state(None) / private_files.STORE, disk="network") as store:
         await store.submit(order("r"))
     alice = await live(one.state(None))
     with job_places(one, is_running=False) as places:
@@ -51,7 +51,7 @@ async def test_a_job_of_one_node(tmp_path: Path) -> None:
         restore_backup(tmp_path / "backup", places)
     assert other.key == one.key
     assert await live(other.state(None)) == alice
-    async with await SqliteStore.open(other.state(None) / state_files.STORE, disk="network") as store:
+    async with await SqliteStore.open(other.state(None) / private_files.STORE, disk="network") as store:
         assert await store.counts() == {RolloutState.QUEUED: 1}
 
 

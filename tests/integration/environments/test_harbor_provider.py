@@ -16,7 +16,7 @@ from rollout_service.environments.harbor.collection import load_harbor
 from rollout_service.environments.lint import Solving
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import ApptainerConfig, make_provider
 from sandboxes.host.subordinate_ids import has_subordinate_ids, resolve_user

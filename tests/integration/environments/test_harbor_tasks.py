@@ -22,7 +22,7 @@ from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli import app
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.harbor.collection import load_harbor
-from rollout_service.environments.harbor.errors import (
+from rollout_service.environments.harbor.verifier import (
     HealthcheckFailedError,
     RewardEmptyError,
     RewardInvalidError,
@@ -34,7 +34,7 @@ from rollout_service.environments.lint import Solving
 from rollout_service.episodes import PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 from sandboxes.images.build import ApptainerBuilder

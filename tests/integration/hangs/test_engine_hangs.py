@@ -13,7 +13,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict
 from rollout_service.testing import Replies
-from rollout_service.testing.faults import Fault
+from rollout_service.testing.engine_turn import Fault
 from tests.support.gateway.service import POLICY
 from tests.support.hangs.service import MODEL, CountingEngine, call, engine_of, hang_service
 

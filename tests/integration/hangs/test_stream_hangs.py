@@ -10,7 +10,7 @@ import pytest
 
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict
-from rollout_service.testing.faults import AfterTokens, Fault
+from rollout_service.testing.engine_turn import AfterTokens, Fault
 from tests.support.gateway.service import gateway_service, scripted
 from tests.support.hangs.service import HangService
 

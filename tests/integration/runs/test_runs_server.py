@@ -404,7 +404,7 @@ def test_the_clients_need_no_server() -> None:
         "for name in ('fastapi', 'starlette', 'uvicorn', 'numpy', 'transformers', 'structlog', 'sandboxes',"
         " 'aiohttp', 'prometheus_client', 'zmq', 'jinja2', 'renderers'):\n"
         "    sys.modules[name] = None\n"
-        "import rollout_client._run_all, rollout_client._events, rollout_client.run_export\n"
+        "import rollout_client.client, rollout_client._events, rollout_client.run_export\n"
         "from rollout_client import RolloutClient, SyncRolloutClient, _wire\n"
         "RolloutClient('http://127.0.0.1:1')\n"
         "for name in _wire._HOMES:\n"

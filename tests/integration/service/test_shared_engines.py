@@ -41,8 +41,7 @@ from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisConnection
-from rollout_service.store.redis.engines import RedisEngines
-from rollout_service.store.redis.store import RedisCluster
+from rollout_service.store.redis.store import RedisCluster, RedisEngines
 from rollout_service.testing import Counting, ScriptedEngine
 from tests.support.processes.service import Running, service
 from tests.support.redis_server import RedisServer, redis_server

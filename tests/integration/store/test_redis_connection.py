@@ -17,7 +17,7 @@ import pytest
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import Durability, RedisConfig, RedisConnection, RedisStore, reader
-from rollout_service.store.redis.library import library_name
+from rollout_service.store.redis.checks import library_name
 from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.retrying import retry_until_stored
 from sandboxes.host.ports import free_port

@@ -25,7 +25,7 @@ from rollout_service.gateway.sessions.engines import PolicyEngines
 from rollout_service.gateway.sessions.keys import OneSession
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.requests import BodiesInFlight
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 
 CONTEXT = 4_096

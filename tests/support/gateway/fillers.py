@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rollout_service.gateway.dialects.google.table import sign
+from rollout_service.gateway.dialects.google.requests import sign
 from tests.support.gateway.recordings import FOLDER, LISTS, PREVIOUS, SAME, expand
 
 PROMPT = "Create a file hello.txt which contains the word hi, then show it."

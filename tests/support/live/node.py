@@ -28,7 +28,7 @@ from rollout_service.live.register import UserHashes
 from rollout_service.live.serving.engines import SessionEngines
 from rollout_service.live.sessions import LiveSessionParts, LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 from rollout_service.settings.live import LiveSettings
 from rollout_service.store import Store
 from tests.support.live.parts import LiveBench

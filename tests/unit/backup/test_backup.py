@@ -15,7 +15,7 @@ from api_schemas.tasks import Task
 from rollout_service.backup import Places, make_backup, restore_backup
 from rollout_service.backup.creation import pinned
 from rollout_service.backup.manifest import MANIFEST, ONLY, STATES
-from rollout_service.base import state_files
+from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.live.register import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.anyio
 
 async def fill(state: Path, disk: Disk = "local") -> None:
     """Make the state folder of a service that has a queued rollout, and whose users have a salt."""
-    async with await SqliteStore.open(state / state_files.STORE, disk=disk) as store:
+    async with await SqliteStore.open(state / private_files.STORE, disk=disk) as store:
         await store.submit(RolloutRequest(rollout_id="r", task=Task(environment="calc")))
-    async with SqliteLiveStore(state / state_files.LIVE_STORE, disk):
+    async with SqliteLiveStore(state / private_files.LIVE_STORE, disk):
         pass
-    UserHashes.load(state / state_files.USERS_SALT)
+    UserHashes.load(state / private_files.USERS_SALT)
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ async def backup(tmp_path: Path) -> Path:
 async def test_a_restored_state_is_the_one_that_was_backed_up(backup: Path, tmp_path: Path) -> None:
     manifest = restore_backup(backup, Places({ONLY: tmp_path / "new"}))
     assert manifest.counts == {"rollouts": 1, "runs": 0, "sessions": 0}
-    async with await SqliteStore.open(tmp_path / "new" / state_files.STORE) as store:
+    async with await SqliteStore.open(tmp_path / "new" / private_files.STORE) as store:
         assert await store.counts() == {RolloutState.QUEUED: 1}
     hashes = [
-        UserHashes.load(tmp_path / name / state_files.USERS_SALT).hash("alice", "default")
+        UserHashes.load(tmp_path / name / private_files.USERS_SALT).hash("alice", "default")
         for name in ("state", "new")
     ]
     assert hashes[0] == hashes[1]
@@ -59,25 +59,25 @@ async def test_a_restored_state_is_the_one_that_was_backed_up(backup: Path, tmp_
 async def test_an_open_store_is_backed_up(tmp_path: Path, disk: Disk) -> None:
     state = tmp_path / "state"
     await fill(state, disk)
-    async with await SqliteStore.open(state / state_files.STORE, disk=disk) as store:
+    async with await SqliteStore.open(state / private_files.STORE, disk=disk) as store:
         make_backup(Places({ONLY: state}), tmp_path / "backup")
         await store.submit(RolloutRequest(rollout_id="later", task=Task(environment="calc")))
     restore_backup(tmp_path / "backup", Places({ONLY: tmp_path / "new"}))
-    async with await SqliteStore.open(tmp_path / "new" / state_files.STORE, disk=disk) as store:
+    async with await SqliteStore.open(tmp_path / "new" / private_files.STORE, disk=disk) as store:
         assert await store.counts() == {RolloutState.QUEUED: 1}
 
 
 async def test_a_batch_that_was_leased_is_leased_after_a_restore(tmp_path: Path) -> None:
     state = tmp_path / "state"
     await fill(state)
-    async with await SqliteStore.open(state / state_files.STORE) as store:
+    async with await SqliteStore.open(state / private_files.STORE) as store:
         await create_run(store)
         await make_ready(store, 0, 1)
         leased = await leased_batch(store, "a trainer")
         make_backup(Places({ONLY: state}), tmp_path / "backup")
         await store.runs.give_back("a", 0)
     restore_backup(tmp_path / "backup", Places({ONLY: tmp_path / "new"}))
-    async with await SqliteStore.open(tmp_path / "new" / state_files.STORE) as store:
+    async with await SqliteStore.open(tmp_path / "new" / private_files.STORE) as store:
         assert isinstance(await lease_batch(store, "another trainer"), NoBatch)
         await store.runs.give_back("a", 0)  # its holder's lease would also expire by itself
         assert (await leased_batch(store, "another trainer")).groups == leased.groups
@@ -128,7 +128,7 @@ def count_in_turn(paths: list[Path], done: threading.Event) -> None:
 
 async def test_a_damaged_database_is_no_backup(tmp_path: Path) -> None:
     await fill(tmp_path / "state")
-    path = tmp_path / "state" / state_files.STORE
+    path = tmp_path / "state" / private_files.STORE
     content = path.read_bytes()
     path.write_bytes(content[:8192].ljust(len(content), b"Z"))
     with pytest.raises(StoreError) as caught:
@@ -143,11 +143,11 @@ def change(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a changed byte": (
-        lambda backup: change(backup / STATES / ONLY / state_files.STORE),
+        lambda backup: change(backup / STATES / ONLY / private_files.STORE),
         "not what was written",
     ),
     "a missing file": (
-        lambda backup: (backup / STATES / ONLY / state_files.USERS_SALT).unlink(),
+        lambda backup: (backup / STATES / ONLY / private_files.USERS_SALT).unlink(),
         "cannot be read",
     ),
     "another file": (lambda backup: (backup / STATES / ONLY / "other").touch(), "not part of it"),
@@ -166,7 +166,9 @@ async def test_nothing_is_restored_from_a_backup_with(backup: Path, tmp_path: Pa
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", [*state_files.DATABASES, *state_files.DOCUMENTS, f"{state_files.STORE}-wal"])
+@pytest.mark.parametrize(
+    "name", [*private_files.DATABASES, *private_files.DOCUMENTS, f"{private_files.STORE}-wal"]
+)
 async def test_nothing_is_restored_over_data(backup: Path, tmp_path: Path, name: str) -> None:
     state = tmp_path / "new"
     state.mkdir()
@@ -179,10 +181,10 @@ async def test_nothing_is_restored_over_data(backup: Path, tmp_path: Path, name:
 
 async def test_what_an_error_leaves_unfinished_is_removed(backup: Path, tmp_path: Path) -> None:
     state = tmp_path / "new"
-    async with SqliteLiveStore(state / state_files.LIVE_STORE):
-        (state / state_files.LIVE_STORE).rename(tmp_path / "moved")  # it still has its lock
+    async with SqliteLiveStore(state / private_files.LIVE_STORE):
+        (state / private_files.LIVE_STORE).rename(tmp_path / "moved")  # it still has its lock
         for log in ("-wal", "-shm"):
-            (state / f"{state_files.LIVE_STORE}{log}").unlink(missing_ok=True)
+            (state / f"{private_files.LIVE_STORE}{log}").unlink(missing_ok=True)
         with pytest.raises(StoreError, match="in use by the process"):
             restore_backup(backup, Places({ONLY: state}))
     assert {path.suffix for path in state.iterdir()} <= {".lock"}
@@ -200,9 +202,12 @@ async def test_a_backup_of_a_node_leaves_the_store_to_another(tmp_path: Path) ->
     """An old store may be left from the time before the nodes shared one."""
     await fill(tmp_path / "state")
     manifest = make_backup(Places({ONLY: tmp_path / "state"}, owns_store=False), tmp_path / "backup")
-    assert {Path(name).name for name in manifest.files} == {state_files.LIVE_STORE, state_files.USERS_SALT}
+    assert {Path(name).name for name in manifest.files} == {
+        private_files.LIVE_STORE,
+        private_files.USERS_SALT,
+    }
     restore_backup(tmp_path / "backup", Places({ONLY: tmp_path / "new"}, owns_store=False))
-    assert (tmp_path / "new" / state_files.USERS_SALT).exists()
+    assert (tmp_path / "new" / private_files.USERS_SALT).exists()
 
 
 async def test_a_backup_that_does_not_fit_is_refused(backup: Path, tmp_path: Path) -> None:

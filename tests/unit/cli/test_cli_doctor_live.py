@@ -18,8 +18,8 @@ from api_schemas.views.hangs import HangReport, HangVerdict, StageWait
 from api_schemas.views.overview import Overview
 from api_schemas.views.summaries import ErrorGroup
 from rollout_service.cli.console import SafeConsole
+from rollout_service.cli.doctor.live import show
 from rollout_service.cli.doctor.live_report import LiveReport
-from rollout_service.cli.doctor.live_view import show
 from tests.support.browser import canned
 
 NOW = canned.now()

@@ -14,7 +14,7 @@ from api_schemas.runs import RunRequest
 from api_schemas.tasks import Task
 from rollout_service.groups import FilterChain, FilterRegistry
 from rollout_service.groups.auxiliary import NO_PARTS, reward_weights
-from rollout_service.runs.group_closing import close_group
+from rollout_service.runs.open_groups import close_group
 from rollout_service.store.runs_contract import GroupClosure, GroupMember
 
 AUXILIARY = {"lambda1": {"init": 0.3}, "lambda2": {"init": 0.2}, "length": 10}

@@ -19,7 +19,7 @@ from rollout_service.groups import FilterChain, FilterRegistry, parallel_figures
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import RunManager
 from rollout_service.runs.api import RunService
-from rollout_service.runs.group_closing import close_group
+from rollout_service.runs.open_groups import close_group
 from rollout_service.runs.planning import RECENT, RunEstimates
 from rollout_service.runs.task_files import Rows
 from rollout_service.store import rules

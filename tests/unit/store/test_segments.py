@@ -9,8 +9,8 @@ import pytest
 
 from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
 from rollout_service.store.segments import SegmentFolder
-from rollout_service.store.segments.collector import sweep
 from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.folder import sweep
 from rollout_service.store.segments.ledger import FILE_HEADER, SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger

@@ -10,9 +10,8 @@ import orjson
 from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
-from rollout_service.gateway.dialects.anthropic.requests import read_call
+from rollout_service.gateway.dialects.anthropic.requests import PARAMETERS, read_call
 from rollout_service.gateway.dialects.anthropic.responses import MessageStream, error_answer, whole_message
-from rollout_service.gateway.dialects.anthropic.table import PARAMETERS
 from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
 
 

@@ -11,9 +11,8 @@ from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
-from rollout_service.gateway.dialects.google.requests import read_call
+from rollout_service.gateway.dialects.google.requests import PARAMETERS, read_call
 from rollout_service.gateway.dialects.google.responses import CandidateStream, error_answer, whole_content
-from rollout_service.gateway.dialects.google.table import PARAMETERS
 
 _METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 

@@ -31,7 +31,7 @@ from rollout_service.gateway.dialects.base import (
     sse,
 )
 from rollout_service.gateway.dialects.fields import parse_object, raw_call_text
-from rollout_service.gateway.dialects.google.table import sign
+from rollout_service.gateway.dialects.google.requests import sign
 from rollout_service.gateway.errors import ContextOverflowError
 
 

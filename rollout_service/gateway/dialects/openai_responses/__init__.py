@@ -11,9 +11,8 @@ from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import base
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
-from rollout_service.gateway.dialects.openai_responses.requests import read_call
+from rollout_service.gateway.dialects.openai_responses.requests import PARAMETERS, read_call
 from rollout_service.gateway.dialects.openai_responses.responses import ResponseStream, whole_response
-from rollout_service.gateway.dialects.openai_responses.table import PARAMETERS
 
 
 class ResponsesCodec(DialectCodec):

@@ -19,8 +19,8 @@ from rollout_service.store.base import unknown_run
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.runs.draft import RunDraft
-from rollout_service.store.redis.runs.keys import RunKeys
 from rollout_service.store.redis.runs.records import Command, pack
+from rollout_service.store.redis.runs.rollouts import RunKeys
 from rollout_service.store.redis.runs.transaction import RunTransaction
 from rollout_service.store.runs_contract import RunRecord
 

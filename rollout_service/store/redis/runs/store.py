@@ -29,11 +29,10 @@ from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.redis.runs import batch_changes, run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
-from rollout_service.store.redis.runs.keys import active_runs, all_runs
 from rollout_service.store.redis.runs.reading import GroupReader
 from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord
 from rollout_service.store.redis.runs.retention import RunRetention
-from rollout_service.store.redis.runs.rollouts import erased_read
+from rollout_service.store.redis.runs.rollouts import active_runs, all_runs, erased_read
 from rollout_service.store.redis.runs.transaction import RunTransaction, by_number, chunks
 from rollout_service.store.runs_contract import (
     BatchLease,

@@ -20,7 +20,6 @@ from rollout_service.store import rules
 from rollout_service.store.codec import runs
 from rollout_service.store.codec.record import fingerprint
 from rollout_service.store.redis.runs.draft import RunDraft
-from rollout_service.store.redis.runs.keys import RunKeys, all_runs
 from rollout_service.store.redis.runs.records import (
     BatchRecord,
     ClosedRecord,
@@ -29,6 +28,7 @@ from rollout_service.store.redis.runs.records import (
     WaitingGroup,
     Word,
 )
+from rollout_service.store.redis.runs.rollouts import RunKeys, all_runs
 from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import GroupClosure
 

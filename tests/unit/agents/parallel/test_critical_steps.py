@@ -17,7 +17,8 @@ from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
 from rollout_service.base.errors import UnavailableError
 from rollout_service.episodes import Episode, EpisodeLimits
-from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedSubagents, call, turn
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from tests.support.sub_agents import ScriptedSubagents
 
 
 class NoArguments(Arguments):

@@ -21,11 +21,11 @@ from rollout_service.groups import work_sums
 from rollout_service.groups.auxiliary import raw_parts
 from rollout_service.testing.scripted_policy import (
     ScriptedPolicy,
-    ScriptedSubagents,
     call,
     malformed_call,
     turn,
 )
+from tests.support.sub_agents import ScriptedSubagents
 
 pytestmark = pytest.mark.anyio
 TASK = [Message(role="system", content="You lead."), Message(role="user", content="Add A B.")]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.harbor.collection import load_harbor
 from rollout_service.environments.harbor.compose import MAX_BYTES, MAX_SERVICES, read_compose
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 
 SHOP = """
 services:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.base.errors import EnvironmentFailedError
-from rollout_service.environments.harbor.errors import RewardEmptyError, RewardInvalidError
 from rollout_service.environments.harbor.verifier import (
+    RewardEmptyError,
+    RewardInvalidError,
     combine,
     is_below,
     main_reward,

@@ -8,7 +8,7 @@ import pytest
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.harbor.collection import load_harbor
 from rollout_service.environments.registry import EnvironmentRegistry, load_path
-from rollout_service.settings.harbor import HarborSettings
+from rollout_service.settings.pipeline import HarborSettings
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 TOML = '[environment]\ndocker_image = "base"\n'

@@ -3,8 +3,8 @@
 import pytest
 
 from rollout_service.base.errors import ConfigurationError
+from rollout_service.environments.harbor.compose import missing, resolve
 from rollout_service.environments.harbor.task_toml import read_task_toml
-from rollout_service.environments.harbor.variables import missing, resolve
 
 
 def read(text: str):

@@ -13,7 +13,8 @@ from rollout_service.environments.builtin.pointers import make_problem as make_p
 from rollout_service.environments.builtin.split import environment as split
 from rollout_service.environments.builtin.split import make_problem as make_split
 from rollout_service.episodes import Episode
-from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedSubagents, call, turn
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from tests.support.sub_agents import ScriptedSubagents
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from rollout_service.gateway.contract import (
     TextDelta,
 )
 from rollout_service.gateway.dialects import CODECS, ListedModel
-from rollout_service.gateway.dialects.google.table import read_signature, sign
+from rollout_service.gateway.dialects.google.requests import read_signature, sign
 from rollout_service.gateway.errors import (
     ContextOverflowError,
     RefusedParameterError,

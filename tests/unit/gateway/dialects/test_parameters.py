@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs_site.parameters import replace_tables
 
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import CODECS
 from rollout_service.gateway.dialects.fields import Parameter, Treatment
-from rollout_service.gateway.dialects.reference import replace_tables
 from rollout_service.gateway.errors import RefusedParameterError
 from tests.support.gateway import answers
 
@@ -162,7 +162,7 @@ def test_a_group_of_parameters_must_be_an_object(dialect: Dialect) -> None:
 def test_the_page_has_the_tables() -> None:
     page = (ROOT / "docs" / "reference" / "gateway.md").read_text()
     assert page == replace_tables(page), (
-        "run `python -m rollout_service.gateway.dialects.reference` on the page"
+        "run `PYTHONPATH=packaging python -m docs_site.parameters` on the page"
     )
 
 

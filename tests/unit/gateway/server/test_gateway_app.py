@@ -23,9 +23,9 @@ from rollout_service.gateway.gateway import Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import bind
 from rollout_service.gateway.sessions.session import GatewaySession
-from rollout_service.settings.gateway import GatewaySettings
-from rollout_service.testing.gateway import CharacterCapture, ManualPool
+from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
+from tests.support.gateway.manual_pool import CharacterCapture, ManualPool
 
 pytestmark = pytest.mark.anyio
 

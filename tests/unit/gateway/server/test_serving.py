@@ -7,7 +7,7 @@ import pytest
 
 from rollout_service.gateway.gateway import ONE_PROGRAM
 from rollout_service.gateway.server.app import serving
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 from sandboxes.errors import SandboxClosedError
 
 pytestmark = pytest.mark.anyio

@@ -29,11 +29,10 @@ from rollout_service.gateway.contract import (
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.gateway.sessions.answer import LiveAnswer
+from rollout_service.gateway.sessions.answer import LiveAnswer, TokenBudget, TokensSpentError
 from rollout_service.gateway.sessions.engines import UNSTREAMED_CHUNK, PolicyEngines
-from rollout_service.gateway.sessions.limits import TokenBudget, TokensSpentError
 from rollout_service.gateway.sessions.session import INLINE_BYTES, GatewaySession, SessionPlace
-from rollout_service.testing.gateway import CharacterAnswer, CharacterCapture, ManualPool
+from tests.support.gateway.manual_pool import CharacterAnswer, CharacterCapture, ManualPool
 
 pytestmark = pytest.mark.anyio
 

@@ -11,8 +11,7 @@ from api_schemas.rollouts.sessions import MarkReason, Votes
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.engines.errors import BackendUnreachable, NoBackendError
 from rollout_service.live.contract import NextStateRecord
-from rollout_service.live.judging.prompt import hint_rubric, question, value_rubric
-from rollout_service.live.judging.turn_judge import FoundHint
+from rollout_service.live.judging.turn_judge import FoundHint, hint_rubric, question, value_rubric
 from rollout_service.settings.live import LiveJudgeSettings
 from tests.support.live.judge import SaysNext, a_judge
 from tests.support.live.store import a_state, a_turn

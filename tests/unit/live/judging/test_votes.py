@@ -10,8 +10,7 @@ from api_schemas.rollouts.sessions import MarkReason
 from rollout_service.base.errors import ServiceError
 from rollout_service.engines.errors import BackendUnreachable, NoBackendError, PromptTooLong
 from rollout_service.judging.contract import Vote, VoteOutcome
-from rollout_service.live.judging.prompt import VALUES
-from rollout_service.live.judging.turn_judge import outage, tally
+from rollout_service.live.judging.turn_judge import VALUES, outage, tally
 
 LATE = Vote(VoteOutcome.TIMED_OUT)
 UNREADABLE = Vote(VoteOutcome.UNREADABLE)

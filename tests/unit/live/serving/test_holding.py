@@ -17,7 +17,7 @@ from rollout_service.engines.errors import BackendRejected, NoBackendError
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.register import PoolHeldError
 from rollout_service.live.serving.engines import HeldPool
-from rollout_service.testing.gateway import ManualPool
+from tests.support.gateway.manual_pool import ManualPool
 
 pytestmark = pytest.mark.anyio
 REQUEST = GenerateRequest(new_request_id(), [1])

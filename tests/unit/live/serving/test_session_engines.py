@@ -19,10 +19,10 @@ from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.register import PoolHeldError
 from rollout_service.live.serving.engines import SessionEngines, Unrecorded
-from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.http import GatewaySettings
 from rollout_service.settings.live import LiveSettings
-from rollout_service.testing.gateway import ManualPool
 from rollout_service.tokens import ChatRenderer
+from tests.support.gateway.manual_pool import ManualPool
 
 pytestmark = pytest.mark.anyio
 MODEL = PoolModel(ChatRenderer.load(policy_folder("calc-tuned")), 1_000)

@@ -1,6 +1,6 @@
 """The tables of parameters as a part of `docs/reference/gateway.md`, so that the page agrees with the code.
 
-    python -m rollout_service.gateway.dialects.reference docs/reference/gateway.md
+    PYTHONPATH=packaging python -m docs_site.parameters docs/reference/gateway.md
 
 writes that part of the page again.
 """
