@@ -197,7 +197,6 @@ class Activity:
             observer.opened(self, step)
 
     def end(self, step: OpenStep, error: BaseException | None) -> None:
-        """End a step."""
         step.ended = self.moved = time.perf_counter()
         step.task = None
         if error is not None:

@@ -110,7 +110,6 @@ class AuditReport:
         return [one.index for one in self.instances if not any(one.findings())]
 
     def as_dict(self) -> dict[str, JsonValue]:
-        """Return the report as JSON."""
         rates: list[JsonValue] = [one.pass_rate for one in self.instances]
         return {
             **asdict(self),

@@ -46,7 +46,6 @@ class ResettableEvent:
 
     @property
     def is_set(self) -> bool:
-        """Whether the event is set."""
         return self._event.is_set()
 
     def set(self) -> None:

@@ -1,4 +1,4 @@
-"""The data set in an environment's folder: JSON Lines, one instance per line.
+"""The data set in an environment's folder (JSON Lines, one instance per line), and instances as models.
 
 Guarantee: every instance is a JSON object that can be stored; a line that is not is reported by its file and number,
 counted from 1.
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from api_schemas.errors import FieldError
 from rollout_service.base import strict_json
@@ -122,3 +123,22 @@ def select_split(dataset: Sequence[Instance], split: str | None, *, field: str) 
     )
     hint = f"Its splits: {there}." if known else "It has no splits: leave the field out."
     raise InvalidFieldError([FieldError(path=field, message=message)], hint=hint)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_instance(model: type[M], instance: dict[str, JsonValue], *, hint: str = "") -> M:
+    """Return an instance as a model.
+
+    Raises:
+        InvalidFieldError: A field is missing or wrong; the paths start at `instance`.
+    """
+    try:
+        return model.model_validate(instance)
+    except ValidationError as error:
+        fields = [
+            FieldError(path=".".join(["instance", *map(str, item["loc"])]), message=item["msg"])
+            for item in error.errors(include_url=False, include_input=False)
+        ]
+        raise InvalidFieldError(fields, hint=hint) from error

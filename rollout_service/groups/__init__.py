@@ -18,13 +18,14 @@ from rollout_service.groups.filters import (
     STRAGGLER,
     SURPLUS,
     FilterChain,
+    FilterRegistry,
     GroupFilter,
     GroupOutcome,
     RewardFilter,
     SampleOutcome,
     Verdict,
+    require_outcome_filters,
 )
-from rollout_service.groups.registry import FilterRegistry, require_outcome_filters
 from rollout_service.groups.scheduler import Claim, CompletionTimes, FairScheduler, StragglerRule
 from rollout_service.groups.statistics import (
     GroupStatistics,

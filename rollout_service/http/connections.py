@@ -92,7 +92,6 @@ class ConnectionSlot:
         self._connections.mark_idle(self)
 
     def mark_busy(self) -> None:
-        """Mark the connection as busy."""
         self._connections.mark_busy(self)
 
     def release(self) -> None:
@@ -142,7 +141,6 @@ class Connections:
             self._idle[slot] = None
 
     def mark_busy(self, slot: ConnectionSlot) -> None:
-        """Mark a connection as busy."""
         self._idle.pop(slot, None)
 
     def release(self, slot: ConnectionSlot) -> None:

@@ -7,19 +7,146 @@ seconds, or at once after SIGHUP. An invalid file changes nothing, and is logged
 from __future__ import annotations
 
 import hmac
+import re
 import signal
+import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import structlog
 from anyio.abc import TaskStatus
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.http.api_keys import ApiKey, check_unique, read_keys
+
+# The API's keys, and the permissions of their roles.
+#
+# Guarantees: a key is too long to be guessed; its value appears in no message and no representation. A route that is
+# not listed here needs the role `admin`, so a new route is never open by mistake.
+
+MIN_LENGTH = 16
+MAX_LENGTH = 512
+KEY_COMMAND = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
+ALPHABET = re.compile(r"[!-+\--~]+")
+"""Visible ASCII without the comma, which separates keys in a variable."""
+READ_METHODS = frozenset({"GET", "HEAD"})
+SUBMIT_PATHS = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/v1/sessions", "/process", "/cancel")
+"""The paths that the role `submit` may send changes to, with everything below them."""
+ADMIN_PATHS = frozenset({"/v1/sessions/canary"})
+"""Those among them that it may not, since they decide which weights serve."""
+
+
+class Role(StrEnum):
+    """The role of a key; each role includes those before it."""
+
+    READ = "read"
+    """Read everything: rollouts and their trajectories, runs, engines, events, metrics."""
+    SUBMIT = "submit"
+    """Submit and cancel rollouts, and work with runs and their batches."""
+    ADMIN = "admin"
+    """Everything: engines, weights, pausing and stopping the service."""
+
+    def allows(self, needed: Role) -> bool:
+        """Return whether this role includes `needed`."""
+        roles = list(Role)
+        return roles.index(self) >= roles.index(needed)
+
+
+def needed_role(method: str, path: str) -> Role:
+    """Return the lowest role that may send a request."""
+    if method in READ_METHODS:
+        return Role.READ
+    if path not in ADMIN_PATHS and any(
+        path == start or path.startswith(f"{start}/") for start in SUBMIT_PATHS
+    ):
+        return Role.SUBMIT
+    return Role.ADMIN
+
+
+class ApiKey(BaseModel):
+    """A key of the API."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=128)
+    """A name for people: error messages show it, and never the key itself."""
+    role: Role = Role.ADMIN
+    """`read`, `submit` or `admin`."""
+    key: SecretStr
+    """At least 16 characters of visible ASCII, without a comma."""
+
+    @field_validator("key")
+    @classmethod
+    def _is_strong(cls, key: SecretStr) -> SecretStr:
+        value = key.get_secret_value()
+        if not MIN_LENGTH <= len(value) <= MAX_LENGTH:
+            raise ValueError(
+                f"the key has {len(value)} characters; it needs {MIN_LENGTH} to {MAX_LENGTH}. "
+                f"Generate one with `{KEY_COMMAND}`"
+            )
+        if not ALPHABET.fullmatch(value):
+            raise ValueError(
+                f"a key is visible ASCII without spaces and commas; make one with `{KEY_COMMAND}`"
+            )
+        return key
+
+
+def name_keys(value: object) -> object:
+    """Give each key that is only a value a name and the role `admin`."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {"name": f"key-{number}", "key": key} if isinstance(key, str | SecretStr) else key
+        for number, key in enumerate(value, start=1)
+    ]
+
+
+def check_unique(keys: Sequence[ApiKey]) -> None:
+    """Check that no two keys share a name or a value.
+
+    Raises:
+        ValueError: Two keys share a name or a value.
+    """
+    for kind, values in (
+        ("name", [key.name for key in keys]),
+        ("value", [key.key.get_secret_value() for key in keys]),
+    ):
+        if len(set(values)) < len(values):
+            raise ValueError(f"two keys have the same {kind}")
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    keys: list[ApiKey] = Field(min_length=1)
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """Read the keys of a TOML file, whose `[[keys]]` tables have `name`, `role`, and `key`.
+
+    Raises:
+        ConfigurationError: The file cannot be used; the message says where it is wrong, and never quotes it.
+    """
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text())
+        return _File.model_validate(table).keys
+    except OSError as error:
+        raise ConfigurationError(f"the keys file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise ConfigurationError(f"the keys file {path} is not valid TOML") from None
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'].removeprefix('Value error, ')}"
+            for item in error.errors(include_input=False)
+        )
+        raise ConfigurationError(f"the keys file {path}: {wrong}") from None
+
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +184,6 @@ class Keyring:
         return bool(self._keys)
 
     def find(self, value: str) -> ApiKey | None:
-        """Return the key with this value, if there is one."""
         digest = sha256(value.encode()).digest()
         found = None
         for known, key in self._keys:

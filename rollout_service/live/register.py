@@ -59,7 +59,6 @@ class UserHashes:
         return cls(salt)
 
     def message_key(self) -> bytes:
-        """Return a key for hashes of users' messages."""
         return hashlib.blake2b(digest_size=_SALT_BYTES, key=self._salt, person=b"messages").digest()
 
     def of_conversation(self, session_id: str, client: str) -> str:

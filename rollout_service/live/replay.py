@@ -62,7 +62,6 @@ class PackedTurn:
                 yield canonical(arguments)
 
     def encode(self) -> bytes:
-        """Return the turn as bytes."""
         written = orjson.dumps(self.head)
         parts = [len(written).to_bytes(_LENGTH), written, *self.columns]
         return _FORMAT + zlib.compress(b"".join(parts), _LEVEL)

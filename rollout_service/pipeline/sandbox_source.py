@@ -190,7 +190,6 @@ class SandboxSource:
             await sandbox.import_path(_inside(sandbox, parent), archive)
 
     def live(self) -> list[SandboxInfo]:
-        """Return the live sandboxes."""
         return self.provider.live()
 
 

@@ -31,7 +31,7 @@ from rollout_service.engines.serving.subagent_pools import check_subagent_pool, 
 from rollout_service.environments.contract import Environment
 from rollout_service.gateway.bounds import check_sampling
 from rollout_service.groups.auxiliary import run_warnings
-from rollout_service.http.api_keys import Role
+from rollout_service.http.keyring import Role
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.planning import problem_of, warnings_of

@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_valid
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollout_service.base import private_files
-from rollout_service.http.api_keys import KEY_COMMAND, check_unique
+from rollout_service.http.keyring import KEY_COMMAND, check_unique
 from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
 from rollout_service.settings.http import GatewaySettings, HttpSettings
 from rollout_service.settings.live import LiveSettings
@@ -161,7 +161,6 @@ class Settings(BaseSettings):
 
     @property
     def node_name(self) -> str:
-        """The name of this node."""
         return (
             self.cluster.name
             or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64].lstrip("._-")

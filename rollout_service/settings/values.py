@@ -14,7 +14,7 @@ from pydantic_settings import NoDecode
 
 from api_schemas.base import Name
 from api_schemas.inference import BackendSpec
-from rollout_service.http.api_keys import ApiKey, name_keys
+from rollout_service.http.keyring import ApiKey, name_keys
 
 
 def _split(value: object) -> object:

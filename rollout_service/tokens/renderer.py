@@ -24,10 +24,10 @@ from api_schemas.trajectories import Message, ToolCall
 from rollout_service.tokens import template_bridge
 from rollout_service.tokens.arguments import ArgumentReader
 from rollout_service.tokens.errors import RendererMismatchError, RenderError
-from rollout_service.tokens.escaping import SpecialTokenEscaper
 from rollout_service.tokens.formats import ends_of_turn, format_config, resolve_format
 from rollout_service.tokens.tokenizer import (
     ChatTokenizer,
+    SpecialTokenEscaper,
     TokenBytes,
     TransformersTokenizer,
     load_tokenizer,

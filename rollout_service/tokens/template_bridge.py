@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Wire = dict[str, Any]
-"""A message in the OpenAI chat format, escaped (see `escaping`)."""
+"""A message in the OpenAI chat format, escaped (see `tokenizer`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ class ProxyRequest:
 
     @classmethod
     def decode(cls, packet: bytes) -> "ProxyRequest":
-        """Return the request of a packet."""
         return cls(**json.loads(packet))
 
 

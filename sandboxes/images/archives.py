@@ -38,7 +38,6 @@ class ImageArchive:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All tags."""
         return tuple(tag for tags in self.images for tag in tags)
 
     def number_of(self, tag: str | None) -> int:

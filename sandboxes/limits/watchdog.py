@@ -69,7 +69,6 @@ class Processes:
             self._children[process.parent].append(process)
 
     def descendants(self, pid: int) -> list[Process]:
-        """Return the descendants of a process."""
         found, at = list(self._children.get(pid, ())), 0
         while at < len(found):
             found += self._children.get(found[at].pid, ())

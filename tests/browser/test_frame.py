@@ -9,7 +9,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from api_schemas.nodes import NodeState
-from rollout_service.http.api_keys import Role
+from rollout_service.http.keyring import Role
 from tests.support.browser import canned
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.prefix_proxy import prefix_proxy

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import RolloutNodes
-from rollout_service.http.api_keys import Role
+from rollout_service.http.keyring import Role
 from rollout_service.server.trajectories import outline, token_range
 from tests.browser.rollouts.test_hostile_trajectory import ID as HOSTILE
 from tests.browser.rollouts.test_hostile_trajectory import TEXT, hostile

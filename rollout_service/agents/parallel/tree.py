@@ -46,7 +46,6 @@ class AgentTree:
 
     @property
     def rollout_id(self) -> str:
-        """The id of the rollout."""
         return self.episode.request.rollout_id or ""
 
     @property

@@ -87,7 +87,6 @@ class EnvironmentReport:
     """The secrets that it asks for, without their values."""
 
     def as_dict(self) -> dict[str, JsonValue]:
-        """Return the report for `--json`."""
         return asdict(self)
 
     def show(self, console: SafeConsole) -> None:

@@ -106,7 +106,6 @@ class GradersSandbox:
         self._has_files = True
 
     async def write_file(self, path: str, data: bytes | str) -> None:
-        """Write a file."""
         await self._sandbox.write_file(path, data)
         self._has_files = True
 
@@ -118,12 +117,10 @@ class GradersSandbox:
         return await self._sandbox.exec(argv, env=env, **options)
 
     async def bash(self) -> BashSession:
-        """Return the session of bash."""
         await self._note({})
         return await self._sandbox.bash()
 
     async def python(self) -> PythonSession:
-        """Return the session of Python."""
         await self._note({})
         return await self._sandbox.python()
 

@@ -29,9 +29,8 @@ from rollout_service.environments.bridges.openenv_session import (
 )
 from rollout_service.environments.bridges.turns import REWARDS, Consequence, Earned, score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSettings, EnvironmentSpec
-from rollout_service.environments.dataset_files import find_empty, read_files
+from rollout_service.environments.dataset_files import find_empty, read_files, read_instance
 from rollout_service.environments.declarative.declaration import DatasetTable, dataset_files, load_table
-from rollout_service.environments.instance_fields import read_instance
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.tokens import ToolSpec
 

@@ -22,7 +22,7 @@ from rollout_service.environments.builtin.lookups import (
     value,
 )
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
-from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.dataset_files import read_instance
 
 DATASET_SEED = 40_260
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError
-from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.dataset_files import read_instance
 from rollout_service.environments.swe.patches import changed_paths, split_patch
 from rollout_service.environments.swe.scripts import make_script
 from sandboxes.errors import ImagePathError

@@ -16,9 +16,18 @@ from typing import NamedTuple
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, ToolCall, Trajectory
 from rollout_service.engines.contract import NOTHING_RETURNED, Generation
-from rollout_service.gateway.capture.echoes import CaptureReport, EchoMatch, Match, RecordedTurn, TurnIndex
+from rollout_service.gateway.capture.echoes import (
+    CaptureReport,
+    EchoMatch,
+    Match,
+    RecordedTurn,
+    TurnIndex,
+    check_length,
+    find_roles,
+    quotes,
+    role_of_new,
+)
 from rollout_service.gateway.capture.history import Head, as_messages
-from rollout_service.gateway.capture.lanes import check_length, find_roles, quotes, role_of_new
 from rollout_service.gateway.capture.splitter import Splitter
 from rollout_service.gateway.contract import (
     AnswerEnd,

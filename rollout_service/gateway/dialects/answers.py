@@ -63,7 +63,6 @@ class WholeAnswer:
 
     @property
     def reasoning(self) -> str:
-        """All reasoning."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart) and part.is_reasoning)
 
     @property

@@ -94,7 +94,6 @@ class LiveAnswer:
     # -- for the sampling ------------------------------------------------------
 
     def begin(self, planned: PlannedTurn, events: Sequence[AnswerEvent]) -> None:
-        """Begin with these events."""
         self.planned = planned
         self._add(events)
 
@@ -108,7 +107,6 @@ class LiveAnswer:
                 self._add(self.planned.feed(chunk.ids))
 
     def end(self, events: Sequence[AnswerEvent]) -> None:
-        """End with these events."""
         self.ended = True
         self.planned = None  # a long prompt, while the answer may be kept until the next call
         self._add(events)

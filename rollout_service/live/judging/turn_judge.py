@@ -136,12 +136,10 @@ class TurnJudge:
 
     @property
     def pool(self) -> str:
-        """The pool that judges."""
         return self._rubric.settings.pool
 
     @property
     def asks_for_hints(self) -> bool:
-        """Whether the judge is asked for hints."""
         return self._find_hint is not None
 
     async def hint(self, turn: TurnRecord) -> FoundHint:

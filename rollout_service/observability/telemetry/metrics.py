@@ -322,7 +322,6 @@ class Metrics:
         self.parallel.clear(run)
 
     def count_stopped_run(self, error: ErrorInfo) -> None:
-        """Count a run that an error stopped."""
         self._counters[RUN_PROBLEMS].labels(error.code).inc()
 
     def count_failure(self, error: ErrorInfo) -> None:

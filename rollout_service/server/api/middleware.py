@@ -24,9 +24,8 @@ from rollout_service.base.errors import (
     UnavailableError,
 )
 from rollout_service.gateway.server.paths import GatewayRequest
-from rollout_service.http.api_keys import ApiKey, Role, needed_role
 from rollout_service.http.connections import find_slot
-from rollout_service.http.keyring import Keyring
+from rollout_service.http.keyring import ApiKey, Keyring, Role, needed_role
 from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
 from rollout_service.live.serving.app import MAY_USE_ALL, is_session_call

@@ -141,7 +141,6 @@ class Judged:
 
     @property
     def kind(self) -> StepKind:
-        """The kind of the step."""
         return self.wait.step.kind
 
     @property

@@ -103,7 +103,6 @@ class BlockedLoop:
         return (time.perf_counter() if self.ended is None else self.ended) - self.began
 
     def finding(self) -> HangFinding:
-        """Return it as a finding."""
         took = "has kept" if self.ended is None else "kept"
         return HangFinding(
             finding_id=self.finding_id,

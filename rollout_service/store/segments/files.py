@@ -71,7 +71,6 @@ class SharedFiles:
         os.fdatasync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor."""
         os.close(descriptor)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
@@ -134,7 +133,6 @@ class SharedFiles:
         return freed
 
     def names(self) -> list[str]:
-        """Return the names of all files."""
         return [path.name for path in self.folder.iterdir()]
 
     def sizes(self) -> dict[str, int]:
@@ -143,7 +141,6 @@ class SharedFiles:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of this name."""
         return (self.folder / name).exists()
 
     def changed_at(self, name: str) -> float:

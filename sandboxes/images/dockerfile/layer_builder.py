@@ -100,7 +100,6 @@ class LayerBuilder:
         return f"{self._file}:{one.line}"
 
     def failed(self, one: Instruction, result: StepResult) -> ImageBuildError:
-        """Return the error of a step that failed."""
         how = result.error or f"failed with exit code {result.exit_code}"
         if result.exit_code < 0:
             how = result.error or f"was ended by signal {-result.exit_code}"

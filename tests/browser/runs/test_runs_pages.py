@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from api_schemas.runs import RunState
 from api_schemas.runs.history import GroupPage
-from rollout_service.http.api_keys import Role
+from rollout_service.http.keyring import Role
 from tests.support.browser import canned_runs
 from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService

@@ -12,7 +12,7 @@ from pydantic import HttpUrl
 from api_schemas.inference import BackendSpec
 from api_schemas.sessions import Canary, OpenedSession, SessionRequest
 from rollout_client.client import InvalidRequestError, UnavailableError
-from rollout_service.http.api_keys import Role, needed_role
+from rollout_service.http.keyring import Role, needed_role
 from tests.support.live.child_service import Echoes, LiveService, RecordingEngine, live_service
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from rollout_service.engines.shipped import policy_folder
-from rollout_service.http.api_keys import ApiKey, Role
+from rollout_service.http.keyring import ApiKey, Role
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import Settings
 from rollout_service.testing import Replies, ScriptedEngine

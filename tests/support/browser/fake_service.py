@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 
 from api_schemas.errors import Problem
 from api_schemas.views.overview import Overview
-from rollout_service.http.api_keys import Role
+from rollout_service.http.keyring import Role
 from rollout_service.http.problems import problem_response
 from rollout_service.server.dashboard import routes as dashboard
 from tests.support.browser import canned

@@ -13,8 +13,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.http.api_keys import ApiKey, Role, needed_role
-from rollout_service.http.keyring import Keyring
+from rollout_service.http.keyring import ApiKey, Keyring, Role, needed_role
 from rollout_service.server.api.app import MODULES, create_app
 from rollout_service.settings import load_settings
 

@@ -19,7 +19,7 @@ from rollout_service.environments.bridges.games.library import GameLibrary
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
 from rollout_service.environments.bridges.turns import Consequence, score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
-from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.dataset_files import read_instance
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 
 BEGIN_SECONDS: Final = 60.0

@@ -22,8 +22,7 @@ from rollout_service.environments.bridges.nemo_gym.library import NAME, NEMO_GYM
 from rollout_service.environments.bridges.nemo_gym.server import Beginning, GymServer, GymTool, open_server
 from rollout_service.environments.bridges.turns import score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
-from rollout_service.environments.dataset_files import read_instances
-from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.dataset_files import read_instance, read_instances
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.tokens import ToolSpec

@@ -26,8 +26,7 @@ from rollout_service.environments.bridges.reasoning_gym.generate import (
     WORKER,
 )
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
-from rollout_service.environments.dataset_files import read_instances
-from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.dataset_files import read_instance, read_instances
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from sandboxes import ExecResult

@@ -26,7 +26,7 @@ from rollout_service.environments.bridges.process import LibraryProcess
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.bridges.turns import Consequence
 from rollout_service.environments.contract import Replayable
-from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.dataset_files import read_instance
 from rollout_service.episodes import ContextFullError, Episode
 from rollout_service.judging.contract import SampledText, TextSampler
 

@@ -37,8 +37,7 @@ from rollout_service.environments.bridges.verifiers.declaration import (
     read_declaration,
 )
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.dataset_files import SPLIT
-from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.dataset_files import SPLIT, read_instance
 from rollout_service.environments.libraries import AddedPackages, Library
 from rollout_service.episodes import Episode, Score
 from rollout_service.tokens import ToolSpec

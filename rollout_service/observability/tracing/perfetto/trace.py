@@ -89,7 +89,6 @@ class RolloutTrace:
         return self._events.count
 
     def add(self, rollout: RolloutAttempts) -> None:
-        """Add a rollout."""
         self.rollouts += 1
         self._calls.begin_rollout(rollout.rollout_id)
         for attempt in rollout.attempts:

@@ -31,7 +31,7 @@ from api_schemas.trajectories import Trajectory
 from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, UnavailableError
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.engines.errors import NoBackendError
-from rollout_service.http.api_keys import Role
+from rollout_service.http.keyring import Role
 from rollout_service.http.requests import cancel_on_disconnect
 from rollout_service.server.api.node_proxy import pass_on, wait_for_access
 from rollout_service.server.api.openapi_responses import extra_response, media_response, raises

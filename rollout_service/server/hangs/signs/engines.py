@@ -92,7 +92,6 @@ class EngineProbes:
             return None
 
     def signs(self, backend_id: str) -> Signs:
-        """Return the signs of an engine."""
         seen = self._seen.get(backend_id)
         if seen is None:
             return UNSEEN
@@ -127,7 +126,6 @@ class OtherVersions:
         self._since: dict[str, float] = {}
 
     def findings(self) -> Sequence[HangFinding]:
-        """Return a finding for each."""
         now = time.perf_counter()
         found = [view for view in self._views() if view.sampled_version is not None]
         self._since = {view.backend_id: self._since.get(view.backend_id, now) for view in found}

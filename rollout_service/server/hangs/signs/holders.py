@@ -56,11 +56,9 @@ class Holders:
         }
 
     def of(self, step: OpenStep) -> Holder:
-        """Return the holder of a step."""
         return self._explain[step.kind](step.name)
 
     def pause_of(self, pool: str) -> Holder | None:
-        """Return the pause of a pool, if it is paused."""
         found = self._pool(pool)
         if found is None or found.paused_at is None:
             return None

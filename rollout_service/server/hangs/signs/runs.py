@@ -24,7 +24,6 @@ class TroubledRuns:
         self._since: dict[str, float] = {}
 
     def findings(self) -> Sequence[HangFinding]:
-        """Return a finding for each."""
         now = time.perf_counter()
         found = [(run, problem) for run in self._troubled() if (problem := run.problem) is not None]
         self._since = {run.run_id: self._since.get(run.run_id, now) for run, _ in found}

@@ -74,7 +74,6 @@ class SandboxProbes:
             self._seen[sandbox_id].see(work[pid], now)
 
     def signs(self, sandbox_id: str) -> Signs:
-        """Return the signs of a sandbox."""
         seen = self._seen.get(sandbox_id)
         if seen is None:
             return UNSEEN

@@ -49,7 +49,6 @@ class RunDatabase:
         return self._connection.config.root
 
     def keys(self, run_id: str) -> RunKeys:
-        """Return the keys of a run."""
         return RunKeys(self.root, run_id)
 
     async def read(self, commands: Sequence[Command]) -> tuple[float, Replies]:

@@ -119,7 +119,6 @@ class GroupStatus:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the status with this text."""
         state, _, detail = text.partition(":")
         return cls(state, detail or None)
 

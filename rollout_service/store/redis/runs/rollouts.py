@@ -115,7 +115,6 @@ class MemberRecord:
     is_erased: bool
 
     def member(self, sample: int, rollout_id: str, *, is_straggler: bool) -> GroupMember:
-        """Return the rollout as a member of a group."""
         return GroupMember(
             sample=sample,
             rollout_id=rollout_id,

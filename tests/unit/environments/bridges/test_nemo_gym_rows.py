@@ -13,7 +13,7 @@ from api_schemas.trajectories import Message, ToolCall
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.nemo_gym.environment import GymTask
 from rollout_service.environments.bridges.nemo_gym.server import as_response, read_reward, read_verdict
-from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.dataset_files import read_instance
 from rollout_service.testing.scripted_policy import call
 
 TOOL: dict[str, JsonValue] = {"type": "function", "name": "look", "description": "Look.", "strict": True}

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 
 from api_schemas.base import TraceContext
-from rollout_service.http.api_keys import Role
+from rollout_service.http.keyring import Role
 from rollout_service.server.lifecycle import Service
 
 
