@@ -25,18 +25,16 @@ BackendId = Annotated[
 
 
 @app.command("list", epilog="Example: rollout-service backends list --json")
-def list_backends(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def list_backends(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
     """Show the engines, with their state and load."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _show(await client.backends(), as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _show(await client.backends(), as_json)
 
 
 @app.command("add", epilog="Example: rollout-service backends add http://gpu-1:30000 --renderer qwen3")
-def add(
+@common.command
+async def add(
     backend_url: Annotated[str, typer.Argument(help="The URL of the engine's server.")],
     pool: Annotated[str, typer.Option(help="The pool to add it to.")] = "policy",
     kind: Annotated[
@@ -55,52 +53,44 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Check and register an engine; rollouts use it at once."""
+    from pydantic import ValidationError
 
-    async def main() -> None:
-        from pydantic import ValidationError
+    from api_schemas.inference import BackendSpec
+    from rollout_service.base.validation import describe_problems
 
-        from api_schemas.inference import BackendSpec
-        from rollout_service.base.validation import describe_problems
-
-        values = {
-            "url": backend_url,
-            "pool": pool,
-            "kind": kind,
-            "tokenizer": tokenizer,
-            "renderer": renderer,
-            "trace": trace,
-        }
-        try:
-            spec = BackendSpec.model_validate(values)
-        except ValidationError as error:
-            raise common.CommandError("\n".join(describe_problems(error, BackendSpec))) from error
-        async with common.connect(url, key) as client:
-            _show([await client.add_backend(spec)], as_json)
-
-    common.run(main)
+    values = {
+        "url": backend_url,
+        "pool": pool,
+        "kind": kind,
+        "tokenizer": tokenizer,
+        "renderer": renderer,
+        "trace": trace,
+    }
+    try:
+        spec = BackendSpec.model_validate(values)
+    except ValidationError as error:
+        raise common.CommandError("\n".join(describe_problems(error, BackendSpec))) from error
+    async with common.connect(url, key) as client:
+        _show([await client.add_backend(spec)], as_json)
 
 
 @app.command("remove", epilog="Example: rollout-service backends remove b-1")
-def remove(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@common.command
+async def remove(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Remove an engine at once; its requests continue on other engines."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            await client.remove_backend(backend_id)
-            common.err().print(f"removed {backend_id}")
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        await client.remove_backend(backend_id)
+        common.err().print(f"removed {backend_id}")
 
 
 @app.command("drain", epilog="Example: rollout-service backends drain b-1")
-def drain(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def drain(
+    backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False
+) -> None:
     """Send an engine no new requests; it finishes those it has."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _show([await client.drain_backend(backend_id)], as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _show([await client.drain_backend(backend_id)], as_json)
 
 
 def _show(backends: list[BackendView], as_json: bool) -> None:

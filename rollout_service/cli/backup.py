@@ -24,6 +24,7 @@ SlurmJob = Annotated[
 ]
 
 
+@common.command
 def command(
     target: Annotated[Path, typer.Argument(help="A new folder for the backup.")],
     config: Config = None,
@@ -39,14 +40,10 @@ def command(
 
     The service may run. Run this on its machine, as its user. Restore the copy with `rollout-service restore`.
     """
+    from rollout_service.backup import make_backup
 
-    def main() -> None:
-        from rollout_service.backup import make_backup
-
-        with opened_places(config, state_dir, job, folder, with_store=not node_only) as places:
-            report(make_backup(places, target.absolute()), target, as_json=as_json)
-
-    common.run_blocking(main)
+    with opened_places(config, state_dir, job, folder, with_store=not node_only) as places:
+        report(make_backup(places, target.absolute()), target, as_json=as_json)
 
 
 @contextmanager

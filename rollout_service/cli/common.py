@@ -10,13 +10,17 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial, wraps
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
 if TYPE_CHECKING:
     from rollout_client.client import RolloutClient
     from rollout_service.cli.console import SafeConsole
+
+P = ParamSpec("P")
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code after SIGTERM, as shells report it."""
@@ -79,9 +83,15 @@ def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> Roll
     return RolloutClient(url, key, patience_seconds=patience_seconds, ca_file=ca_file)
 
 
-def run(command: Callable[[], Awaitable[int | None]]) -> None:
-    """Run a command's coroutine, and explain known errors, as `run_blocking` does."""
-    run_blocking(lambda: run_coroutine(command))
+def command(function: Callable[P, Awaitable[int | None] | int | None]) -> Callable[P, None]:
+    """Make a command of a function or coroutine that returns its exit code, and explain its known errors."""
+
+    @wraps(function)
+    def run(*arguments: P.args, **options: P.kwargs) -> None:
+        call: Callable[[], Any] = partial(function, *arguments, **options)
+        run_blocking(partial(run_coroutine, call) if iscoroutinefunction(function) else call)
+
+    return run
 
 
 def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:

@@ -24,34 +24,28 @@ app = typer.Typer(
     epilog="Example: rollout-service config show --rollout-workers 64",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
+@common.command
 def show(context: typer.Context, as_json: AsJson = False) -> None:
     """Show every setting's value and source: a flag, a variable, a line of the file, or the default.
 
     Takes the flags of `serve`, including --config, and shows the values that `serve` would use. Secrets are hidden.
     """
-    # Outside `main`, since typer reports a wrong flag as an error of its own.
     config, flags = _flags_of_serve(context.args)
 
-    def main() -> None:
-        from rollout_service.settings import build_settings, read_sources
+    from rollout_service.settings import build_settings, read_sources
 
-        sources = read_sources(config, **flags)
-        values = list(_values(build_settings(sources).model_dump(mode="json"), ()))
-        _show([_row(sources, path, value) for path, value in values], as_json=as_json)
-
-    common.run_blocking(main)
+    sources = read_sources(config, **flags)
+    values = list(_values(build_settings(sources).model_dump(mode="json"), ()))
+    _show([_row(sources, path, value) for path, value in values], as_json=as_json)
 
 
 @app.command("docs", epilog="Example: rollout-service config docs > settings.md")
+@common.command
 def docs() -> None:
     """Print the reference of all settings as Markdown: key, type, default, variable, flag, and meaning."""
+    from rollout_service.cli.settings_reference import reference
 
-    def main() -> None:
-        from rollout_service.cli.settings_reference import reference
-
-        common.print_line(reference().removesuffix("\n"))
-
-    common.run_blocking(main)
+    common.print_line(reference().removesuffix("\n"))
 
 
 def _flags_of_serve(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:

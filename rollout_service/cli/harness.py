@@ -17,47 +17,41 @@ app = typer.Typer(
 
 
 @app.command("list", epilog="Example: rollout-service harness list")
+@common.command
 def list_(as_json: AsJson = False) -> None:
     """List the harnesses, with the versions that their images have."""
+    from rollout_service.agents.harnesses.registry import harnesses
+    from rollout_service.cli.console import id_column, table
 
-    def main() -> None:
-        from rollout_service.agents.harnesses.registry import harnesses
-        from rollout_service.cli.console import id_column, table
-
-        presets = harnesses()
-        if as_json:
-            common.print_json([preset.model_dump(mode="json") for preset in presets])
-            return
-        rows = table(id_column("name"), "program", "version", "speaks", "image")
-        for preset in presets:
-            rows.add_row(preset.name, preset.title, preset.version, preset.dialect, preset.image or "")
-        common.out().print(rows)
-
-    common.run_blocking(main)
+    presets = harnesses()
+    if as_json:
+        common.print_json([preset.model_dump(mode="json") for preset in presets])
+        return
+    rows = table(id_column("name"), "program", "version", "speaks", "image")
+    for preset in presets:
+        rows.add_row(preset.name, preset.title, preset.version, preset.dialect, preset.image or "")
+    common.out().print(rows)
 
 
 @app.command("check", epilog="Example: rollout-service harness check codex")
-def check(
+@common.command
+async def check(
     name: Annotated[str, typer.Argument(help="A harness, from `harness list`.")],
     turns: Annotated[
         int, typer.Option(min=1, max=64, help="Steps to take, each a call of its shell tool.")
     ] = 3,
     image: Annotated[str | None, typer.Option(help="The image that has it; by default the preset's.")] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Let a scripted model drive a harness in its sandbox, and look at the recorded rollout.
 
     It succeeds if the program took every step, its work was scored, and all its turns are in one segment.
     """
+    from rollout_service.cli.harness_check import check_harness, show_check
 
-    async def main() -> int:
-        from rollout_service.cli.harness_check import check_harness, show_check
-
-        found = await check_harness(name, turns, image)
-        if as_json:
-            common.print_json(found.as_json())
-        else:
-            show_check(found)
-        return 0 if found.works else 1
-
-    common.run(main)
+    found = await check_harness(name, turns, image)
+    if as_json:
+        common.print_json(found.as_json())
+    else:
+        show_check(found)
+    return 0 if found.works else 1

@@ -27,63 +27,49 @@ Figure = Annotated[int | None, typer.Option(min=1, show_default=False)]
 
 
 @app.command("list", epilog="Example: rollout-service nodes list --url http://node-1:8080")
-def list_(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def list_(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
     """List the nodes that share the server's store. Dead ones stay until they are removed or join again."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _print_nodes(await client.nodes(), as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _print_nodes(await client.nodes(), as_json)
 
 
 @app.command("drain", epilog="Example: rollout-service nodes drain node-2")
-def drain(node: Node, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def drain(node: Node, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
     """Let a node end its rollouts and begin no more, for example before maintenance. Any server can be asked."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _print_nodes([await client.drain_node(node)], as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _print_nodes([await client.drain_node(node)], as_json)
 
 
 @app.command("resume", epilog="Example: rollout-service nodes resume node-2")
-def resume(node: Node, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def resume(node: Node, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
     """Let a drained node begin rollouts again."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _print_nodes([await client.resume_node(node)], as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _print_nodes([await client.resume_node(node)], as_json)
 
 
 @app.command("remove", epilog="Example: rollout-service nodes remove node-2")
-def remove(node: Node, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@common.command
+async def remove(node: Node, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Remove a dead node from the list."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            await client.remove_node(node)
-        common.out().print(f"removed {node}")
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        await client.remove_node(node)
+    common.out().print(f"removed {node}")
 
 
 @app.command("show", epilog="Example: rollout-service nodes show --json")
-def show(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def show(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
     """Show the workers and queues of each stage, and the sandboxes."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _print(await client.node(), as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _print(await client.node(), as_json)
 
 
 @app.command("set", epilog="Example: rollout-service nodes set --rollout-workers 64 --max-sandboxes 128")
-def change(
+@common.command
+async def change(
     init_workers: Figure = None,
     init_queue: Figure = None,
     rollout_workers: Figure = None,
@@ -107,12 +93,9 @@ def change(
         "evaluate": {"workers": evaluate_workers, "queue": evaluate_queue},
     }
 
-    async def main() -> None:
-        patch = _patch(stages, max_sandboxes)
-        async with common.connect(url, key) as client:
-            _print(await client.update_node(patch), as_json)
-
-    common.run(main)
+    patch = _patch(stages, max_sandboxes)
+    async with common.connect(url, key) as client:
+        _print(await client.update_node(patch), as_json)
 
 
 def _patch(stages: dict[str, dict[str, int | None]], ceiling: int | None) -> NodePatch:

@@ -15,6 +15,7 @@ from rollout_service.cli.slurm.jobs import JOBS, Folder
 EXAMPLE = "Example: rollout-service restore /backups/monday --config rollout.toml"
 
 
+@common.command
 def command(
     backup: Annotated[Path, typer.Argument(help="The folder of a backup.")],
     config: Config = None,
@@ -28,11 +29,7 @@ def command(
     The backup is compared with the hashes of its files first. Nothing is restored over a store, a state folder or a
     shared folder that has data.
     """
+    from rollout_service.backup import restore_backup
 
-    def main() -> None:
-        from rollout_service.backup import restore_backup
-
-        with opened_places(config, state_dir, job, folder, must_be_over=True) as places:
-            report(restore_backup(backup.absolute(), places), backup, as_json=as_json)
-
-    common.run_blocking(main)
+    with opened_places(config, state_dir, job, folder, must_be_over=True) as places:
+        report(restore_backup(backup.absolute(), places), backup, as_json=as_json)

@@ -22,7 +22,8 @@ def register(app: typer.Typer) -> None:
     app.command("history", epilog="Example: rollout-service runs history dapo-7b --json")(history)
 
 
-def groups(
+@common.command
+async def groups(
     run_id: RunId,
     state: Annotated[GroupState | None, typer.Option(help="Show only groups in this state.")] = None,
     reason: Annotated[
@@ -34,20 +35,17 @@ def groups(
     as_json: AsJson = False,
 ) -> None:
     """Show a run's groups, those that started last first, with the rewards of their samples."""
-
-    async def main() -> None:
-        found: list[GroupRow] = []
-        async with common.connect(url, key) as client:
-            async for group in client.open_run(run_id).groups(state=state, reason=reason):
-                found.append(group)
-                if len(found) == limit:
-                    break
-        _show_groups(found, as_json)
-
-    common.run(main)
+    found: list[GroupRow] = []
+    async with common.connect(url, key) as client:
+        async for group in client.open_run(run_id).groups(state=state, reason=reason):
+            found.append(group)
+            if len(found) == limit:
+                break
+    _show_groups(found, as_json)
 
 
-def history(
+@common.command
+async def history(
     run_id: RunId,
     points: Annotated[int, typer.Option(min=1, max=1_000, help="The most intervals to show.")] = 20,
     url: Url = DEFAULT_URL,
@@ -55,12 +53,8 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """Show how a run went, in intervals of closed groups, the oldest first."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _show_history(await client.open_run(run_id).history(points=points), as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _show_history(await client.open_run(run_id).history(points=points), as_json)
 
 
 def _show_groups(found: list[GroupRow], as_json: bool) -> None:

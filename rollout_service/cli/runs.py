@@ -39,6 +39,7 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite the file if it e
 
 
 @app.command("create", epilog="Example: rollout-service runs create run.json --json")
+@common.command
 def create(
     request: Annotated[
         Path,
@@ -51,30 +52,24 @@ def create(
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
-) -> None:
+) -> int | None:
     """Create a run; repeating the command with the same id and file changes nothing."""
+    order = _read(request, run_id)
 
-    def main() -> int | None:
-        order = _read(request, run_id)
-        return common.run_coroutine(lambda: created(order))
-
-    async def created(order: RunRequest) -> None:
+    async def created() -> None:
         async with common.connect(url, key) as client:
             run = await client.create_run(order)
             _show([await run.view()], as_json)
 
-    common.run_blocking(main)
+    return common.run_coroutine(created)
 
 
 @app.command("list", epilog="Example: rollout-service runs list --json")
-def list_runs(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def list_runs(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
     """Show all runs, oldest first."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _show(await client.runs(), as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _show(await client.runs(), as_json)
 
 
 @app.command("show", epilog="Example: rollout-service runs show dapo-7b")
@@ -102,7 +97,8 @@ def end(run_id: RunId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson 
 
 
 @app.command("lease", epilog="Example: rollout-service runs lease dapo-7b --output batch.json --ack")
-def lease(
+@common.command
+async def lease(
     run_id: RunId,
     output: Annotated[
         Path,
@@ -118,7 +114,7 @@ def lease(
     force: Force = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
-) -> None:
+) -> int:
     """Lease the next batch, write it to a file, and print its id.
 
     The exit code is 1 if no batch became ready in time. A batch that is not acknowledged is delivered again when its
@@ -126,25 +122,22 @@ def lease(
     """
     arrays = output.suffix == ".safetensors"
 
-    async def main() -> int:
-        _refuse_to_overwrite(output, force=force)
-        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-            run = client.open_run(run_id)
-            leased = await run.lease(timeout_seconds=timeout, lease_seconds=seconds, arrays=arrays)
-            if leased is None:
-                common.err().print(
-                    f"No batch became ready within {timeout:g} s. `rollout-service runs show {run_id}` shows why."
-                )
-                return 1
-            _write(output, leased.content)
-            common.print_line(leased.batch_id)
-            if ack:
-                await leased.ack()
-            else:
-                _say_how_to_settle(run_id, leased.batch_id, seconds)
-            return 0
-
-    common.run(main)
+    _refuse_to_overwrite(output, force=force)
+    async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+        run = client.open_run(run_id)
+        leased = await run.lease(timeout_seconds=timeout, lease_seconds=seconds, arrays=arrays)
+        if leased is None:
+            common.err().print(
+                f"No batch became ready within {timeout:g} s. `rollout-service runs show {run_id}` shows why."
+            )
+            return 1
+        _write(output, leased.content)
+        common.print_line(leased.batch_id)
+        if ack:
+            await leased.ack()
+        else:
+            _say_how_to_settle(run_id, leased.batch_id, seconds)
+        return 0
 
 
 @app.command("ack", epilog="Example: rollout-service runs ack dapo-7b dapo-7b.b0")
@@ -160,7 +153,8 @@ def nack(run_id: RunId, batch_id: BatchId, url: Url = DEFAULT_URL, key: Key = No
 
 
 @app.command("export", epilog="Example: rollout-service runs export dapo-7b --output dapo-7b.jsonl.gz")
-def export(
+@common.command
+async def export(
     run_id: RunId,
     output: Annotated[
         Path,
@@ -175,27 +169,24 @@ def export(
     key: Key = None,
 ) -> None:
     """Export the rollouts of a run's closed groups, with requests, trajectories, and rewards."""
+    _refuse_to_overwrite(output, force=force)
+    if atif:
+        from rollout_service.cli.atif import export_atif
 
-    async def main() -> None:
-        _refuse_to_overwrite(output, force=force)
-        if atif:
-            from rollout_service.cli.atif import export_atif
-
-            async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-                written, left_out = await export_atif(client.open_run(run_id), output)
-            common.out().print(f"{output}: {written} written, {left_out} left out", soft_wrap=True)
-            return
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-            try:
-                size = await client.open_run(run_id).export(output)
-            except OSError as error:
-                raise common.CommandError(str(error), hint="Name another file with --output.") from error
-            common.out().print(f"{output}: {size} bytes", soft_wrap=True)
-
-    common.run(main)
+            written, left_out = await export_atif(client.open_run(run_id), output)
+        common.out().print(f"{output}: {written} written, {left_out} left out", soft_wrap=True)
+        return
+    async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+        try:
+            size = await client.open_run(run_id).export(output)
+        except OSError as error:
+            raise common.CommandError(str(error), hint="Name another file with --output.") from error
+        common.out().print(f"{output}: {size} bytes", soft_wrap=True)
 
 
 @app.command("rescore", epilog="Example: rollout-service runs rescore dapo-7b.jsonl.gz --environment math-v2")
+@common.command
 def rescore(
     what: Annotated[
         str,
@@ -212,21 +203,14 @@ def rescore(
     ] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
-) -> None:
+) -> int | None:
     """Evaluate rollouts again without inference, and print the old and new rewards, one JSON object per line.
 
     The exit code is 1 if a rollout could not be evaluated, or if there was none.
     """
+    from rollout_service.cli.submit.files import STDIN, reread
+
     replay: Literal["needed", "always"] = "always" if always else "needed"
-
-    def main() -> int | None:
-        from rollout_service.cli.submit.files import STDIN, reread
-
-        path = Path(what)
-        if what != STDIN and (path.is_dir() or not path.exists()):
-            return common.run_coroutine(lambda: rescored(None))
-        with reread(path) as file:
-            return common.run_coroutine(lambda: rescored(file))
 
     async def rescored(file: Path | None) -> int:
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
@@ -237,7 +221,11 @@ def rescore(
             common.err().print("Nothing was evaluated: there are no rollouts in closed groups.")
         return 0 if errors and not any(errors) else 1
 
-    common.run_blocking(main)
+    path = Path(what)
+    if what != STDIN and (path.is_dir() or not path.exists()):
+        return common.run_coroutine(lambda: rescored(None))
+    with reread(path) as file:
+        return common.run_coroutine(lambda: rescored(file))
 
 
 async def _rescored(
@@ -267,13 +255,11 @@ def _print_line(result: Rescored) -> bool:
     return result.error is not None
 
 
-def _settle(run_id: str, batch_id: str, how: Literal["ack", "nack"], url: str, key: str | None) -> None:
-    async def main() -> None:
-        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-            answer = await client.open_run(run_id).settle(batch_id, how)
-        common.err().print(f"{answer.batch_id}: {answer.state}", soft_wrap=True)
-
-    common.run(main)
+@common.command
+async def _settle(run_id: str, batch_id: str, how: Literal["ack", "nack"], url: str, key: str | None) -> None:
+    async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+        answer = await client.open_run(run_id).settle(batch_id, how)
+    common.err().print(f"{answer.batch_id}: {answer.state}", soft_wrap=True)
 
 
 def _say_how_to_settle(run_id: str, batch_id: str, seconds: float) -> None:
@@ -318,14 +304,12 @@ def _read(path: Path, run_id: str | None) -> RunRequest:
     return request if run_id is None else request.model_copy(update={"run_id": run_id})
 
 
-def _change(
+@common.command
+async def _change(
     run_id: str, url: str, key: str | None, as_json: bool, change: Callable[[ClientRun], Awaitable[Run]]
 ) -> None:
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            _show([await change(client.open_run(run_id))], as_json)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        _show([await change(client.open_run(run_id))], as_json)
 
 
 def _show(runs: list[Run], as_json: bool) -> None:

@@ -26,48 +26,45 @@ SessionId = Annotated[
 
 
 @app.command("list", epilog="Example: rollout-service sessions list --json")
-def list_sessions(
+@common.command
+async def list_sessions(
     limit: Annotated[int, typer.Option(min=1, help="The most sessions to show.")] = 100,
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Show sessions, the newest first, with the numbers of their turns."""
+    from contextlib import aclosing
 
-    async def main() -> None:
-        from contextlib import aclosing
-
-        shown: list[LiveSession] = []
-        async with common.connect(url, key) as client, aclosing(client.sessions()) as sessions:
-            async for session in sessions:
-                shown.append(session)
-                if len(shown) == limit:
-                    break
-        _show_sessions(shown, as_json)
-
-    common.run(main)
+    shown: list[LiveSession] = []
+    async with common.connect(url, key) as client, aclosing(client.sessions()) as sessions:
+        async for session in sessions:
+            shown.append(session)
+            if len(shown) == limit:
+                break
+    _show_sessions(shown, as_json)
 
 
 @app.command("show", epilog="Example: rollout-service sessions show s-1")
-def show(session_id: SessionId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def show(
+    session_id: SessionId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False
+) -> None:
     """Show a session and each of its turns: its value, and whether it is trained on."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            session = await client.session(session_id)
-        if as_json:
-            common.print_json(session.model_dump(mode="json"))
-            return
-        _show_sessions([session], as_json=False)
-        _show_turns(session)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        session = await client.session(session_id)
+    if as_json:
+        common.print_json(session.model_dump(mode="json"))
+        return
+    _show_sessions([session], as_json=False)
+    _show_turns(session)
 
 
 @app.command(
     "judge", epilog='Example: rollout-service sessions judge s-1 --value -1 --text "answer in French"'
 )
-def judge(
+@common.command
+async def judge(
     session_id: SessionId,
     value: Annotated[float, typer.Option(min=-1, max=1, help="How good the answer was.")],
     turn: Annotated[
@@ -82,21 +79,18 @@ def judge(
     as_json: AsJson = False,
 ) -> None:
     """Give a turn a value, which wins over the judge's."""
-
-    async def main() -> None:
-        async with common.connect(url, key) as client:
-            answer = await client.feedback(session_id, value, turn=turn, text=text)
-        if as_json:
-            common.print_json(answer.model_dump(mode="json"))
-            return
-        late = "; a run has the turn already, so this is kept as a revision" if answer.revised else ""
-        common.out().print(f"turn {answer.turn}: {answer.value:g}{late}", soft_wrap=True)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        answer = await client.feedback(session_id, value, turn=turn, text=text)
+    if as_json:
+        common.print_json(answer.model_dump(mode="json"))
+        return
+    late = "; a run has the turn already, so this is kept as a revision" if answer.revised else ""
+    common.out().print(f"turn {answer.turn}: {answer.value:g}{late}", soft_wrap=True)
 
 
 @app.command("delete", epilog="Example: rollout-service sessions delete --user alice")
-def delete(
+@common.command
+async def delete(
     session_id: Annotated[str | None, typer.Argument(help="The session's id.", show_default=False)] = None,
     user: Annotated[
         str | None, typer.Option(help="Delete all sessions of this user instead.", show_default=False)
@@ -110,18 +104,14 @@ def delete(
     as_json: AsJson = False,
 ) -> None:
     """Delete a session, or all of a user, and show which batches with parts of them a trainer has leased."""
-
-    async def main() -> None:
-        if (session_id is None) == (user is None) or (user is None and tenant is not None):
-            raise common.CommandError("name what to delete", hint="Pass either a session's id or --user.")
-        async with common.connect(url, key) as client:
-            if user is not None:
-                deleted = await client.delete_sessions(user=user, tenant=tenant)
-            else:
-                deleted = await client.delete_session(str(session_id))
-        _show_deleted(deleted, as_json)
-
-    common.run(main)
+    if (session_id is None) == (user is None) or (user is None and tenant is not None):
+        raise common.CommandError("name what to delete", hint="Pass either a session's id or --user.")
+    async with common.connect(url, key) as client:
+        if user is not None:
+            deleted = await client.delete_sessions(user=user, tenant=tenant)
+        else:
+            deleted = await client.delete_session(str(session_id))
+    _show_deleted(deleted, as_json)
 
 
 def _show_sessions(sessions: Sequence[LiveSession], as_json: bool) -> None:

@@ -30,47 +30,41 @@ SHOWN = 20
 
 
 @app.command("check", epilog="Example: rollout-service store check --json")
-def check(config: Config = None, as_json: AsJson = False) -> None:
+@common.command
+async def check(config: Config = None, as_json: AsJson = False) -> int:
     """Say which rollouts have their trajectories in files that are not in the shared folder.
 
     Services may be running, and nothing is changed. The exit code is 1 if anything is lost.
     """
-
-    async def main() -> int:
-        async with _opened(config) as (connection, files):
-            report = await _look(connection, files)
-        _show(report, files, as_json=as_json)
-        return 1 if report.problem or report.lost else 0
-
-    common.run(main)
+    async with _opened(config) as (connection, files):
+        report = await _look(connection, files)
+    _show(report, files, as_json=as_json)
+    return 1 if report.problem or report.lost else 0
 
 
 @app.command("new-folder", epilog="Example: rollout-service store new-folder --yes")
-def new_folder(
+@common.command
+async def new_folder(
     config: Config = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; otherwise only say what is lost.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Use the folder of the settings in place of the one before, which is lost, and show what was in it.
 
     It may be empty, or hold the files that could be saved. Rollouts whose trajectories are lost keep their rewards;
     reading the trajectories fails with `record_lost`. Services that run go on by themselves.
     """
+    from rollout_service.store.redis.lost_trajectories import begin_again
 
-    async def main() -> int:
-        from rollout_service.store.redis.lost_trajectories import begin_again
-
-        async with _opened(config) as (connection, files):
+    async with _opened(config) as (connection, files):
+        report = await _look(connection, files)
+        if yes:
+            await begin_again(connection, files)
             report = await _look(connection, files)
-            if yes:
-                await begin_again(connection, files)
-                report = await _look(connection, files)
-        _show(report, files, as_json=as_json)
-        if not yes:
-            common.err().print("nothing was changed; --yes begins again with this folder")
-        return 0
-
-    common.run(main)
+    _show(report, files, as_json=as_json)
+    if not yes:
+        common.err().print("nothing was changed; --yes begins again with this folder")
+    return 0
 
 
 @asynccontextmanager

@@ -14,7 +14,8 @@ EXAMPLE = "Example: rollout-service trace my-run -o run.json.gz"
 VIEWER = "https://ui.perfetto.dev"
 
 
-def command(
+@common.command
+async def command(
     names: Annotated[
         list[str],
         typer.Argument(
@@ -28,13 +29,9 @@ def command(
     key: Key = None,
 ) -> None:
     """Write the steps of rollouts, with their engines and sandboxes, as a trace for Perfetto."""
+    from rollout_service.cli.trace_file import write_trace
 
-    async def main() -> None:
-        from rollout_service.cli.trace_file import write_trace
-
-        async with common.connect(url, key) as client:
-            written = await write_trace(client, names, output)
-        rollouts = common.count(written.rollouts, "rollout")
-        common.err().print(f"{output}: {rollouts}, {written.events} events. Open it at {VIEWER}")
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        written = await write_trace(client, names, output)
+    rollouts = common.count(written.rollouts, "rollout")
+    common.err().print(f"{output}: {rollouts}, {written.events} events. Open it at {VIEWER}")

@@ -37,7 +37,8 @@ class DemoPolicy(StrEnum):
     BASE = "calc-base"
 
 
-def command(
+@common.command
+async def command(
     rollouts: Annotated[int, typer.Option(min=1, help="Number of rollouts.")] = 16,
     sandbox: Annotated[
         DemoSandbox, typer.Option(help="What runs the tools; local isolates nothing.")
@@ -82,35 +83,29 @@ def command(
         typer.Option("--json", help="Write the figures as JSON: to FIGURES, or to stdout if it is left out."),
     ] = False,
     figures: Annotated[Path | None, typer.Argument(help="With --json: file for the figures.")] = None,
-) -> None:
+) -> int:
     """Start a server, roll out calculation tasks in sandboxes, and show what a trainer gets.
 
     The exit code is 0 only if every trajectory passes the invariants and, with calc-tuned, 90 % of the rollouts
     succeed.
     """
+    from rollout_service.cli.demo.run import DemoPlan, run_demo
 
-    async def main() -> int:
-        from rollout_service.cli.demo.run import DemoPlan, run_demo
+    if figures is not None and not as_json:
+        raise common.CommandError(f"unexpected argument {figures}", hint=f"Did you mean --json {figures}?")
 
-        if figures is not None and not as_json:
-            raise common.CommandError(
-                f"unexpected argument {figures}", hint=f"Did you mean --json {figures}?"
-            )
-
-        plan = DemoPlan(
-            rollouts=rollouts,
-            sandbox=sandbox,
-            engine=engine,
-            policy=policy,
-            concurrency=concurrency,
-            temperature=temperature,
-            seed=seed,
-            nodes=nodes,
-            stay=stay,
-        )
-        result = await run_demo(plan, state_dir, output, quiet=as_json and figures is None)
-        if as_json:
-            result.write(figures)
-        return result.exit_code
-
-    common.run(main)
+    plan = DemoPlan(
+        rollouts=rollouts,
+        sandbox=sandbox,
+        engine=engine,
+        policy=policy,
+        concurrency=concurrency,
+        temperature=temperature,
+        seed=seed,
+        nodes=nodes,
+        stay=stay,
+    )
+    result = await run_demo(plan, state_dir, output, quiet=as_json and figures is None)
+    if as_json:
+        result.write(figures)
+    return result.exit_code

@@ -24,6 +24,7 @@ EXAMPLE = "Example: rollout-service doctor --batch batch.safetensors --model /ch
 STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 
 
+@common.command
 def command(
     config: Annotated[
         Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")
@@ -54,7 +55,7 @@ def command(
     ] = None,
     stacks: Annotated[bool, typer.Option("--stacks", help="With --live: show where each waits.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Check that this machine has everything that the service needs, and show how to add missing parts.
 
     `missing` keeps the service from running rollouts, and makes the exit code 1; `limited` works, with reduced
@@ -62,21 +63,17 @@ def command(
     instead, and show the differences by token, version, and position. With --live, ask the service at --url; the exit
     code is 1 if something is wrong.
     """
+    if live:
+        from rollout_service.cli.doctor.live import check_live
 
-    def main() -> int:
-        if live:
-            from rollout_service.cli.doctor.live import check_live
-
-            return check_live(url, key, state_dir, config, stacks=stacks, as_json=as_json)
-        if stacks:
-            raise CommandError("--stacks is only for a service that runs", hint="Add --live.")
-        if batch is not None and model is not None:
-            return _compare(batch, model, temperature, output, as_json=as_json)
-        if batch is not None or model is not None:
-            raise CommandError("--batch and --model must be given together", hint="Pass both, or neither.")
-        return _check(config, state_dir, as_json=as_json)
-
-    common.run_blocking(main)
+        return check_live(url, key, state_dir, config, stacks=stacks, as_json=as_json)
+    if stacks:
+        raise CommandError("--stacks is only for a service that runs", hint="Add --live.")
+    if batch is not None and model is not None:
+        return _compare(batch, model, temperature, output, as_json=as_json)
+    if batch is not None or model is not None:
+        raise CommandError("--batch and --model must be given together", hint="Pass both, or neither.")
+    return _check(config, state_dir, as_json=as_json)
 
 
 def _check(config: Path | None, state_dir: Path | None, *, as_json: bool) -> int:

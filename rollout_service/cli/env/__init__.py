@@ -45,28 +45,26 @@ ServerUrl = Annotated[str | None, typer.Option("--url", help="Use this server in
 
 
 @app.command("list", epilog="Example: rollout-service env list --url http://127.0.0.1:8080")
-def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = False) -> None:
+@common.command
+async def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = False) -> None:
     """Show the environments that are installed on this machine, or that a server has."""
+    from rollout_service.cli.env.check import environment_table, list_installed
 
-    async def main() -> None:
-        from rollout_service.cli.env.check import environment_table, list_installed
-
-        if url is None:
-            specs, problems = list_installed()
-            for problem in problems:
-                common.err().print(problem, style="red", soft_wrap=True)
-        else:
-            async with common.connect(url, key) as client:
-                specs = [found.model_dump(mode="json") for found in await client.environments()]
-        if as_json:
-            common.print_json(specs)
-        else:
-            common.out().print(environment_table(specs))
-
-    common.run(main)
+    if url is None:
+        specs, problems = list_installed()
+        for problem in problems:
+            common.err().print(problem, style="red", soft_wrap=True)
+    else:
+        async with common.connect(url, key) as client:
+            specs = [found.model_dump(mode="json") for found in await client.environments()]
+    if as_json:
+        common.print_json(specs)
+    else:
+        common.out().print(environment_table(specs))
 
 
 @app.command("new", epilog="Example: rollout-service env new word-count --folder environments")
+@common.command
 def new(
     name: Annotated[str, typer.Argument(help="The environment's name: letters, digits, '.', '_', or '-'.")],
     folder: Annotated[Path, typer.Option(help="Folder to make the folder NAME in.")] = Path(),
@@ -79,20 +77,17 @@ def new(
     `files`: the agent writes a file. `terminal`: it works in a shell. `stem`: it answers with a number. `mcp`: it uses
     the tools of a server. `swe`: it repairs code, which hidden cases test.
     """
+    from rollout_service.cli.env.new import make_environment
 
-    def main() -> None:
-        from rollout_service.cli.env.new import make_environment
-
-        made = make_environment(name, folder, template)
-        common.err().print(f"made {made}; now try:", soft_wrap=True)
-        run = f"run {made} --script {made / 'solution.jsonl'}"
-        for command in (f"check {made}", run, f"audit {made}"):
-            common.err().print(f"  rollout-service env {command}", soft_wrap=True)
-
-    common.run_blocking(main)
+    made = make_environment(name, folder, template)
+    common.err().print(f"made {made}; now try:", soft_wrap=True)
+    run = f"run {made} --script {made / 'solution.jsonl'}"
+    for command in (f"check {made}", run, f"audit {made}"):
+        common.err().print(f"  rollout-service env {command}", soft_wrap=True)
 
 
 @app.command("add", epilog="Example: rollout-service env add ./terminal-tasks")
+@common.command
 def add(
     folder: Annotated[
         Path,
@@ -103,25 +98,22 @@ def add(
     ] = None,
 ) -> None:
     """Add an environment to the settings file, so that the service has it from its next start on."""
+    import os
 
-    def main() -> None:
-        import os
+    from rollout_service.cli.env.add import add_to_settings
+    from rollout_service.cli.env.check import load_environment
 
-        from rollout_service.cli.env.add import add_to_settings
-        from rollout_service.cli.env.check import load_environment
-
-        place = folder.expanduser().absolute()
-        name = load_environment(str(place)).spec.name
-        file = config or Path(os.environ.get("ROLLOUT_CONFIG", "rollout.toml"))
-        is_new = add_to_settings(file, place)
-        common.err().print(f"{file}: {name} {'added' if is_new else 'was there'}", soft_wrap=True)
-
-    common.run_blocking(main)
+    place = folder.expanduser().absolute()
+    name = load_environment(str(place)).spec.name
+    file = config or Path(os.environ.get("ROLLOUT_CONFIG", "rollout.toml"))
+    is_new = add_to_settings(file, place)
+    common.err().print(f"{file}: {name} {'added' if is_new else 'was there'}", soft_wrap=True)
 
 
 @app.command(
     "build", epilog="Example: rollout-service env build ./terminal-tasks --base debian:12=debian.sif"
 )
+@common.command
 def build(
     environment: Environment,
     base: Annotated[
@@ -132,20 +124,17 @@ def build(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Build images again even if they exist.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Build the images of an environment's tasks from their Dockerfiles; unchanged ones are not built again."""
+    from rollout_service.cli.common import name_value_pairs
+    from rollout_service.cli.env.images import ImageBuild, build_images
 
-    def main() -> int:
-        from rollout_service.cli.common import name_value_pairs
-        from rollout_service.cli.env.images import ImageBuild, build_images
-
-        bases = name_value_pairs(base or [], "--base")
-        return build_images(environment, ImageBuild(bases, jobs, force), as_json=as_json)
-
-    common.run_blocking(main)
+    bases = name_value_pairs(base or [], "--base")
+    return build_images(environment, ImageBuild(bases, jobs, force), as_json=as_json)
 
 
 @app.command("prepare", epilog="Example: rollout-service env prepare tasks.jsonl --environment swe --jobs 4")
+@common.command
 def prepare(
     what: Annotated[
         str,
@@ -170,31 +159,28 @@ def prepare(
     url: Annotated[str | None, typer.Option("--url", help="The server of the run.")] = None,
     key: Key = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Pull or build the images of all instances of a data set, ahead of a run.
 
     Each image is made once, and those that are there are skipped, so a second call goes on after an interruption. No
     image is begun that would leave too little space. Failures are listed at the end, and make the exit code 1.
     """
+    from rollout_service.cli.common import name_value_pairs
+    from rollout_service.cli.env.dataset_part import FILES, part_of_environment, part_of_file, part_of_run
+    from rollout_service.cli.env.prepare import prepare as make_images
 
-    def main() -> int:
-        from rollout_service.cli.common import name_value_pairs
-        from rollout_service.cli.env.dataset_part import FILES, part_of_environment, part_of_file, part_of_run
-        from rollout_service.cli.env.prepare import prepare as make_images
-
-        if url is not None:
-            part = part_of_run(url, key, what)
-        elif Path(what).suffix in FILES:
-            part = part_of_file(Path(what), environment)
-        else:
-            part = part_of_environment(what, split)
-        bases = name_value_pairs(base or [], "--base")
-        return make_images(part, bases=bases, jobs=jobs, as_json=as_json)
-
-    common.run_blocking(main)
+    if url is not None:
+        part = part_of_run(url, key, what)
+    elif Path(what).suffix in FILES:
+        part = part_of_file(Path(what), environment)
+    else:
+        part = part_of_environment(what, split)
+    bases = name_value_pairs(base or [], "--base")
+    return make_images(part, bases=bases, jobs=jobs, as_json=as_json)
 
 
 @app.command("check", epilog="Example: rollout-service env check ./word-count")
+@common.command
 def check(
     environment: Environment,
     solve: Annotated[
@@ -213,32 +199,29 @@ def check(
     url: PoolsUrl = None,
     key: Key = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Validate an environment: its settings, its images, and every instance of its data set.
 
     Each finding says what is wrong, and where. The exit code is 1 if there are any.
     """
+    from rollout_service.cli.env.check import check_environment, with_solutions
 
-    def main() -> int:
-        from rollout_service.cli.env.check import check_environment, with_solutions
+    report = check_environment(environment)
+    if solve:
+        from rollout_service.cli.env.engines import PoolModels
 
-        report = check_environment(environment)
-        if solve:
-            from rollout_service.cli.env.engines import PoolModels
-
-            pools = PoolModels.read(pool_model, pool_script, url, key)
-            report = with_solutions(report, environment, limit=limit, at_once=at_once, good=good, pools=pools)
-        if as_json:
-            common.print_json(report.as_dict())
-        else:
-            report.show(common.out())
-        return 1 if report.findings else 0
-
-    common.run_blocking(main)
+        pools = PoolModels.read(pool_model, pool_script, url, key)
+        report = with_solutions(report, environment, limit=limit, at_once=at_once, good=good, pools=pools)
+    if as_json:
+        common.print_json(report.as_dict())
+    else:
+        report.show(common.out())
+    return 1 if report.findings else 0
 
 
 @app.command("attack", epilog="Example: rollout-service env attack ./word-count")
-def attack(
+@common.command
+async def attack(
     environment: Environment,
     instance: Annotated[
         str | None, typer.Option(help="Instance to attack, as JSON; by default, the data set's first.")
@@ -250,25 +233,22 @@ def attack(
     url: PoolsUrl = None,
     key: Key = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Run scripted reward hacks against an environment's grading.
 
     Each attack is a rollout of its own in real sandboxes. `held`: it got no more than an agent that does nothing.
     `forged`: it got more. `nulled`: it got no reward at all. `not promised`: it succeeded by changing the programs of a
     grader in the agent's own sandbox, which is not protected. The exit code is 1 if any attack was forged or nulled.
     """
+    from rollout_service.cli.env.attack import attack as run_attacks
+    from rollout_service.cli.env.engines import PoolModels
 
-    async def main() -> int:
-        from rollout_service.cli.env.attack import attack as run_attacks
-        from rollout_service.cli.env.engines import PoolModels
-
-        pools = PoolModels.read(pool_model, pool_script, url, key)
-        return await run_attacks(environment, instance, only or [], at_once, pools, as_json=as_json)
-
-    common.run(main)
+    pools = PoolModels.read(pool_model, pool_script, url, key)
+    return await run_attacks(environment, instance, only or [], at_once, pools, as_json=as_json)
 
 
 @app.command("install", epilog="Example: rollout-service env install swe")
+@common.command
 def install(
     name: Annotated[
         str,
@@ -279,17 +259,14 @@ def install(
 
     Nothing is done if they are there. They come from the package index that uv or pip is configured with.
     """
+    from rollout_service.cli.env.install import install_library
 
-    def main() -> None:
-        from rollout_service.cli.env.install import install_library
-
-        common.out().print(str(install_library(name)), soft_wrap=True)
-
-    common.run_blocking(main)
+    common.out().print(str(install_library(name)), soft_wrap=True)
 
 
 @app.command("audit", epilog="Example: rollout-service env audit ./word-count --runs 5")
-def audit(
+@common.command
+async def audit(
     environment: Environment,
     instance: Annotated[
         str | None, typer.Option(help="Instance to audit, as JSON, instead of the data set's.")
@@ -309,28 +286,23 @@ def audit(
     url: PoolsUrl = None,
     key: Key = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Run tasks with an idle agent and with the environment's own solution, and report on their quality.
 
     Finds tasks that the solution does not solve or that an idle agent does, rewards that change from run to run, and
     files of the grader or answers that the agent can read. Measures the time of each stage and the memory. The exit
     code is 1 if anything is wrong.
     """
+    from rollout_service.cli.env.audit import audit as run_audit
+    from rollout_service.cli.env.engines import PoolModels
 
-    async def main() -> int:
-        from rollout_service.cli.env.audit import audit as run_audit
-        from rollout_service.cli.env.engines import PoolModels
-
-        pools = PoolModels.read(pool_model, pool_script, url, key)
-        return await run_audit(
-            environment, instance, instances, runs, at_once, backend, pools, as_json=as_json
-        )
-
-    common.run(main)
+    pools = PoolModels.read(pool_model, pool_script, url, key)
+    return await run_audit(environment, instance, instances, runs, at_once, backend, pools, as_json=as_json)
 
 
 @app.command("run", epilog="Example: rollout-service env run ./word-count --script word-count/solution.jsonl")
-def run(
+@common.command
+async def run(
     environment: Environment,
     index: Annotated[int, typer.Option(min=0, help="Index of the instance in the data set, from 0.")] = 0,
     instance: Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")] = None,
@@ -348,28 +320,23 @@ def run(
     url: ServerUrl = None,
     key: Key = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Roll out one task with a scripted or real model, and show its whole trajectory.
 
     Uses a server of its own that ends with the command, or the one at --url. The exit code is 1 if the rollout has no
     result; a wrong answer is a result.
     """
+    from rollout_service.cli.env.engines import PoolModels
+    from rollout_service.cli.env.run import OwnServer, run_one
 
-    async def main() -> int:
-        from rollout_service.cli.env.engines import PoolModels
-        from rollout_service.cli.env.run import OwnServer, run_one
-
-        pools = PoolModels.read(pool_model, pool_script)
-        own = OwnServer(
-            environment, backend=backend, script=script, model=model, sandbox=sandbox, pools=pools
-        )
-        return await run_one(own, index, instance, url, key, as_json=as_json)
-
-    common.run(main)
+    pools = PoolModels.read(pool_model, pool_script)
+    own = OwnServer(environment, backend=backend, script=script, model=model, sandbox=sandbox, pools=pools)
+    return await run_one(own, index, instance, url, key, as_json=as_json)
 
 
 @app.command("shell", epilog="Example: rollout-service env shell ./word-count --index 2 --stage evaluate")
-def shell(
+@common.command
+async def shell(
     environment: Environment,
     index: Annotated[int, typer.Option(min=0, help="Index of the instance in the data set, from 0.")] = 0,
     instance: Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")] = None,
@@ -382,22 +349,19 @@ def shell(
     solve: Annotated[
         bool, typer.Option("--solve", help="First run the environment's own solution in the agent's place.")
     ] = False,
-) -> None:
+) -> int:
     """Open a shell in the sandbox of an instance, as the agent or the grader finds it.
 
     The sandbox is removed when the shell ends. The exit code is the shell's.
     """
+    from rollout_service.cli.env.shell import open_shell
 
-    async def main() -> int:
-        from rollout_service.cli.env.shell import open_shell
-
-        return await open_shell(environment, index, instance, stage, solve=solve)
-
-    common.run(main)
+    return await open_shell(environment, index, instance, stage, solve=solve)
 
 
 @app.command("serve", epilog="Example: rollout-service env serve ./word-count --port 8000 --sessions 8")
-def serve(
+@common.command
+async def serve(
     environment: Environment,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 for any that is free.")] = 8000,
@@ -415,14 +379,10 @@ def serve(
     Each client has an episode of its own, in a sandbox that ends with its connection. The protocol has no keys, so an
     address beyond loopback is refused without --without-key.
     """
+    from rollout_service.cli.env.engines import PoolModels
+    from rollout_service.cli.env.serve import check_host
+    from rollout_service.cli.env.serve import serve as serve_environment
 
-    async def main() -> None:
-        from rollout_service.cli.env.engines import PoolModels
-        from rollout_service.cli.env.serve import check_host
-        from rollout_service.cli.env.serve import serve as serve_environment
-
-        check_host(host, without_key=without_key)
-        pools = PoolModels.read(pool_model, pool_script, url, key)
-        await serve_environment(environment, host, port, sessions, pools)
-
-    common.run(main)
+    check_host(host, without_key=without_key)
+    pools = PoolModels.read(pool_model, pool_script, url, key)
+    await serve_environment(environment, host, port, sessions, pools)

@@ -65,6 +65,7 @@ class BuildNetwork(Enum):
     epilog="Example: rollout-service image build base   or: rollout-service image build codex   "
     "or: rollout-service image build task/Dockerfile --base debian:12=debian.sif",
 )
+@common.command
 def build(
     images: Annotated[
         list[str],
@@ -122,30 +123,24 @@ def build(
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Build an image from a definition, a Dockerfile, harnesses or a folder; an unchanged one is not built again."""
-
-    def main() -> int:
-        if every or any(is_dockerfile(one) for one in images):
-            arguments, bases = (
-                common.name_value_pairs(build_arg or [], "--build-arg"),
-                common.name_value_pairs(base or [], "--base"),
-            )
-            where: Literal["host", "none"] = "none" if network is BuildNetwork.NONE else "host"
-            flags = DockerfileFlags(
-                context, arguments, target, bases, where, max_gb, not no_cache, jobs, every
-            )
-            return build_files(images, name, flags, force=force, as_json=as_json)
-        if len(images) > 1 or any((name, context, build_arg, target, base, max_gb, no_cache)):
-            raise common.CommandError(
-                f"{images[0]!r} is a name, not the path of a Dockerfile",
-                hint=f"Write ./{images[0]}/Dockerfile.",
-            )
-        source = _named_source(images[0], definition, tree, harness or [], common.name_value_pairs(arg or []))
-        provide(source, images[0], force=force, as_json=as_json)
-        return 0
-
-    common.run_blocking(main)
+    if every or any(is_dockerfile(one) for one in images):
+        arguments, bases = (
+            common.name_value_pairs(build_arg or [], "--build-arg"),
+            common.name_value_pairs(base or [], "--base"),
+        )
+        where: Literal["host", "none"] = "none" if network is BuildNetwork.NONE else "host"
+        flags = DockerfileFlags(context, arguments, target, bases, where, max_gb, not no_cache, jobs, every)
+        return build_files(images, name, flags, force=force, as_json=as_json)
+    if len(images) > 1 or any((name, context, build_arg, target, base, max_gb, no_cache)):
+        raise common.CommandError(
+            f"{images[0]!r} is a name, not the path of a Dockerfile",
+            hint=f"Write ./{images[0]}/Dockerfile.",
+        )
+    source = _named_source(images[0], definition, tree, harness or [], common.name_value_pairs(arg or []))
+    provide(source, images[0], force=force, as_json=as_json)
+    return 0
 
 
 def _named_source(
@@ -174,6 +169,7 @@ def _named_source(
 
 
 @app.command("pull", epilog="Example: rollout-service image pull docker://python:3.12-slim --name python")
+@common.command
 def pull(
     reference: Annotated[
         str,
@@ -189,18 +185,15 @@ def pull(
     as_json: AsJson = False,
 ) -> None:
     """Pull an image from a registry, or make one from an archive."""
+    from sandboxes.images.sources import source_of_reference
 
-    def main() -> None:
-        from sandboxes.images.sources import source_of_reference
-
-        provide(source_of_reference(reference, https=not no_https), name, force=force, as_json=as_json)
-
-    common.run_blocking(main)
+    provide(source_of_reference(reference, https=not no_https), name, force=force, as_json=as_json)
 
 
 @app.command(
     "import", epilog="Example: rollout-service image import saved.tar --tag python:3.12 --name python"
 )
+@common.command
 def import_archive(
     file: Annotated[Path, typer.Argument(help="An OCI archive, or what `docker save` wrote.")],
     tag: Annotated[str | None, typer.Option(help="Which image, if the archive has many.")] = None,
@@ -211,54 +204,46 @@ def import_archive(
     as_json: AsJson = False,
 ) -> None:
     """Make an image from an archive of images, of whichever kind."""
+    from sandboxes.images.sources import ArchiveSource
 
-    def main() -> None:
-        from sandboxes.images.sources import ArchiveSource
-
-        provide(ArchiveSource(file.expanduser().absolute(), tag), name, force=force, as_json=as_json)
-
-    common.run_blocking(main)
+    provide(ArchiveSource(file.expanduser().absolute(), tag), name, force=force, as_json=as_json)
 
 
 @app.command("list", epilog="Example: rollout-service image list --json")
+@common.command
 def list_images(as_json: AsJson = False) -> None:
     """Show the images on this machine."""
-    common.run_blocking(lambda: show_images(image_store(read_settings()).list(), as_json=as_json))
+    show_images(image_store(read_settings()).list(), as_json=as_json)
 
 
 @app.command("inspect", epilog="Example: rollout-service image inspect base")
-def inspect(image: Image, as_json: AsJson = False) -> None:
+@common.command
+def inspect(image: Image, as_json: AsJson = False) -> int:
     """Show the features of an image, and those that sandboxes miss, without running anything in it.
 
     The exit code is 1 if it lacks something that sessions or files need.
     """
-
-    def main() -> int:
-        settings = read_settings()
-        path = image_store(settings).resolve(image)
-        facts = unpacked_images(settings).facts(path)
-        show_facts(path, facts, as_json=as_json)
-        return 1 if facts.missing else 0
-
-    common.run_blocking(main)
+    settings = read_settings()
+    path = image_store(settings).resolve(image)
+    facts = unpacked_images(settings).facts(path)
+    show_facts(path, facts, as_json=as_json)
+    return 1 if facts.missing else 0
 
 
 @app.command("remove", epilog="Example: rollout-service image remove python")
+@common.command
 def remove(
     name: Annotated[
         str, typer.Argument(help="The image's name, from `image list`.", autocompletion=completion.images)
     ],
 ) -> None:
     """Remove an image; running sandboxes keep theirs."""
-
-    def main() -> None:
-        image_store(read_settings()).remove(name)
-        common.err().print(f"removed {name}")
-
-    common.run_blocking(main)
+    image_store(read_settings()).remove(name)
+    common.err().print(f"removed {name}")
 
 
 @app.command("prune", epilog="Example: rollout-service image prune --budget-gb 20 --dry-run")
+@common.command
 def prune(
     budget_gb: Annotated[
         float | None,
@@ -284,24 +269,20 @@ def prune(
 
     Images that an environment or a sandbox uses are kept. Leftovers of killed builds are removed.
     """
-
-    def main() -> None:
-        settings = read_settings()
-        store, unpacked = image_store(settings), unpacked_images(settings)
-        budgets = settings.images_budget_bytes, unpacked_budget(settings), settings.layers_budget_bytes
-        if budget_gb is not None:
-            budgets = (int(budget_gb * 1e9),) * 3
-        how: dict[str, Any] = {"dry_run": dry_run}
-        if idle_hours is not None:
-            how["grace_seconds"] = idle_hours * 3600
-        decided = [
-            *unpacked.prune(budgets[1], **how),
-            *image_builder(settings).layers.prune(budgets[2], **how),
-            *store.prune(budgets[0], keep=used_images(settings), **how),
-        ]
-        show_pruned(decided, dry_run=dry_run, as_json=as_json)
-
-    common.run_blocking(main)
+    settings = read_settings()
+    store, unpacked = image_store(settings), unpacked_images(settings)
+    budgets = settings.images_budget_bytes, unpacked_budget(settings), settings.layers_budget_bytes
+    if budget_gb is not None:
+        budgets = (int(budget_gb * 1e9),) * 3
+    how: dict[str, Any] = {"dry_run": dry_run}
+    if idle_hours is not None:
+        how["grace_seconds"] = idle_hours * 3600
+    decided = [
+        *unpacked.prune(budgets[1], **how),
+        *image_builder(settings).layers.prune(budgets[2], **how),
+        *store.prune(budgets[0], keep=used_images(settings), **how),
+    ]
+    show_pruned(decided, dry_run=dry_run, as_json=as_json)
 
 
 # Makes images, shows how far that is, and prunes what then exceeds the budgets.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rollout-service show r-1 --color logprob"
 
 
-def command(
+@common.command
+async def command(
     rollout_id: Annotated[
         str,
         typer.Argument(
@@ -67,27 +68,23 @@ def command(
     Control characters and other invisible ones are shown as escapes. Through a pipe, or without colors, brackets
     replace the colors.
     """
+    from rollout_service.cli.show.trajectory import render_head
+    from rollout_service.cli.show.tree import render_tree
 
-    async def main() -> None:
-        from rollout_service.cli.show.trajectory import render_head
-        from rollout_service.cli.show.tree import render_tree
-
-        async with common.connect(url, key) as client:
-            if html is not None:
-                await _save(client, rollout_id, html)
-            rollout = await client.get(rollout_id, trajectory=as_json and color is not None)
-            nodes = await client.rollout_nodes(rollout_id) if tree else None
-            if as_json:
-                common.print_json((nodes or rollout).model_dump(mode="json"))
-                return
-            console = common.out(color=not no_color)
-            console.print(render_head(rollout))
-            if nodes is not None:
-                console.print(render_tree(nodes))
-            if color is not None:
-                await _show_tokens(client, console, rollout_id, color, node, pager=not no_pager)
-
-    common.run(main)
+    async with common.connect(url, key) as client:
+        if html is not None:
+            await _save(client, rollout_id, html)
+        rollout = await client.get(rollout_id, trajectory=as_json and color is not None)
+        nodes = await client.rollout_nodes(rollout_id) if tree else None
+        if as_json:
+            common.print_json((nodes or rollout).model_dump(mode="json"))
+            return
+        console = common.out(color=not no_color)
+        console.print(render_head(rollout))
+        if nodes is not None:
+            console.print(render_tree(nodes))
+        if color is not None:
+            await _show_tokens(client, console, rollout_id, color, node, pager=not no_pager)
 
 
 async def _save(client: RolloutClient, rollout_id: str, file: Path) -> None:

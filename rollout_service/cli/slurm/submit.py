@@ -23,7 +23,8 @@ EXAMPLE = (
 ENGINES, REDIS = "Engines", "Redis"
 
 
-def command(
+@common.command
+async def command(
     trainer: Annotated[
         list[str] | None, typer.Argument(help="A program to run against the service; the job ends with it.")
     ] = None,
@@ -95,11 +96,8 @@ def command(
     """
     given, jobs = dict(locals()), folder.expanduser().absolute()
 
-    async def main() -> None:
-        spec = _spec(given | {"join": None if join is None else _joined(join, jobs)})
-        await _submit(spec, jobs, dry_run=dry_run, write_only=write_only, as_json=as_json)
-
-    common.run(main)
+    spec = _spec(given | {"join": None if join is None else _joined(join, jobs)})
+    await _submit(spec, jobs, dry_run=dry_run, write_only=write_only, as_json=as_json)
 
 
 def _spec(given: dict[str, Any]) -> JobSpec:

@@ -16,18 +16,15 @@ if TYPE_CHECKING:
     from rollout_service.cluster.slurm.folder import JobFolder
 
 
-def status(
+@common.command
+async def status(
     job: Job = None,
     folder: Folder = JOBS,
     wait: Annotated[float, typer.Option(min=0, help="Wait so many seconds for a node that is ready.")] = 0,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Show a job's state, its nodes and engines, its address, and where its key is."""
-
-    async def main() -> int:
-        return await _status(find(job, folder), wait, as_json=as_json)
-
-    common.run(main)
+    return await _status(find(job, folder), wait, as_json=as_json)
 
 
 async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
@@ -95,6 +92,7 @@ async def _ready_url(folder: JobFolder) -> tuple[str | None, list[str]]:
     return None, reasons
 
 
+@common.command
 def logs(
     job: Job = None,
     folder: Folder = JOBS,
@@ -102,20 +100,17 @@ def logs(
     lines: Annotated[int, typer.Option(min=1, help="How many lines of each.")] = 50,
 ) -> None:
     """Print the ends of a job's logs."""
-
-    def main() -> None:
-        found = sorted((find(job, folder).path / "logs").glob(f"{part or '*'}.log"))
-        if not found:
-            raise common.CommandError("there is no such log yet", hint="Leave out --part to see all logs.")
-        for file in found:
-            common.print_line(f"==> {file}")
-            for line in file.read_text(errors="replace").splitlines()[-lines:]:
-                common.print_line(line)
-
-    common.run_blocking(main)
+    found = sorted((find(job, folder).path / "logs").glob(f"{part or '*'}.log"))
+    if not found:
+        raise common.CommandError("there is no such log yet", hint="Leave out --part to see all logs.")
+    for file in found:
+        common.print_line(f"==> {file}")
+        for line in file.read_text(errors="replace").splitlines()[-lines:]:
+            common.print_line(line)
 
 
-def tunnel(
+@common.command
+async def tunnel(
     job: Job = None,
     folder: Folder = JOBS,
     port: Annotated[int, typer.Option(min=1, max=65_535, help="Port on this machine's loopback.")] = 8080,
@@ -124,34 +119,27 @@ def tunnel(
 
     From a laptop, `ssh -L 8080:127.0.0.1:8080 LOGIN` leads to that port.
     """
+    import anyio
 
-    async def main() -> None:
-        import anyio
+    from rollout_service.cluster.slurm.relay import relay
 
-        from rollout_service.cluster.slurm.relay import relay
-
-        found, listening = find(job, folder), anyio.Event()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(relay, found, port, listening)
-            await listening.wait()
-            key = found.key_file
-            common.print_line(f"export ROLLOUT_URL=http://127.0.0.1:{port} ROLLOUT_KEY=$(cat {key})")
-
-    common.run(main)
+    found, listening = find(job, folder), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(relay, found, port, listening)
+        await listening.wait()
+        key = found.key_file
+        common.print_line(f"export ROLLOUT_URL=http://127.0.0.1:{port} ROLLOUT_KEY=$(cat {key})")
 
 
-def stop(
+@common.command
+async def stop(
     job: Job = None,
     folder: Folder = JOBS,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to drain before it is cancelled.")] = 300,
     remove: Annotated[bool, typer.Option("--remove", help="Remove its folder with all results.")] = False,
 ) -> None:
     """Drain a job and end it; its state stays in its folder, and the work goes on if it is submitted again."""
-
-    async def main() -> None:
-        await _stop(find(job, folder), timeout, remove=remove)
-
-    common.run(main)
+    await _stop(find(job, folder), timeout, remove=remove)
 
 
 async def _stop(folder: JobFolder, timeout: float, *, remove: bool) -> None:

@@ -27,6 +27,7 @@ PATIENCE_SECONDS = 300.0
 """How long a server may be unreachable, such as during a restart, before the command gives up."""
 
 
+@common.command
 def command(
     tasks: Annotated[
         Path,
@@ -53,21 +54,13 @@ def command(
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the final counts as JSON.")] = False,
-) -> None:
+) -> int | None:
     """Roll out every line of a file; after an interruption, run it again to do only the missing ones.
 
     Lines that are not valid requests are reported by number; the rest still run, and the exit code is 1. A failed
     rollout is a result too, and its line says why; with --fail-on-error it also makes the exit code 1.
     """
-
-    def main() -> int | None:
-        from rollout_service.cli.submit.files import is_stream, reread
-
-        with reread(tasks) as file:
-            submission = _Submission(
-                file, STREAM if is_stream(tasks) else tasks.stem, output, environment, concurrency
-            )
-            return common.run_coroutine(lambda: submitted(submission))
+    from rollout_service.cli.submit.files import is_stream, reread
 
     async def submitted(submission: _Submission) -> int:
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
@@ -75,7 +68,10 @@ def command(
         counts.report(output, as_json=as_json)
         return counts.exit_code(fail_on_error=fail_on_error)
 
-    common.run_blocking(main)
+    with reread(tasks) as file:
+        prefix = STREAM if is_stream(tasks) else tasks.stem
+        submission = _Submission(file, prefix, output, environment, concurrency)
+        return common.run_coroutine(lambda: submitted(submission))
 
 
 @dataclass(frozen=True, slots=True)

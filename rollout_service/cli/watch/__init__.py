@@ -18,7 +18,8 @@ PATIENCE_SECONDS = 3_600.0
 """How long the server may be unreachable, such as during a restart."""
 
 
-def command(
+@common.command
+async def command(
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: Annotated[
@@ -29,16 +30,12 @@ def command(
     ] = None,
 ) -> None:
     """Show rollout states, engines, sandboxes, and speed until Ctrl-C; off a terminal, a line every few seconds."""
+    from rollout_service.cli.watch.view import watch
 
-    async def main() -> None:
-        from rollout_service.cli.watch.view import watch
-
-        async with common.connect(url, key, patience_seconds=0.0) as client:
-            await client.ready()
-        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-            await (_print_events(client, after) if as_json else watch(client))
-
-    common.run(main)
+    async with common.connect(url, key, patience_seconds=0.0) as client:
+        await client.ready()
+    async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+        await (_print_events(client, after) if as_json else watch(client))
 
 
 async def _print_events(client: RolloutClient, after: int | None) -> None:

@@ -156,5 +156,5 @@ def test_the_exit_code_of_a_command_is_its_own():
         return 3
 
     with pytest.raises(typer.Exit) as caught:
-        common.run(partly)
+        common.command(partly)()
     assert caught.value.exit_code == 3
