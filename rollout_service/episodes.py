@@ -7,6 +7,7 @@ The contract of a policy: messages in, one message out, and every token id kept.
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -139,6 +140,23 @@ class Policy(Protocol):
     def trajectory(self) -> Trajectory:
         """Return the segments so far, complete and exact after every turn and after an error."""
         ...
+
+
+class UndrivenPolicy(ABC):
+    """The half of `Policy` that drives it, for one that something else drives or has driven: all is refused."""
+
+    @abstractmethod
+    def refusal(self) -> ServiceError:
+        """Return the error that says why no agent may drive the policy here."""
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:  # noqa: ARG002
+        raise self.refusal()
+
+    def offer(self, tools: Sequence[ToolSpec]) -> None:  # noqa: ARG002
+        raise self.refusal()
+
+    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:  # noqa: ARG002
+        raise self.refusal()
 
 
 class GatewayAccess(Protocol):

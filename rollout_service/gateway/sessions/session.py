@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +22,13 @@ import structlog
 from anyio.abc import TaskGroup
 
 from api_schemas.rollouts import StopReason, Usage
-from api_schemas.trajectories import ForkReason, Message, Trajectory
+from api_schemas.trajectories import Message, Trajectory
 from rollout_service.activity import current_activity, current_lane, in_lane
 from rollout_service.base.errors import EnvironmentFailedError, ServiceError, without_message
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import Generation
 from rollout_service.engines.errors import BackendRejected, InferenceError, PromptTooLong
-from rollout_service.episodes import EpisodeLimits, PolicyTurn
+from rollout_service.episodes import EpisodeLimits, UndrivenPolicy
 from rollout_service.gateway.bounds import in_thread
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import AnswerBegin, CallObserver, ModelCall
@@ -44,7 +44,6 @@ from rollout_service.gateway.sessions.answer import (
     reached_limit,
 )
 from rollout_service.gateway.sessions.engines import PolicyEngines, masked_call
-from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RecordError
 
 log = structlog.get_logger(__name__)
@@ -84,7 +83,7 @@ class SessionPlace:
     """Counts answers that a request asks for beside its first one, against its user's limit."""
 
 
-class GatewaySession:
+class GatewaySession(UndrivenPolicy):
     """The policy of one rollout; implements `episodes.Policy` and `episodes.GatewayAccess`."""
 
     def __init__(
@@ -323,34 +322,7 @@ class GatewaySession:
 
     # -- for the episode -------------------------------------------------------
 
-    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
-        """Refuse: a program of its own drives this policy.
-
-        Raises:
-            EnvironmentFailedError: Always.
-        """
-        _ = new_messages, max_tokens
-        raise self._driven_from_outside()
-
-    def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Refuse: a program of its own drives this policy.
-
-        Raises:
-            EnvironmentFailedError: Always.
-        """
-        _ = tools
-        raise self._driven_from_outside()
-
-    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
-        """Refuse: a program of its own drives this policy.
-
-        Raises:
-            EnvironmentFailedError: Always.
-        """
-        _ = messages, reason
-        raise self._driven_from_outside()
-
-    def _driven_from_outside(self) -> EnvironmentFailedError:
+    def refusal(self) -> EnvironmentFailedError:
         return EnvironmentFailedError(
             "a program drives this policy through the gateway, and nothing else may",
             hint="Use `Episode.gateway`, or leave `uses_gateway` false.",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import fsum
-from typing import NoReturn
 
 import anyio
 import anyio.to_thread
@@ -21,11 +20,11 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
 from api_schemas.rollouts.sessions import Hint, NextState, SessionInfo, TurnMark
-from api_schemas.trajectories import ForkReason, Message, Trajectory
+from api_schemas.trajectories import Message, Trajectory
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.base.ids import SampleId
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
-from rollout_service.episodes import Episode, PolicyTurn, Score
+from rollout_service.episodes import Episode, Score, UndrivenPolicy
 from rollout_service.live import replay
 from rollout_service.live.contract import NextStateRecord, PartRecord, SessionRecord, TurnRecord
 from rollout_service.live.judging.teacher import TeacherReader
@@ -33,7 +32,7 @@ from rollout_service.live.parts.delivery import ENVIRONMENT, order_of
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.store.runs_contract import RunStore
-from rollout_service.tokens import ChatRenderer, ToolSpec
+from rollout_service.tokens import ChatRenderer
 from rollout_service.tokens.trajectory import train_on
 
 RendererOf = Callable[[str], ChatRenderer]
@@ -51,7 +50,7 @@ class PartGoneError(EnvironmentFailedError):
 
 
 @dataclass(frozen=True, slots=True)
-class PartPolicy:
+class PartPolicy(UndrivenPolicy):
     """A part of a session as the policy of a rollout; implements `episodes.Policy`."""
 
     info: SessionInfo
@@ -63,35 +62,8 @@ class PartPolicy:
     """The last answer that is trained on."""
     engine_seconds: float = 0.0
 
-    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
-        """Refuse: everything was sampled before.
-
-        Raises:
-            EnvironmentFailedError: Always.
-        """
-        _ = new_messages, max_tokens
-        self._refuse()
-
-    def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Refuse: everything was sampled before.
-
-        Raises:
-            EnvironmentFailedError: Always.
-        """
-        _ = tools
-        self._refuse()
-
-    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
-        """Refuse: everything was sampled before.
-
-        Raises:
-            EnvironmentFailedError: Always.
-        """
-        _ = messages, reason
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise EnvironmentFailedError("a session that was served before is not sampled again")
+    def refusal(self) -> EnvironmentFailedError:
+        return EnvironmentFailedError("a session that was served before is not sampled again")
 
     @property
     def messages(self) -> list[Message]:
