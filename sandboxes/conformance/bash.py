@@ -4,8 +4,8 @@ import time
 
 import anyio
 
-from sandboxes.conformance.expectations import GRACE, Check, expect, expect_error
-from sandboxes.contract import BashResult, BashSession, Sandbox, SandboxProvider
+from sandboxes.conformance.expectations import GRACE, Check, expect, expect_error, interrupted
+from sandboxes.contract import Sandbox, SandboxProvider
 from sandboxes.errors import SessionDiedError
 
 
@@ -165,31 +165,19 @@ async def bash_interrupt(sandbox: Sandbox, _: SandboxProvider) -> None:
         "(touch running; sleep 60) | cat",
     )
     for command in commands:
-        result = await _interrupted(sandbox, bash, command)
+        result = await interrupted(sandbox, bash, bash.run(command, timeout=30, output_limit=1000))
         expect(result.exit_code is not None and not result.timed_out, result)
         expect("after" not in result.output and result.seconds < GRACE, result)
     result = await bash.run("ls; echo $KEPT; kill -0 $background && kill $background")
     expect(result.output == "yes\n" and result.exit_code == 0, result)
 
 
-async def _interrupted(sandbox: Sandbox, bash: BashSession, command: str) -> BashResult:
-    async with anyio.create_task_group() as tasks:
-
-        async def interrupt_soon() -> None:
-            while (await sandbox.exec(["rm", "running"])).exit_code != 0:
-                pass
-            await bash.interrupt()
-
-        tasks.start_soon(interrupt_soon)
-        result = await bash.run(command, timeout=30, output_limit=1000)
-    return result  # noqa: RET504  mypy: a task group may swallow what is raised in it
-
-
 async def bash_interrupt_anywhere(sandbox: Sandbox, _: SandboxProvider) -> None:
     """An interrupt between two programs ends the command too, and does not affect the next one."""
     bash = await sandbox.bash()
     for _round in range(10):
-        result = await _interrupted(sandbox, bash, "touch running; env true; env true; env true; sleep 60")
+        several = bash.run("touch running; env true; env true; env true; sleep 60", timeout=30)
+        result = await interrupted(sandbox, bash, several)
         expect(not result.timed_out and result.seconds < GRACE, result)
         result = await bash.run("echo free; (exit 3)", timeout=GRACE)
         expect(result.output == "free\n" and result.exit_code == 3, result)

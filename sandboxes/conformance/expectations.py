@@ -1,9 +1,14 @@
 """The type of a check, and the functions that state its expectations."""
 
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from sandboxes.contract import Sandbox, SandboxProvider
+import anyio
+
+from sandboxes.contract import BashSession, PythonSession, Sandbox, SandboxProvider
 from sandboxes.errors import SandboxError
+
+T = TypeVar("T")
 
 Check = Callable[[Sandbox, SandboxProvider], Awaitable[None]]
 """A check gets a fresh sandbox that nothing else uses, and its provider; its docstring is the contract's promise."""
@@ -37,3 +42,17 @@ async def expect_error(kind: type[SandboxError], call: Awaitable[object]) -> San
     except kind as error:
         return error
     raise ConformanceError(f"no {kind.__name__}, but {found!r}")
+
+
+async def interrupted(sandbox: Sandbox, session: BashSession | PythonSession, call: Awaitable[T]) -> T:
+    """Interrupt a session's call once it has made the file `running`, and return the call's result."""
+    async with anyio.create_task_group() as tasks:
+
+        async def interrupt_soon() -> None:
+            while (await sandbox.exec(["rm", "running"])).exit_code != 0:
+                pass
+            await session.interrupt()
+
+        tasks.start_soon(interrupt_soon)
+        result = await call
+    return result  # noqa: RET504  mypy: a task group may swallow what is raised in it

@@ -2,8 +2,8 @@
 
 import anyio
 
-from sandboxes.conformance.expectations import Check, expect, expect_error
-from sandboxes.contract import PythonResult, PythonSession, Sandbox, SandboxProvider
+from sandboxes.conformance.expectations import Check, expect, expect_error, interrupted
+from sandboxes.contract import Sandbox, SandboxProvider
 from sandboxes.errors import SessionDiedError
 
 
@@ -106,24 +106,11 @@ async def python_interrupt(sandbox: Sandbox, _: SandboxProvider) -> None:
         "ready()\nwhile True: pass",
     )
     for cell in cells:
-        result = await _interrupted(sandbox, python, cell)
+        result = await interrupted(sandbox, python, python.execute(cell, timeout=30, output_limit=1000))
         expect(result.error is not None and result.error.ename == "KeyboardInterrupt", result)
         expect(not result.timed_out, result)
     result = await python.execute("kept")
     expect(result.result == "1", result)
-
-
-async def _interrupted(sandbox: Sandbox, python: PythonSession, cell: str) -> PythonResult:
-    async with anyio.create_task_group() as tasks:
-
-        async def interrupt_soon() -> None:
-            while (await sandbox.exec(["rm", "running"])).exit_code != 0:
-                pass
-            await python.interrupt()
-
-        tasks.start_soon(interrupt_soon)
-        result = await python.execute(cell, timeout=30, output_limit=1000)
-    return result  # noqa: RET504  mypy: a task group may swallow what is raised in it
 
 
 async def python_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
