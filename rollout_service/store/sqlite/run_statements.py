@@ -209,9 +209,9 @@ def update(
         "request": row["request"] if request is None else run_codec.encode_request(request),
         "problem": kept if problem is None else problem.model_dump_json(),
     }
-    if state is RunState.RUNNING:
-        _count(db, row["seq"], rules.restart_counts(before.counters))
-    if all(row[name] == value for name, value in values.items()):
+    restarted = rules.restart_counts(before.counters) if state is RunState.RUNNING else {}
+    _count(db, row["seq"], restarted)
+    if not any(restarted.values()) and all(row[name] == value for name, value in values.items()):
         return get(db, run_id)
     db.execute(_UPDATE, values | {"seq": row["seq"], "now": now})
     if values["state"] == row["state"]:

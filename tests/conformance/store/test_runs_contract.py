@@ -587,7 +587,9 @@ async def test_unacknowledged_groups_are_never_deleted(store: Store, clock: Manu
     assert [run.run_id for run in await store.runs.active()] == ["a"], "a group is open"
 
 
-async def test_groups_dropped_in_a_row_are_counted_until_one_is_kept(store: Store) -> None:
+async def test_groups_dropped_in_a_row_are_counted_until_one_is_kept(
+    store: Store, clock: ManualClock
+) -> None:
     await create_run(store, source=InlineTasks(tasks=TASKS, epochs=None))
 
     async def close(number: int, reason: str | None, failure: str | None = None) -> None:
@@ -619,6 +621,11 @@ async def test_groups_dropped_in_a_row_are_counted_until_one_is_kept(store: Stor
     run = await store.runs.update("a", state=RunState.RUNNING)
     assert (run.problem, rules.dropped_in_a_row(run.counters)) == (None, {})
     assert rules.dropped_counts(run.counters)["zero_variance"] == 2
+    await close(7, "zero_variance")
+    clock.now += 5
+    run = await store.runs.update("a", state=RunState.RUNNING)
+    assert rules.dropped_in_a_row(run.counters) == {}, "a run that was not paused begins to count again, too"
+    assert run.changed_at.timestamp() == clock.now
 
 
 async def test_how_long_an_agent_works_is_measured_by_the_stores_clock(
