@@ -23,6 +23,7 @@ TAIL_LINES = 15
 
 
 @app.command("check", epilog="Example: rollout-service trainer check verl --python ~/verl-env/bin/python")
+@common.command
 def check(
     name: Annotated[str, typer.Argument(help=f"The trainer: {', '.join(TRAINERS)}.")],
     python: Annotated[
@@ -42,30 +43,26 @@ def check(
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Train for some steps with a trainer's own code, and compare each with an independent computation.
 
     It compares the rows and masks with the rollouts, the log-probabilities with a model in torch, the advantages and
     the evaluation with the rewards, and the versions with the weights that were loaded. One rollout of each step comes
     in two segments, and one group has no reward.
     """
-
-    def main() -> int:
-        if name not in TRAINERS:
-            raise CommandError(
-                f"there is no check for {name!r}", hint=f"There are checks for {', '.join(TRAINERS)}."
-            )
-        flags = {"environment": environment, "pool": pool, "tasks": tasks, "group": group, "steps": steps}
-        flags |= {"learning-rate": learning_rate} | ({"weights": weights} if weights else {})
-        environ = os.environ | {"ROLLOUT_URL": url} | ({"ROLLOUT_KEY": key} if key else {})
-        report = run_check(python, name, [f"--{flag}={value}" for flag, value in flags.items()], environ)
-        if as_json:
-            common.print_json(report)
-        else:
-            _show(report)
-        return 1 if report["problems"] else 0
-
-    common.run_blocking(main)
+    if name not in TRAINERS:
+        raise CommandError(
+            f"there is no check for {name!r}", hint=f"There are checks for {', '.join(TRAINERS)}."
+        )
+    flags = {"environment": environment, "pool": pool, "tasks": tasks, "group": group, "steps": steps}
+    flags |= {"learning-rate": learning_rate} | ({"weights": weights} if weights else {})
+    environ = os.environ | {"ROLLOUT_URL": url} | ({"ROLLOUT_KEY": key} if key else {})
+    report = run_check(python, name, [f"--{flag}={value}" for flag, value in flags.items()], environ)
+    if as_json:
+        common.print_json(report)
+    else:
+        _show(report)
+    return 1 if report["problems"] else 0
 
 
 def run_check(python: str, name: str, flags: list[str], environ: dict[str, str]) -> dict[str, Any]:
