@@ -21,7 +21,8 @@ from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.gateway.server.app import GatewayApp, address_of, bind, serving
+from rollout_service.gateway.server.app import GatewayApp
+from rollout_service.gateway.server.listener import address_of, bind, serving
 from rollout_service.gateway.server.paths import KeyedApp, KeyedApps
 from rollout_service.gateway.sessions.engines import PolicyEngines
 from rollout_service.gateway.sessions.keys import GatewaySessions, OneSession

@@ -1,5 +1,4 @@
-"""The ASGI app of the gateway: the routes of four model APIs, with the calls that their clients make at their
-start, and the socket on which it listens.
+"""The ASGI app of the gateway: the routes of four model APIs, with the calls that their clients make at their start.
 
 Guarantees: a request reaches one session, by its key, and nothing else of the service. Every error is answered in the
 form of the API that was called. No more of a body is read than the settings allow, nor of all bodies together; a
@@ -8,20 +7,16 @@ request that takes long to read or to render is dropped once its client has gone
 
 from __future__ import annotations
 
-import socket
 import traceback
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import anyio
 import structlog
-import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_service.base.errors import ConfigurationError, NotFoundError, ServiceError, TooLargeError
+from rollout_service.base.errors import NotFoundError, ServiceError, TooLargeError
 from rollout_service.gateway.bounds import check_call, in_thread
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.gateway.dialects import CODECS, DialectCodec, ListedModel, client_name
@@ -33,12 +28,9 @@ from rollout_service.gateway.sessions.answer import LiveAnswer
 from rollout_service.gateway.sessions.keys import SessionSource
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.http.access_log import without_keys
-from rollout_service.http.connections import ConnectionLimits, Connections, find_slot
-from rollout_service.http.protocol import Observe, RequestLimits
+from rollout_service.http.connections import find_slot
 from rollout_service.http.requests import BodiesInFlight, HeldBytes, cancel_on_disconnect
-from rollout_service.http.server import Server
 from rollout_service.settings.http import GatewaySettings
-from sandboxes.task_groups import open_task_group
 
 log = structlog.get_logger(__name__)
 
@@ -217,88 +209,3 @@ def _admit(scope: Scope) -> None:
     """Count the connection as one that has sent a valid key."""
     if (slot := find_slot(scope)) is not None:
         slot.admit()
-
-
-# Serves the gateway on a listening socket, in this process's event loop.
-#
-# Guarantees: once the block is left, the socket and every connection are closed. Peers without a key cannot keep those
-# with one out.
-
-GRACE_SECONDS = 1
-"""How long answers may take to end once their sessions have."""
-KEEP_ALIVE_SECONDS = 75
-"""How long a connection may be idle between two calls; clients work on a task in between."""
-HEAD_SECONDS = 10.0
-
-
-class GatewayServer(Server):
-    """Serves one listening socket beside the API, to which it leaves the signals."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def bind(settings: GatewaySettings) -> socket.socket:
-    """Return the gateway's listening socket.
-
-    Raises:
-        ConfigurationError: The address cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2_048)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the gateway cannot listen on {settings.host}:{settings.port}: {error.strerror}",
-            hint="Choose another `host` or `port` in `[gateway]`, or stop the program that listens there.",
-        ) from error
-
-
-def address_of(listener: socket.socket, settings: GatewaySettings) -> str:
-    """Return the URL at which programs reach the gateway."""
-    if settings.public_url is not None:
-        return settings.public_url.rstrip("/")
-    host = settings.host
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - not bound here
-        host = socket.gethostname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-
-
-@asynccontextmanager
-async def serving(
-    app: ASGIApp,
-    listener: socket.socket,
-    settings: GatewaySettings,
-    limits: ConnectionLimits,
-    observe: Observe,
-) -> AsyncIterator[None]:
-    """Serve an app on a socket, and close it at the end of the block; `observe` is called for refused connections."""
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        lifespan="off",
-        ws="none",
-    )
-    requests = RequestLimits(
-        head_seconds=HEAD_SECONDS, body_seconds=settings.body_seconds, write_seconds=settings.write_seconds
-    )
-    server = GatewayServer(
-        config, listener, connections=Connections(limits), limits=requests, observe=observe
-    )
-
-    async def serve() -> None:
-        with anyio.CancelScope(shield=True):
-            await server.serve(sockets=[])
-
-    with listener:
-        async with open_task_group() as tasks:  # what the block raises reaches its caller as it is
-            tasks.start_soon(serve)
-            try:
-                yield
-            finally:
-                server.should_exit = True

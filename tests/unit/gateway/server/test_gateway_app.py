@@ -21,7 +21,7 @@ from rollout_service.engines.shipped import policy_folder
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.gateway import Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.gateway.server.app import bind
+from rollout_service.gateway.server.listener import bind
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from rollout_service.gateway.gateway import ONE_PROGRAM
-from rollout_service.gateway.server.app import serving
+from rollout_service.gateway.server.listener import serving
 from rollout_service.settings.http import GatewaySettings
 from sandboxes.errors import SandboxClosedError
 
