@@ -10,7 +10,7 @@ from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.watched_page import watched_page
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 PAGES = ["", "#/engines", "#/nodes", "#/hangs"]
 

@@ -16,7 +16,6 @@ from playwright.async_api import Page, expect
 from rollout_service.cli.server_child import running_server
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.browser,
     pytest.mark.slow(seconds=75),
 ]

@@ -15,7 +15,7 @@ from tests.support.browser.fake_service import FakeService
 from tests.support.browser.prefix_proxy import prefix_proxy
 from tests.support.browser.watched_page import Notes
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 RIGHT, READ = "a-key-of-the-administrator", "a-key-that-may-only-read"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e\x1b[31m<svg/onload=alert(3)>"

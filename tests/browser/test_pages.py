@@ -8,7 +8,7 @@ from playwright.async_api import Page, expect
 from tests.support.browser import canned
 from tests.support.browser.fake_service import FakeService
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rollout_client.client import RolloutClient
 from tests.support.api.server import api_server
 from tests.support.processes.service import scripted_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser, pytest.mark.perfetto]
+pytestmark = [pytest.mark.browser, pytest.mark.perfetto]
 
 ENVIRONMENT = """
 name = "survey"

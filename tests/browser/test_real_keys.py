@@ -11,7 +11,7 @@ from tests.support.browser.prefix_proxy import prefix_proxy
 from tests.support.browser.watched_page import Notes
 from tests.support.processes.service import Running, scripted_engine, service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ADMIN, READ = "the-key-of-the-administrator", "the-key-that-may-only-read"
 PREFIX = "/node/host-1.cluster/8080"

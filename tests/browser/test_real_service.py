@@ -15,7 +15,7 @@ from tests.support.browser.prefix_proxy import prefix_proxy
 from tests.support.browser.watched_page import watched_page
 from tests.support.processes.service import Running, scripted_engine, service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 PATIENCE = 60_000
 

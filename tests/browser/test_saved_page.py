@@ -23,7 +23,7 @@ from tests.support.browser.trajectories import CannedRollout, CannedSegment, cod
 from tests.support.browser.watched_page import Notes
 from tests.support.store import trees
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 TABS = ["conversation", "tokens", "prompts", "raw"]

@@ -25,7 +25,6 @@ from sandboxes.images.store import ImageStore
 from sandboxes.runtime.execution import STALL_SECONDS
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.apptainer,
     pytest.mark.timeout(900),
     pytest.mark.slow(seconds=140),

@@ -19,7 +19,7 @@ from tests.support.browser.trajectories import (
     words,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 FIRST, SECOND = "math-7.g12.s3", "math-7.g12.s4"
 

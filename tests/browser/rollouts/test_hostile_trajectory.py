@@ -15,7 +15,7 @@ from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import CannedRollout, CannedSegment, Piece, coding_rollout, step
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "hostile"
 ATTACKS = [

@@ -17,7 +17,7 @@ from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, summary
 from tests.support.browser.watched_page import Notes
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 
 class Listed:

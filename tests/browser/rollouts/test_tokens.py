@@ -18,7 +18,7 @@ from tests.support.browser.trajectories import (
     words,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 

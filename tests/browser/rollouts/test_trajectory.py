@@ -16,7 +16,7 @@ from api_schemas.views.summaries import SummaryPage
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, coding_rollout, step, summary
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 

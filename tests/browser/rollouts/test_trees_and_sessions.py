@@ -17,7 +17,7 @@ from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, coding_rollout
 from tests.support.store.trees import WORK, bare, node
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 

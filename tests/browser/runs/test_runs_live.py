@@ -12,7 +12,7 @@ from playwright.async_api import Page, expect
 from tests.support.browser.watched_page import Notes
 from tests.support.processes.service import scripted_engine, service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 KEYS = {role: f"a-key-of-the-role-{role}" for role in ("read", "submit", "admin")}
 CONFIG = "\n".join(f'[[keys]]\nname = "{role}"\nrole = "{role}"\nkey = "{key}"' for role, key in KEYS.items())

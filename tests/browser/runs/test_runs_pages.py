@@ -17,7 +17,7 @@ from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.watched_page import Notes, watched_page
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 RUN = f"/v1/runs/{canned_runs.RUN}"
 

@@ -23,7 +23,6 @@ from sandboxes.errors import (
 from tests.support.sandbox_conformance import conforms
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.docker,
     pytest.mark.xdist_group("docker"),  # one daemon for all
     pytest.mark.timeout(300),

@@ -11,8 +11,6 @@ from sandboxes.conformance import CHECKS, Check
 from tests.support.sandbox_conformance import conforms
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def local(tmp_path: Path) -> AsyncIterator[SandboxProvider]:

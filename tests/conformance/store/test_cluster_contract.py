@@ -25,8 +25,6 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_members import Clock, RedisMembers, redis_members
 from tests.support.redis_server import RedisServer
 
-pytestmark = pytest.mark.anyio
-
 
 class Members(Protocol):
     """What these tests need of a store."""

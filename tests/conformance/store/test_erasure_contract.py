@@ -27,7 +27,6 @@ from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, create_run, lease_batch, leased_batch, trajectory
 from tests.support.searching import holding, redis_values, sqlite_values, traces
 
-pytestmark = pytest.mark.anyio
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 

@@ -34,8 +34,6 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
 from tests.support.runs import ManualClock, create_run, new_group
 
-pytestmark = pytest.mark.anyio
-
 S = RolloutState
 START = datetime.fromtimestamp(ManualClock().now, UTC)
 

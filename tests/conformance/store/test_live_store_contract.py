@@ -14,8 +14,6 @@ from rollout_service.live.contract import DIGEST_BYTES, OptOuts
 from rollout_service.live.sqlite.store import MAX_DIGESTS, SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(params=["memory", "file"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqliteLiveStore]:

@@ -45,8 +45,6 @@ from tests.support.runs import (
     without_tokens,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 @asynccontextmanager
 async def sqlite_in_memory(clock: ManualClock) -> AsyncIterator[Store]:

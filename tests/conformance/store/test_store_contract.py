@@ -45,8 +45,6 @@ from rollout_service.store.runs_contract import NewGroup
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
 
-pytestmark = pytest.mark.anyio
-
 START = 1_700_000_000.0
 INFRASTRUCTURE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 S = RolloutState

@@ -24,8 +24,6 @@ from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, ManualClock, create_run, leased_batch, without_tokens
 from tests.support.store.trees import NOW, WORK, bare, conversation, node, order, rollout
 
-pytestmark = pytest.mark.anyio
-
 KINDS = ["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder"))]
 SUMMARY, TOKENS = NodeDetail.SUMMARY, NodeDetail.TOKENS
 

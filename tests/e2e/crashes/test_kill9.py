@@ -23,7 +23,7 @@ from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import redis_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow(seconds=100)]
+pytestmark = pytest.mark.slow(seconds=100)
 
 ROLLOUTS = 32
 TURNS = 4

@@ -17,7 +17,7 @@ from sandboxes.host.facts import find_apptainer, read_host_facts
 from tests.support.gateway.jobs import CONTEXT, IMAGE, VOCABULARY, Job, JobsScript, write_model
 from tests.support.live.child_service import live_service, trained
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.harnesses, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.apptainer, pytest.mark.harnesses, pytest.mark.timeout(300)]
 
 STEPS = 3
 CONFIG = """

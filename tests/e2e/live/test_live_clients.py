@@ -21,7 +21,7 @@ from api_schemas.sessions import OpenedSession, SessionCounts, SessionRequest
 from rollout_client.client import ClientRun
 from tests.support.live.child_service import LiveService, Praise, files_with, live_service, trained
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 Messages = list[dict[str, Any]]
 Ask = Callable[[OpenedSession, Messages], Awaitable[str]]

@@ -26,7 +26,7 @@ from rollout_service.cli.server_child import running_child
 from sandboxes.host.ports import free_port
 from tests.support.live.child_service import END, SETTINGS, Echoes, Praise, RecordingEngine, trained
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 USERS = 6
 KILLS = 5

@@ -8,7 +8,7 @@ from rollout_service.agents.turns import ToolInputError
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
 from tests.support.web_server import web_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 BROWSE = by_name(BUILTIN_TOOLS)["browse"]
 SERVE = "cd /tmp && echo inside >page.txt && exec python3 -u -m http.server --bind 127.0.0.1 8123"
 

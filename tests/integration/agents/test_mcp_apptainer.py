@@ -13,7 +13,7 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 from tests.support import mcp_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 TOML = """
 name = "adding"
 image = "base"

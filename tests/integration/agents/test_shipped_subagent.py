@@ -23,8 +23,6 @@ from rollout_service.engines.shipped import policy_folder
 from tests.support.api.server import api_server
 from tests.support.processes.children import killed
 
-pytestmark = pytest.mark.anyio
-
 POLICY = str(policy_folder("parl-base"))
 START_SECONDS = 60.0
 ROLLOUTS = 16

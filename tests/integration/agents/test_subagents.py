@@ -21,8 +21,6 @@ from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service, scripted
 
-pytestmark = pytest.mark.anyio
-
 ENVIRONMENT = """
 name = "team"
 image = "base"

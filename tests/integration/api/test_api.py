@@ -492,7 +492,6 @@ def test_every_error_in_the_log_is_json_safe(api: httpx.Client) -> None:
     assert refused.errors
 
 
-@pytest.mark.anyio
 async def test_a_missing_image_is_refused_where_sandboxes_need_one(tmp_path: Path) -> None:
     spec = EnvironmentSpec(name="lost", image=str(tmp_path / "nowhere.sif"))
     apptainer = make_provider(ApptainerConfig(), tmp_path)

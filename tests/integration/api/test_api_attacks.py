@@ -8,8 +8,6 @@ import pytest
 from tests.support.api.attacks import CHECKS, Target, attack
 from tests.support.api.server import api_server
 
-pytestmark = pytest.mark.anyio
-
 KEYS = {role: f"{role}-key-of-enough-characters" for role in ("admin", "read", "submit")}
 
 

@@ -20,8 +20,6 @@ from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli.server_child import running_server
 from rollout_service.engines.shipped import policy_folder
 
-pytestmark = pytest.mark.anyio
-
 FLAGS = ("--sandbox", "local", "--model", "calc-base", "--pool-model", "frozen-1=calc-tuned")
 
 

@@ -155,7 +155,6 @@ def test_a_prorl_trainer_that_hangs_up_can_ask_for_its_job_again(server: Running
     assert "Traceback" not in server.log[before:]
 
 
-@pytest.mark.anyio
 async def test_a_reader_cut_off_before_the_first_event_misses_none(server: Running) -> None:
     order = RolloutRequest(rollout_id="cut-off", task=Task(environment="echo", instance={"number": 1}))
     first: list[Event] = []

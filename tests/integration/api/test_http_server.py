@@ -20,8 +20,6 @@ from rollout_service.http.connections import ConnectionLimits, Connections, find
 from rollout_service.http.protocol import RequestLimits
 from rollout_service.http.server import Server
 
-pytestmark = pytest.mark.anyio
-
 KEY = b"opens"
 GET = b"GET %s HTTP/1.1\r\nHost: here\r\n%s\r\n"
 WITH_KEY = b"Authorization: " + KEY + b"\r\n"

@@ -23,8 +23,6 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.api.server import api_server
 from tests.support.runs import TASKS, create_run, make_ready
 
-pytestmark = pytest.mark.anyio
-
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
 
 

@@ -22,8 +22,6 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.api.server import api_server
 from tests.support.store.trees import WORK, bare, order, rollout
 
-pytestmark = pytest.mark.anyio
-
 
 async def fill(path: Path) -> None:
     """Write a store with rollouts that asked for nothing, for a summary and for tokens, and one that waits."""

@@ -25,8 +25,6 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.api.server import api_server
 from tests.support.store.trees import order, rollout
 
-pytestmark = pytest.mark.anyio
-
 TREE, PLAIN, FAILED, CANCELLED, WAITING = "r:tree", "r-plain", "r-failed", "r-cancelled", "waiting"
 ERROR = ErrorInfo(code="image_missing", boundary=Boundary.SANDBOX, message="</script><!-- no image")
 BLOCK = re.compile(r'<script type="application/json" data-path="([^"]*)">([^<]*)</script>')

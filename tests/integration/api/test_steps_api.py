@@ -24,8 +24,6 @@ from api_schemas.tasks import Task
 from rollout_client.client import InvalidRequestError, NotFoundError
 from tests.support.gateway.service import CALC, GatewayService, gateway_service, scripted
 
-pytestmark = pytest.mark.anyio
-
 K = StepKind
 ENVIRONMENT = """
 name = "shell"

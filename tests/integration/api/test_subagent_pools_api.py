@@ -23,8 +23,6 @@ from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from sandboxes.host.ports import free_port
 
-pytestmark = pytest.mark.anyio
-
 MODEL = policy_folder("calc-tuned")
 ENVIRONMENT = """
 name = "team"

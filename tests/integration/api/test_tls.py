@@ -53,7 +53,6 @@ def test_unusable_certificates_are_reported_before_the_start(tmp_path: Path) -> 
         load_settings(tls_key=key)
 
 
-@pytest.mark.anyio
 async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +92,6 @@ def served_by(context: ssl.SSLContext) -> bytes | None:
     return client.getpeercert(binary_form=True)
 
 
-@pytest.mark.anyio
 async def test_a_client_names_a_file_that_it_cannot_read() -> None:
     with pytest.raises(CaFileError, match=r"'/nowhere.pem' cannot be used: No such file"):
         RolloutClient("https://localhost", ca_file="/nowhere.pem")

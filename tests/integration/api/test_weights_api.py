@@ -23,8 +23,6 @@ from rollout_service.cli.server_child import running_server
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 
-pytestmark = pytest.mark.anyio
-
 MODEL = policy_folder("calc-tuned")
 
 

@@ -22,8 +22,6 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import program, redis_server
 from tests.support.store.rollouts import TRAJECTORY, completed, order
 
-pytestmark = pytest.mark.anyio
-
 
 def job(folder: Path, *, nodes: int = 1, redis_server: str = "redis-server") -> JobFolder:
     made = JobFolder(folder)

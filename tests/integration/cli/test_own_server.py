@@ -9,8 +9,6 @@ import pytest
 from rollout_service.cli.server_child import running_server
 from rollout_service.settings import load_own_settings
 
-pytestmark = pytest.mark.anyio
-
 SETTINGS = """
 host = "0.0.0.0"
 port = 80

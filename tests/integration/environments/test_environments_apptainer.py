@@ -25,7 +25,7 @@ from sandboxes import ApptainerConfig, make_provider
 from sandboxes.images.sources import Definition
 from sandboxes.images.store import ImageStore
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 WORDCOUNT = Path(__file__).parents[3] / "examples" / "environments" / "wordcount"
 
 

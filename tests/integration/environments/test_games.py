@@ -19,7 +19,7 @@ from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from tests.support.games import in_the_library
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 Instance = dict[str, JsonValue]
 GYMNASIUM_ALONE = """
 import json, sys

@@ -43,7 +43,6 @@ from sandboxes.images.store import ImageStore
 from tests.support.harbor.attacks import ATTACKS
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.apptainer,
     pytest.mark.timeout(600),
     pytest.mark.slow(seconds=200),

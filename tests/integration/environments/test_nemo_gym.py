@@ -24,7 +24,7 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 from tests.support.newer_python import needs_python_312
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges, needs_python_312]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges, needs_python_312]
 ALONE = """
 import asyncio, importlib, json, runpy, sys
 from unittest.mock import MagicMock

@@ -23,7 +23,7 @@ from sandboxes import LocalConfig, make_provider
 from tests.support.openenv.process import RealOpenEnv
 from tests.support.processes.relay import relay_to
 
-pytestmark = [pytest.mark.anyio, pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
+pytestmark = [pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
 TALK = 'text_field = "message"\n'
 GUESS = 'observation_field = "text"\nsessions = 4\n'
 

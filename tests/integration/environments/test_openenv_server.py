@@ -35,7 +35,7 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, SandboxProvider, make_provider
 from tests.support.openenv.process import PYTHON, RealOpenEnv
 
-pytestmark = [pytest.mark.anyio, pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
+pytestmark = [pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
 TASKS: list[dict[str, Any]] = [
     {"question": "Write 7 to the file seven.", "answer": "7\n"},
     {"question": "Write 8 to the file seven.", "answer": "8\n"},

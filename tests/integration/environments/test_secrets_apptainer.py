@@ -20,7 +20,7 @@ from rollout_service.settings.pipeline import SecretsSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 HOST = {"GRADER_KEY": "grader-47e1", "INIT_KEY": "init-93b2", "AGENT_KEY": "agent-5c0d"}
 TABLE = """
 name = "e"

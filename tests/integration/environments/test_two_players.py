@@ -28,7 +28,7 @@ from sandboxes import ApptainerConfig
 from tests.support.games import in_the_library
 from tests.support.gateway.service import POLICY, gateway_service, scripted
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 Instance = dict[str, JsonValue]
 ALONE = """
 import json, random, sys

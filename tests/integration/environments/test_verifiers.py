@@ -24,7 +24,7 @@ from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, turn
 from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 FOLDER = Path(__file__).parents[2] / "fixtures" / "verifiers"
 CALLS = [turn("", *(call("calc_square", number=number) for number in (40, 12, 500))), "It is 144"]
 PLAYS: dict[str, tuple[str, int, int, list[ScriptedTurn]]] = {

@@ -7,14 +7,11 @@ from pathlib import Path
 import anyio
 import httpx
 import orjson
-import pytest
 
 from api_schemas.external import RolloutAccess
 from api_schemas.rollouts import RolloutState, StopReason
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, gateway_service, scripted
-
-pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 

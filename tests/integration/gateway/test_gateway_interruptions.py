@@ -7,15 +7,12 @@ from pathlib import Path
 import anyio
 import httpx
 import orjson
-import pytest
 
 from api_schemas.external import RolloutAccess
 from api_schemas.rollouts import Rollout
 from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, GatewayService, OneAnswer, gateway_service, scripted
-
-pytestmark = pytest.mark.anyio
 
 TEXT = "one two three four five six seven eight nine ten"
 BODY = {"model": "policy", "stream": True, "messages": [{"role": "user", "content": "Count."}]}

@@ -22,8 +22,6 @@ from rollout_service.tokens import ChatRenderer, check_invariants
 from sandboxes import LocalConfig, make_provider
 from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service
 
-pytestmark = pytest.mark.anyio
-
 RIGHT, WRONG = "one two three four five six seven right", "one two three four five six seven wrong"
 PROGRAM = """
 import os, sys

@@ -18,7 +18,7 @@ from rollout_service.server.hangs.last_report import FILE
 from tests.support.hangs.service import NAMED_WITHIN
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 BLOCKED_SECONDS = 25
 PLUG_IN = f"""

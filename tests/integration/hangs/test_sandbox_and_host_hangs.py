@@ -20,7 +20,7 @@ from api_schemas.views.hangs import HangVerdict
 from sandboxes import ApptainerConfig
 from tests.support.hangs.service import HangService, engine_of, hang_service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 IGNORES_SIGNALS = "trap '' INT TERM HUP QUIT; sleep 1000"
 WORKS = "end=$((SECONDS + 27)); while ((SECONDS < end)); do for i in {1..5000}; do :; done; sleep 0.1; done"

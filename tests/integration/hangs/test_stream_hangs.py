@@ -14,7 +14,7 @@ from rollout_service.testing.faults import AfterTokens, Fault
 from tests.support.gateway.service import gateway_service, scripted
 from tests.support.hangs.service import HangService
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 
 async def test_a_stream_that_stops_in_the_middle(tmp_path: Path) -> None:

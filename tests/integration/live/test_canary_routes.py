@@ -15,7 +15,7 @@ from rollout_client.client import InvalidRequestError, UnavailableError
 from rollout_service.http.api_keys import Role, needed_role
 from tests.support.live.child_service import Echoes, LiveService, RecordingEngine, live_service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 CANARY = Canary(pool="policy", candidate="next", share=1.0)
 

@@ -20,7 +20,6 @@ from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import scripted
 from tests.support.live.service import LiveService, delivered, live_service, stored, until
 
-pytestmark = pytest.mark.anyio
 CHAT = "a-key-of-the-client-chat"
 LIVE = {"keys": [{"name": "chat", "key": CHAT, "train": True}]}
 WORDS = "sesame words that nobody may keep"

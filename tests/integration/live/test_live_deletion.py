@@ -18,8 +18,6 @@ from rollout_service.store.codec.rollouts import encode_turn_marks
 from rollout_service.store.contract import EncodedSteps
 from tests.support.live.parts import LiveBench, live_bench
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[LiveBench]:

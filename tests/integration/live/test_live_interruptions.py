@@ -23,8 +23,6 @@ from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import LiveService, live_service
 from tests.support.processes import service as processes
 
-pytestmark = pytest.mark.anyio
-
 TEXT = "seven words are said in this answer"
 RENDERER = ChatRenderer.load(POLICY)
 AT_ONCE = 16

@@ -17,7 +17,6 @@ from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import scripted
 from tests.support.live.service import LiveService, live_service
 
-pytestmark = pytest.mark.anyio
 NO = r"A complaint. \boxed{-1}"
 
 

@@ -15,7 +15,6 @@ from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import POLICY, scripted
 from tests.support.live.service import delivered, live_service, stored, until
 
-pytestmark = pytest.mark.anyio
 SECRET = "ghp_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
 ESCAPED = SECRET.replace("_", "\\u005f")
 USER = {"role": "user", "content": "Hi"}

@@ -17,7 +17,6 @@ from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import delivered, live_service, stored, until
 
-pytestmark = pytest.mark.anyio
 BARE = "a-configured-key-of-an-operator"
 KEYS = {"keys": [{"name": "chat", "key": BARE, "train": True}]}
 

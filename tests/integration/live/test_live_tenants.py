@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rollout_service.live.contract import SessionRecord
 from tests.support.gateway.service import scripted
 from tests.support.live.service import LiveService, delivered, live_service, until
 
-pytestmark = pytest.mark.anyio
 CHAT, VIP = "a-key-of-the-client-chat", "a-key-of-the-client-vip"
 
 

@@ -15,8 +15,6 @@ from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import LiveService, live_service
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
 def store(request: pytest.FixtureRequest) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
-import pytest
 
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.http.api_keys import ApiKey, Role
@@ -14,7 +13,6 @@ from rollout_service.settings import Settings
 from rollout_service.testing import Replies, ScriptedEngine
 from sandboxes.config import LocalConfig
 
-pytestmark = pytest.mark.anyio
 KEYS = {role: f"{role}-key-of-enough-characters" for role in (Role.SUBMIT, Role.ADMIN)}
 MODEL = policy_folder("calc-tuned")
 

@@ -22,8 +22,6 @@ from rollout_client.sync import SyncRolloutClient
 from tests.support.api.server import api_server
 from tests.support.processes.children import killed
 
-pytestmark = pytest.mark.anyio
-
 ENVIRONMENT = """
 name = "survey"
 image = "base"

@@ -44,8 +44,6 @@ from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.columns import COLUMNS
 
-pytestmark = pytest.mark.anyio
-
 START_SECONDS = 120.0
 SWE_INSTANCE = {
     "instance_id": "a-1",

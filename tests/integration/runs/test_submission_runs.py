@@ -11,7 +11,7 @@ from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 GRADE = """
 import json, os
 instance = json.load(open(os.environ["ROLLOUT_INSTANCE"]))

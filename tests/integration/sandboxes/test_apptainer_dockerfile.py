@@ -338,7 +338,6 @@ def test_a_build_that_is_killed_leaves_no_process_and_the_next_one_cleans_up(
     assert leftovers(built) == []
 
 
-@pytest.mark.anyio
 async def test_many_are_built_at_once_and_one_that_fails_stops_no_other(built: Path, tmp_path: Path) -> None:
     builder = ApptainerBuilder(built / "layers")
     store = ImageStore(built / "images", builder)
@@ -468,7 +467,6 @@ RUN echo mine >here
 """
 
 
-@pytest.mark.anyio
 async def test_a_sandbox_starts_in_the_working_folder_as_the_user(
     store: ImageStore, context: Path, tmp_path: Path
 ) -> None:

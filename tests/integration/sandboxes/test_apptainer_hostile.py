@@ -22,7 +22,7 @@ from sandboxes import (
 from tests.support.hostile import CHECKS, NothingToAttackError
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.slow(seconds=60)]
+pytestmark = [pytest.mark.apptainer, pytest.mark.slow(seconds=60)]
 NAMES = list(CHECKS)
 AT_A_TIME = 5
 """Attacks in one process of the ordinary user, whose start takes as long as an attack."""

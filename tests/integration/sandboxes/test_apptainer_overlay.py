@@ -7,7 +7,7 @@ import pytest
 
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
 
-pytestmark = [pytest.mark.apptainer, pytest.mark.anyio]
+pytestmark = pytest.mark.apptainer
 
 CHANGE = """
 set -eu

@@ -13,7 +13,7 @@ from sandboxes import ApptainerConfig, SandboxSpec, make_provider
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 
 SPEC = SandboxSpec(sessions=frozenset({"bash", "python"}), memory_bytes=512 * 1024**2, label="r")
 CEILING = 4

@@ -27,7 +27,7 @@ from sandboxes.host.processes import find_processes, processes_of
 from sandboxes.limits.cgroups import find_control_groups
 from tests.support.users.as_user import ordinary_user
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 ALLOWED_SECONDS = 5.0
 
 OWNER = """

@@ -18,7 +18,7 @@ from sandboxes.images.store import ImageStore, packaged
 from sandboxes.images.toolkit import INSIDE, PYTHON
 from sandboxes.providers.apptainer.provider import ApptainerProvider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.timeout(600)]  # base may have to be built
+pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(600)]  # base may have to be built
 Start = Callable[..., Awaitable[Sandbox]]
 LOADER = re.compile(rb"/lib64/ld-")
 

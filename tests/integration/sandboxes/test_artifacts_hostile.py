@@ -16,7 +16,7 @@ from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 
 # This tar makes an archive that plants a shell in the grader's sandbox.
 PLANT_TAR = r"""

@@ -11,8 +11,6 @@ from sandboxes import LocalConfig, make_provider
 from sandboxes.contract import PythonResult, PythonSession, Sandbox, SandboxSpec
 from sandboxes.errors import SandboxStartError
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:

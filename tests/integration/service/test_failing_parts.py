@@ -109,7 +109,6 @@ def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine
         assert "ValidationError" in reasons[0]
 
 
-@pytest.mark.anyio
 async def test_a_thread_of_the_store_that_fails_is_seen() -> None:
     thread = DatabaseThread(":memory:", lambda _: None)
     await thread.start()

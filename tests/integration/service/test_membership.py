@@ -27,7 +27,7 @@ from rollout_service.store.cluster_contract import (
 from tests.support.redis_members import Clock, RedisMembers, redis_members
 from tests.support.redis_server import RedisServer
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from rollout_client.errors import NotFoundError, UnavailableError
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import gateway_service, scripted
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_the_default_pool_without_an_engine_while_another_pool_has_one(tmp_path: Path) -> None:
     async with scripted("a") as engine, gateway_service(tmp_path, []) as service:

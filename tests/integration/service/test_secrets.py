@@ -30,7 +30,7 @@ from tests.support.gateway.service import GatewayService, gateway_service, scrip
 from tests.support.hangs.service import engine_of
 from tests.support.otel.collector import Collector, attributes, collector
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow(seconds=60)]
+pytestmark = pytest.mark.slow(seconds=60)
 
 STAGES = (
     "SANDBOX",

@@ -19,7 +19,7 @@ from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import TRAJECTORY, completed
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from rollout_service.store.retrying import retry_until_stored
 from sandboxes.host.ports import free_port
 from tests.support.redis_server import RedisServer, Tls, redis_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @asynccontextmanager

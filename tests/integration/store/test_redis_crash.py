@@ -17,7 +17,7 @@ from rollout_service.cluster.identity import is_gone
 from rollout_service.store.redis import RedisConfig, RedisStore
 from tests.support.redis_server import RedisServer, redis_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 WRITER = """
 import itertools, os, sys

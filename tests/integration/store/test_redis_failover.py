@@ -15,7 +15,7 @@ from rollout_service.store.redis.reader import StreamEvent
 from tests.support.redis_failover import RedisPair, redis_pair
 from tests.support.store.rollouts import completed, order
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 PATIENCE_SECONDS = 30
 S = RolloutState

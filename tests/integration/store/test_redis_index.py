@@ -16,7 +16,7 @@ from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis import lists as index
 from tests.support.redis_server import RedisServer
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 REWARDS = [-1e300, -2.5, -1.0, -1e-300, 0.0, 1e-300, 0.1, 0.8749999999999999, 0.875, 1.0, 600.0, 5e4, 1e300]
 BITS = index.CHUNK

@@ -16,7 +16,7 @@ from rollout_service.store.redis import RedisStore
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.store.rollouts import completed, order
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 ANSWER_SECONDS = 1.0
 LEASE_SECONDS = 100.0

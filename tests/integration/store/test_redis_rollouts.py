@@ -19,7 +19,7 @@ from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
 from tests.support.redis_server import RedisServer, redis_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @asynccontextmanager

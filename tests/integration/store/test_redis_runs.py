@@ -29,7 +29,7 @@ from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, N
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.runs import TASKS, make_ready, new_group, run_request
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from tests.support.redis_members import Clock
 from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import TRAJECTORY
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 async def opened(config: RedisConfig, folder: Path, owner: str, clock: Clock | None = None) -> RedisStore:

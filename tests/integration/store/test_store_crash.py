@@ -15,8 +15,6 @@ from rollout_service.base.errors import StoreError
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.sqlite.schema import Disk
 
-pytestmark = pytest.mark.anyio
-
 WRITER = """
 import itertools, os, sys
 import anyio

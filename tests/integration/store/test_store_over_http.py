@@ -9,7 +9,6 @@ from pathlib import Path
 
 import anyio
 import httpx
-import pytest
 
 from api_schemas.errors import Problem
 from api_schemas.runs import InlineTasks, RunRequest
@@ -17,8 +16,6 @@ from rollout_service.server.api.app import create_app
 from rollout_service.server.lifecycle import Service
 from rollout_service.settings import Settings
 from sandboxes.config import LocalConfig
-
-pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager

@@ -28,8 +28,6 @@ from tests.support.runs import (
     without_tokens,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def clock() -> ManualClock:

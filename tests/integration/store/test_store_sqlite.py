@@ -22,8 +22,6 @@ from rollout_service.store.sqlite import SqliteStore, thread
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.schema import STORE
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

@@ -26,8 +26,6 @@ from rollout_service.activity import (
 )
 from rollout_service.base.errors import UnavailableError
 
-pytestmark = pytest.mark.anyio
-
 
 class Seen(StepObserver):
     def __init__(self) -> None:

@@ -17,7 +17,6 @@ from rollout_service.agents.turns import ToolInputError
 from rollout_service.base.errors import ConfigurationError
 from sandboxes.errors import SandboxClosedError
 
-pytestmark = pytest.mark.anyio
 TOOLS = by_name(BUILTIN_TOOLS)
 
 

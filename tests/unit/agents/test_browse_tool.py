@@ -14,7 +14,6 @@ from rollout_service.agents.web import browse
 from rollout_service.agents.web.page_text import page_text
 from tests.support.web_server import web_server
 
-pytestmark = pytest.mark.anyio
 BROWSE = by_name(BUILTIN_TOOLS)["browse"]
 PAGE = """<!DOCTYPE html><html><head><title>A &amp; B</title><style>p { color: red }</style></head><body>
 <h1>Head</h1><p>One <b>bold</b>   word.</p><!-- <p>hidden</p> --><script>if (1 < 2) run("</p>")</script>

@@ -11,7 +11,6 @@ from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
 from rollout_service.agents.tool_calling.tools import ToolContext, by_name
 from rollout_service.agents.turns import ToolInputError
 
-pytestmark = pytest.mark.anyio
 EDITOR = by_name(BUILTIN_TOOLS)["str_replace_editor"]
 
 

@@ -7,7 +7,6 @@ from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
 from rollout_service.agents.tool_calling.tools import ToolContext, by_name
 from rollout_service.agents.turns import ToolInputError
 
-pytestmark = pytest.mark.anyio
 TOOLS = by_name(BUILTIN_TOOLS)
 
 

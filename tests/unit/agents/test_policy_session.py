@@ -14,7 +14,6 @@ from rollout_service.engines.serving.session import INLINE_CHARS, PolicySession
 from rollout_service.episodes import ContextFullError
 from rollout_service.tokens import Conversation, ParsedTurn, check_invariants
 
-pytestmark = pytest.mark.anyio
 STOP = 1
 QUESTION = [Message(role="user", content="abc")]
 

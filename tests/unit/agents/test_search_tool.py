@@ -17,7 +17,6 @@ from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.declarative.declaration import read_declaration
 from tests.support.web_server import web_server
 
-pytestmark = pytest.mark.anyio
 RESULTS = [
     {"title": "A &amp; <b>B</b>", "url": "https://a.example/", "content": "first\nline <em>one</em>"},
     {"title": "Second", "url": "https://b.example/?x=1&y=2", "content": None},

@@ -9,8 +9,6 @@ from rollout_service.http.allowed_hosts import AllowedHosts
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import load_settings
 
-pytestmark = pytest.mark.anyio
-
 KEY = "a-key-of-enough-characters-for-anyone"
 ORDERS = ["/stop", "/start", "/clear_llm_server", "/v1/abort", "/v1/pause", "/v1/resume"]
 

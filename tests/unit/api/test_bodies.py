@@ -16,8 +16,6 @@ from rollout_service.server.api.app import create_app
 from rollout_service.server.api.routes.support.strict import MAX_CONTAINERS
 from rollout_service.settings import load_settings
 
-pytestmark = pytest.mark.anyio
-
 MOST, LARGEST = 1_000, 100
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, LARGEST), st.booleans()), max_size=60)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import anyio
-import pytest
 from starlette.types import Message
 
 from rollout_service.server.api.routes.support.shared_answers import MAX_BUFFERED_CHUNKS, BufferedResponse
@@ -14,8 +13,6 @@ PIECES = [bytes([number]) * 10 for number in range(12)]
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
 MOST_UNSENT = MAX_BUFFERED_CHUNKS + 2
 """The most chunks made and not yet sent: those in the buffer, one being made, and one being sent."""
-
-pytestmark = pytest.mark.anyio
 
 
 class Made:

@@ -16,8 +16,6 @@ from rollout_service.server.api.app import create_app
 from rollout_service.server.dashboard import routes
 from rollout_service.settings import load_settings
 
-pytestmark = pytest.mark.anyio
-
 ROOT = Path(__file__).parents[3]
 STATIC = ROOT / "rollout_service" / "server" / "dashboard" / "static"
 KEY = "a-key-of-enough-characters-for-anyone"

@@ -18,8 +18,6 @@ from rollout_service.http.keyring import Keyring
 from rollout_service.server.api.app import MODULES, create_app
 from rollout_service.settings import load_settings
 
-pytestmark = pytest.mark.anyio
-
 VALUE = "{role}-key-of-enough-characters"
 SUBMIT = {
     ("POST", "/v1/rollouts"),

@@ -9,8 +9,6 @@ from structlog.testing import capture_logs
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import load_settings
 
-pytestmark = pytest.mark.anyio
-
 FIRST, SECOND = "first-key-of-enough-characters", "second-key-of-enough-characters"
 
 

@@ -135,7 +135,6 @@ def test_a_key_is_asked_for_where_there_are_keys(document: dict[str, Any]) -> No
     assert build(create_app(load_settings()), keyed=False)["security"] == [{}, {"bearer": []}]
 
 
-@pytest.mark.anyio
 async def test_the_page_loads_without_a_key_and_from_this_host_alone(http: httpx.AsyncClient) -> None:
     async with http:
         page = await http.get("/docs")
@@ -151,7 +150,6 @@ async def test_the_page_loads_without_a_key_and_from_this_host_alone(http: httpx
         assert (await http.get("/openapi.json")).json()["paths"]
 
 
-@pytest.mark.anyio
 async def test_other_routes_than_the_page_need_a_key(http: httpx.AsyncClient) -> None:
     async with http:
         for path in ["/metrics", "/docsx", "/openapi.json/", "/v1/runs"]:

@@ -13,8 +13,6 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import load_settings
 
-pytestmark = pytest.mark.anyio
-
 KEY, READER = "a-key-of-enough-characters", "b-key-of-enough-characters"
 PREFIX = "/node/host-1/8080"
 PATHS = [

@@ -18,8 +18,6 @@ from rollout_service.server.api.routes.support.shared_answers import (
     accepted_age,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 @dataclass
 class Counted:

@@ -14,7 +14,7 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import make_provider
 from sandboxes.config import LocalConfig
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 GRADE = """
 import json, os
 from pathlib import Path

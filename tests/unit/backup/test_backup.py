@@ -24,8 +24,6 @@ from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.sqlite.schema import Disk
 from tests.support.runs import create_run, lease_batch, leased_batch, make_ready
 
-pytestmark = pytest.mark.anyio
-
 
 async def fill(state: Path, disk: Disk = "local") -> None:
     """Make the state folder of a service that has a queued rollout, and whose users have a salt."""

@@ -8,8 +8,6 @@ from rollout_service.cli import server_child
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.server_child import running_server
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.slow
 async def test_a_start_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

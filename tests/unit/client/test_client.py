@@ -25,8 +25,6 @@ from rollout_client.client import (
     UnreachableError,
 )
 
-pytestmark = pytest.mark.anyio
-
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 URL = "http://service.test"
 

@@ -13,8 +13,6 @@ from anyio.abc import SocketAttribute, SocketStream
 from rollout_client._connection import find_proxy
 from rollout_client.client import ProxySettingsError, RolloutClient, UnreachableError
 
-pytestmark = pytest.mark.anyio
-
 NOWHERE = "http://user:secret@127.0.0.1:9"
 
 

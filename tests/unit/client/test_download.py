@@ -12,8 +12,6 @@ from anyio.abc import SocketStream
 
 from rollout_client._download import LargeBody
 
-pytestmark = pytest.mark.anyio
-
 
 @asynccontextmanager
 async def answering(answer: bytes, *, hang: bool = False) -> AsyncIterator[tuple[str, list[bytes]]]:

@@ -26,8 +26,6 @@ from rollout_client import _connection
 from rollout_client.client import GoneError, NotFoundError, RolloutClient
 from rollout_client.sync import SyncRolloutClient
 
-pytestmark = pytest.mark.anyio
-
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 URL = "http://service.test"
 

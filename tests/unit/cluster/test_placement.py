@@ -11,8 +11,6 @@ from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.store.cluster_contract import Heartbeat
 from sandboxes.errors import ImageNotFoundError
 
-pytestmark = pytest.mark.anyio
-
 
 class Plain(Environment):
     def __init__(self, name, requires=()):

@@ -22,7 +22,6 @@ from rollout_service.cluster.slurm.relay import relay
 from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of, render
 from sandboxes.host.ports import free_port
 
-pytestmark = pytest.mark.anyio
 EXAMPLES = Path(__file__).parents[3] / "deploy/slurm"
 PYTHON = "/shared/rollout-service/.venv/bin/python"
 ENGINE = "python -m sglang.launch_server --model-path MODEL --host {host} --port {port}"

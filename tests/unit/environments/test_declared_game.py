@@ -17,7 +17,6 @@ from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = pytest.mark.anyio
 DECLARATION = """
 kind = "game"
 name = "mine"

@@ -18,7 +18,7 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 from sandboxes.sessions.startup import open_sessions
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 WORDCOUNT = Path(__file__).parents[3] / "examples" / "environments" / "wordcount"
 
 

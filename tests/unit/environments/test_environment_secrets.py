@@ -25,7 +25,6 @@ from rollout_service.settings.pipeline import SecretsSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = pytest.mark.anyio
 HOST = {"GRADER_KEY": "grader-47e1'x", "INIT_KEY": "init-93b2", "AGENT_KEY": "agent-5c0d", "OTHER": "other"}
 ALLOWED = SecretsSettings(variables=["GRADER_KEY", "INIT_KEY", "AGENT_KEY", "UNSET"])
 TABLE = """

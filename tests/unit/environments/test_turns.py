@@ -17,7 +17,6 @@ from rollout_service.environments.bridges.turns import Consequence, score_turns,
 from rollout_service.episodes import ContextFullError, Episode, EpisodeLimits
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, turn
 
-pytestmark = pytest.mark.anyio
 BEGIN = [Message(role="user", content="Play.")]
 
 

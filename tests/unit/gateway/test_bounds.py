@@ -12,8 +12,6 @@ from rollout_service.gateway.contract import Dialect
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.asgi import COUNTS, PATHS, gateway_bench
 
-pytestmark = pytest.mark.anyio
-
 USER = {"role": "user", "content": "hi"}
 PARTS = {"role": "user", "parts": [{"text": "hi"}]}
 BODIES: dict[Dialect, dict[str, Any]] = {

@@ -23,8 +23,6 @@ from rollout_service.server.hangs.waits import StepWait, waits_of
 from rollout_service.server.hangs.watch import HangMetrics, oldest_in_stages
 from rollout_service.store.runs_contract import RunRecord
 
-pytestmark = pytest.mark.anyio
-
 
 def waits(stack: ExitStack, board: ActivityBoard, count: int, name: str = "engine") -> list[StepWait]:
     """Let rollouts wait for an engine, the first for longest."""

@@ -12,11 +12,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
-import pytest
 
 from rollout_service.server.hangs.stacks import MAX_FRAMES, culprit, stack_of_task, stack_of_thread
-
-pytestmark = pytest.mark.anyio
 
 
 async def stack_in(wait: Callable[[anyio.Event], Any]) -> list[str]:

@@ -21,8 +21,6 @@ from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbea
 from rollout_service.server.hangs.last_report import FILE, STACKS, LastReport, read_last_report
 from rollout_service.server.hangs.watch import dumping_stacks
 
-pytestmark = pytest.mark.anyio
-
 EMPTY = HangReport(node="n", at=datetime.now(UTC), working=1, loop_lag_seconds=0.0)
 
 

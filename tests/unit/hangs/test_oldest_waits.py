@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import Activity, OpenStep
 from rollout_service.server.hangs.waits import StepWait, oldest_of_stages
-
-pytestmark = pytest.mark.anyio
 
 
 def waiting(rollout_id: str, stage: Stage | None, started: float, moved: float | None = None) -> StepWait:

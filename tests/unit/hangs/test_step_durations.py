@@ -13,8 +13,6 @@ from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import ActivityBoard, waits_for
 from rollout_service.server.hangs.durations import ENOUGH, KEPT, MAX_KEYS, StepDurations, class_of
 
-pytestmark = pytest.mark.anyio
-
 
 def fail(fails: bool) -> None:
     if fails:

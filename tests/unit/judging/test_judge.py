@@ -22,7 +22,6 @@ from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = pytest.mark.anyio
 TEMPLATE = "Question: {{ instance.question }}\nAnswer:\n{{ answer }}"
 TASK = {"question": "What is 2 + 2?"}
 GOOD, BAD = "VERDICT: correct", "VERDICT: incorrect"

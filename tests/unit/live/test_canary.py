@@ -16,8 +16,6 @@ from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.live import canary as module
 from rollout_service.live.canary import Canaries
 
-pytestmark = pytest.mark.anyio
-
 SESSIONS = [f"s-{number}" for number in range(2_000)]
 
 

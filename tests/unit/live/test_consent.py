@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,7 +65,6 @@ def test_hashes_say_nothing_without_their_key() -> None:
     )
 
 
-@pytest.mark.anyio
 async def test_where_not_all_is_known_only_what_begins_anew_is_stored() -> None:
     consent = ConversationConsent("c", HASHES, OptOuts(is_complete=False))
     for messages, is_allowed in (
@@ -81,7 +79,6 @@ async def test_where_not_all_is_known_only_what_begins_anew_is_stored() -> None:
         assert await whole.allows(planned)
 
 
-@pytest.mark.anyio
 async def test_a_conversation_of_which_nothing_is_known_is_not_taken_for_agreed(tmp_path: Path) -> None:
     users = UserHashes.load(tmp_path / "salt")
     async with SqliteLiveStore(":memory:") as store:
@@ -93,7 +90,6 @@ async def test_a_conversation_of_which_nothing_is_known_is_not_taken_for_agreed(
         assert not (await register.opt_outs_of("from elsewhere")).is_complete
 
 
-@pytest.mark.anyio
 async def test_clients_refuse_for_themselves_alone_whatever_their_names_join_to(tmp_path: Path) -> None:
     users = UserHashes.load(tmp_path / "salt")
     async with SqliteLiveStore(":memory:") as store:

@@ -158,7 +158,6 @@ def test_finds_of_all_texts_are_added_up() -> None:
     assert Detectors.load([]).find([JWT]) == {}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("padding", [0, 100_000])
 async def test_searching_long_texts_finds_the_same(padding: int) -> None:
     assert await Detectors.load(["secrets"]).search(["." * padding + JWT]) == {"jwt": 1}

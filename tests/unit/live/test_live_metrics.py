@@ -17,8 +17,6 @@ from rollout_service.live import metrics as module
 from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord, UnjudgedTurn
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
 
-pytestmark = pytest.mark.anyio
-
 SAID = "the user's own words"
 
 

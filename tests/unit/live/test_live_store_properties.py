@@ -114,7 +114,6 @@ def all_bytes(folder: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.parametrize("seed", range(4))
 async def test_deleting_leaves_no_byte_in_the_files(tmp_path: Path, seed: int) -> None:
     """Rows of several sizes, mixed with others, so that SQLite moves them between pages before they are deleted."""

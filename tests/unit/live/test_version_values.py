@@ -50,7 +50,6 @@ def test_each_turn_counts_once_with_the_value_that_it_has(steps, is_deleted) -> 
     anyio.run(run)
 
 
-@pytest.mark.anyio
 async def test_a_value_that_came_too_late_is_not_counted() -> None:
     async with SqliteLiveStore(":memory:") as store:
         await store.open(a_session())

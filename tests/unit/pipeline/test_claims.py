@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import anyio
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +46,6 @@ def test_everything_is_claimed_at_once_unless_something_waits_for_its_sub_agents
     assert rules.waits(["policy", "frozen-1"]) is None
 
 
-@pytest.mark.anyio
 async def test_closed_rules_are_waited_for() -> None:
     rules = ClaimRules()
     rules.open(False)

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from rollout_service.pipeline.fair_slots import FairSlots
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_an_episode_that_waits_for_many_gets_no_more_than_one_that_waits_for_few():
     slots, order = FairSlots(1), []

@@ -42,8 +42,6 @@ from sandboxes.scheduling.admission import AdmissionController
 from tests.support.attempts import attempt_context, unlimited_admission
 from tests.support.store.trees import conversation, node
 
-pytestmark = pytest.mark.anyio
-
 Step = Callable[[Episode], Awaitable[Any]]
 
 

@@ -34,7 +34,7 @@ from rollout_service.store.sqlite.store import SqliteStore
 from rollout_service.tokens import Conversation, ParsedTurn, ToolSpec, check_invariants
 from tests.support.attempts import attempt_context
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STOP = 1
 SETTINGS = PipelineSettings(retry_seconds=0.01, drain_seconds=0.0, lease_seconds=30)

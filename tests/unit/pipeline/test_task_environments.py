@@ -16,8 +16,6 @@ from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = pytest.mark.anyio
-
 
 class ByInstance(Environment):
     """An environment whose limit on turns is in the instance; the score is the limit that was used."""

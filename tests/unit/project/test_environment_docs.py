@@ -13,7 +13,6 @@ from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 REFERENCE = (DOCS / "reference" / "environment-toml.md").read_text()

@@ -11,8 +11,6 @@ from rollout_service.runs import Delivery
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch, RunStore
 from tests.support.run_bench import bench, place
 
-pytestmark = pytest.mark.anyio
-
 HELD_SECONDS = 0.5
 
 

@@ -21,8 +21,6 @@ from rollout_service.store.rules import DROPPED_IN_A_ROW
 from rollout_service.store.runs_contract import RunRecord
 from tests.support.run_bench import BROKEN, GONE, Bench, alternate, bench
 
-pytestmark = pytest.mark.anyio
-
 ENDLESS = InlineTasks(tasks=[Task(environment="calc", instance={"n": n}) for n in range(8)], epochs=None)
 
 

@@ -35,7 +35,7 @@ from tests.support.attempts import attempt_context
 from tests.support.store.trees import WORK, bare
 from tests.support.store.trees import rollout as tree_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 QUESTION = {"question": "2 + 2", "answer": 4}
 SQUARE = {"question": "?", "kind": "assert", "tests": ["assert f(3) == 9"]}

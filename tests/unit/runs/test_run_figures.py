@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
-import pytest
 
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.rollouts.figures import RunParallel, StepsSpread
@@ -110,7 +109,6 @@ async def _unused(_: str) -> Environment:
     raise AssertionError("no run is created")
 
 
-@pytest.mark.anyio
 async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_figures_anew(
     tmp_path: Path,
 ) -> None:

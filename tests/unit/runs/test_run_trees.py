@@ -29,8 +29,6 @@ from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.store.trees import WORK, bare, rollout
 
-pytestmark = pytest.mark.anyio
-
 
 class Bench:
     """A store with a run of one group, whose rollouts each have two sub-agents."""

@@ -42,8 +42,6 @@ from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.run_bench import BROKEN, GONE, Bench, bench, place
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_trainer_gets_informative_groups_only() -> None:
     async with bench() as it:

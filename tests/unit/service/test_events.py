@@ -19,8 +19,6 @@ from rollout_service.server.events import PAGE_EVENTS, Announcer, EventSelection
 from rollout_service.store.sqlite import SqliteStore
 from sandboxes.scheduling.pressure import HoldReason
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:

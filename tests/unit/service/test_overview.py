@@ -18,8 +18,6 @@ from rollout_service.server.overview import BackendFigures, Outcomes, OverviewFe
 from rollout_service.server.overview.backend_figures import TIMES_PER_SECOND
 from rollout_service.server.overview.outcomes import MAX_FAILURES, MAX_GROUPS, success_share
 
-pytestmark = pytest.mark.anyio
-
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 

@@ -11,8 +11,6 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import make_private, open_state_folder, write_private
 from rollout_service.store.sqlite.store import SqliteStore
 
-pytestmark = pytest.mark.anyio
-
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)

@@ -71,7 +71,6 @@ def test_small_corrections_are_followed_and_time_never_goes_back() -> None:
     assert clock.warnings() == []
 
 
-@pytest.mark.anyio
 async def test_a_rollout_keeps_its_order_in_time_though_the_clock_jumps(tmp_path: Path) -> None:
     host = Host()
     task: dict[str, Any] = {"environment": "calc", "instance": {}}

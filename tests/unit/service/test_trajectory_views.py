@@ -265,7 +265,6 @@ def viewer_of(ids: list[int]) -> tuple[TrajectoryViewer, CountedStore]:
     return TrajectoryViewer(store, NoRenderers()), store  # type: ignore[arg-type]
 
 
-@pytest.mark.anyio
 async def test_paging_reads_a_trajectory_once() -> None:
     viewer, store = viewer_of(list(range(1_000)))
     ids: list[int] = []
@@ -280,7 +279,6 @@ async def test_paging_reads_a_trajectory_once() -> None:
     assert store.reads == 1
 
 
-@pytest.mark.anyio
 async def test_what_was_deleted_is_not_shown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     viewer, store = viewer_of([1, 2])
     await viewer.outline("one")
@@ -289,7 +287,6 @@ async def test_what_was_deleted_is_not_shown_for_long(monkeypatch: pytest.Monkey
     assert store.reads == 2
 
 
-@pytest.mark.anyio
 async def test_few_trajectories_are_kept_if_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_service.server.trajectories.MAX_KEPT_TOKENS", 250)
     viewer, store = viewer_of(list(range(100)))

@@ -15,8 +15,6 @@ from rollout_service.store.segments.ledger import FILE_HEADER, SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger
 
-pytestmark = pytest.mark.anyio
-
 OWNER, NAME = "host/one", "0123456789ab"
 
 

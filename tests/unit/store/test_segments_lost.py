@@ -19,8 +19,6 @@ from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger
 
-pytestmark = pytest.mark.anyio
-
 NAME = "0123456789ab"
 
 

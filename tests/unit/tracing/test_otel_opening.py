@@ -49,7 +49,6 @@ def test_what_cannot_be_exported_is_refused_with_a_hint(environ: dict[str, str])
     assert "OTEL_" in refused.value.hint or "otlp" in refused.value.hint
 
 
-@pytest.mark.anyio
 async def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup.os, "environ", ENDPOINT)
     monkeypatch.setitem(sys.modules, "rollout_service.observability.tracing.otel.export", None)
@@ -59,7 +58,6 @@ async def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert "[otel]" in refused.value.hint
 
 
-@pytest.mark.anyio
 async def test_a_wrong_value_is_a_known_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup.os, "environ", ENDPOINT | {"OTEL_BSP_MAX_QUEUE_SIZE": "many"})
     with pytest.raises(ConfigurationError, match="OTEL_BSP_MAX_QUEUE_SIZE"):
@@ -98,7 +96,6 @@ def counted(registry: CollectorRegistry, outcome: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_a_full_queue_drops_spans_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "600")
     registry, stuck = CollectorRegistry(), Stuck()

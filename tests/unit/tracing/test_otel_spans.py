@@ -22,8 +22,6 @@ from rollout_service.engines.contract import GenerateRequest, Generation, Sampli
 from rollout_service.observability.tracing.otel.conventions import RolloutIds
 from rollout_service.observability.tracing.otel.observer import TraceObserver
 
-pytestmark = pytest.mark.anyio
-
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CALLER = TraceContext(traceparent=f"00-{TRACE}-{SPAN}-01", tracestate="vendor=1")
 ENGINE = BackendView(

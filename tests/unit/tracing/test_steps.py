@@ -23,8 +23,6 @@ from rollout_service.store import retrying
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.sqlite import SqliteStore
 
-pytestmark = pytest.mark.anyio
-
 
 @asynccontextmanager
 async def parts() -> AsyncIterator[tuple[SqliteStore, ActivityBoard, StepArchive]]:

@@ -19,7 +19,6 @@ from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = pytest.mark.anyio
 FOLDER = Path(__file__).parents[3] / "examples" / "environments" / "arithmetic"
 NUMBER = st.integers(0, 9999).map(str)
 EXPRESSIONS = st.builds(

@@ -79,7 +79,6 @@ def test_a_user_wants_right_answers_with_one_ending(answer, satisfied, right):
     assert (exchange.satisfied, exchange.right) == (satisfied, right)
 
 
-@pytest.mark.anyio
 async def test_users_wait_for_the_trainer():
     pace = Pace(ahead=2)
     await pace.begin()

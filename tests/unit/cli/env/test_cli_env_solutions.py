@@ -44,7 +44,6 @@ async def tried(folder, state):
     return one
 
 
-@pytest.mark.anyio
 async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reason(make, tmp_path):
     grade = """seq 1 40; echo '{"reward": 0}' > $ROLLOUT_RESULT"""
     one = await tried(make(grade, "setsid sleep 600 > /dev/null 2>&1 &"), tmp_path / "state")
@@ -56,7 +55,6 @@ async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reas
     assert problem.splitlines()[1:] == [f"  {number}" for number in range(41 - PRINTED_LINES, 41)]
 
 
-@pytest.mark.anyio
 async def test_a_solution_that_leaves_nothing_has_no_such_note(make, tmp_path):
     grade = """echo '{"reward": 0}' > $ROLLOUT_RESULT"""
     one = await tried(make(grade), tmp_path / "state")

@@ -5,7 +5,7 @@ import pytest
 from rollout_service.cli.env.shell import GradersSandbox
 from sandboxes import LocalConfig, SandboxSpec, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 async def test_the_first_program_after_the_files_were_copied_is_told_with_its_variables(tmp_path):

@@ -20,8 +20,6 @@ from rollout_service.cli.show.colors import Coloring
 from rollout_service.cli.show.pages import as_text, page, print_parts
 from rollout_service.cli.show.tokens import render
 
-pytestmark = pytest.mark.anyio
-
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 WORDS = ["ask", " me", "ok", "\x1b[2J", " no"]

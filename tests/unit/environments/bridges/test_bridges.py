@@ -35,7 +35,6 @@ from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.contract import Environment
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
 
-pytestmark = pytest.mark.anyio
 TASK: dict[str, JsonValue] = {
     "question": "Calculate 10 using 4 and 6.",
     "task": "countdown",

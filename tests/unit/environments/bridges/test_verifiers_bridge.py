@@ -28,7 +28,6 @@ from rollout_service.environments.libraries import Library
 from rollout_service.environments.registry import load_declared
 from rollout_service.tokens import ToolSpec
 
-pytestmark = pytest.mark.anyio
 TABLES = [TasksetTable(id="words")]
 LISTED = {"tasksets": [{"tasks": [{"key": "k", "data": {"prompt": "x"}}]}]}
 DECLARED = 'kind = "verifiers"\n[[taskset]]\nid = "words"\n'

@@ -18,8 +18,6 @@ from rollout_service.environments.builtin.math.environment import last_boxed
 from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize(
     ("text", "content"),

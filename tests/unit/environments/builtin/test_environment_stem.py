@@ -31,7 +31,7 @@ from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 RIGHT, WRONG, UNDECIDED = RuleVerdict.RIGHT, RuleVerdict.WRONG, RuleVerdict.UNDECIDED
 STEM = Stem()
 

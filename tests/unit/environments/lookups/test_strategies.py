@@ -15,8 +15,6 @@ from rollout_service.environments.builtin.split import make_problem as make_spli
 from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedSubagents, call, turn
 
-pytestmark = pytest.mark.anyio
-
 NUMBER = re.compile(r"\d\d(\+\d\d)*")
 
 

@@ -7,7 +7,6 @@ import pytest
 from rollout_service.environments.swe.grading import judge_log
 from rollout_service.environments.swe.tasks import read_task
 
-pytestmark = pytest.mark.anyio
 EXPECTED = {"TestA.test_b": "PASSED", "test_c[x - y]": "FAILED"}
 LOG = """\
 PASSED earlier/than.py::the_summary

@@ -27,8 +27,6 @@ from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.testing.gateway import CharacterCapture, ManualPool
 from rollout_service.tokens import ChatRenderer
 
-pytestmark = pytest.mark.anyio
-
 REQUEST = RolloutRequest(rollout_id="r", task=Task(environment="calc"))
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 BODY = {"model": "policy", "max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]}

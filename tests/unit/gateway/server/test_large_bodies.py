@@ -18,8 +18,6 @@ from rollout_service.http.requests import BodiesInFlight
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.asgi import COUNTS, PATHS, GatewayBench, gateway_bench
 
-pytestmark = pytest.mark.anyio
-
 CHAT, COUNT = PATHS[Dialect.CHAT], COUNTS[Dialect.ANTHROPIC]
 # Fields without effect make a body large whose prompt is short.
 LARGE = {"messages": [{"role": "user", "content": "hi"}], "metadata": {"note": "x" * INLINE_BYTES}}

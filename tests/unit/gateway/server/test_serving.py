@@ -10,8 +10,6 @@ from rollout_service.gateway.server.listener import serving
 from rollout_service.settings.gateway import GatewaySettings
 from sandboxes.errors import SandboxClosedError
 
-pytestmark = pytest.mark.anyio
-
 
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})

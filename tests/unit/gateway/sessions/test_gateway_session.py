@@ -35,8 +35,6 @@ from rollout_service.gateway.sessions.limits import TokenBudget, TokensSpentErro
 from rollout_service.gateway.sessions.session import INLINE_BYTES, GatewaySession, SessionPlace
 from rollout_service.testing.gateway import CharacterAnswer, CharacterCapture, ManualPool
 
-pytestmark = pytest.mark.anyio
-
 LONG = 3_600.0
 
 

@@ -31,7 +31,6 @@ from tests.support.live.judge import Said, SaysNext
 from tests.support.live.pools import FunctionEngines, FunctionModels, generation
 from tests.support.live.store import a_state, a_turn
 
-pytestmark = pytest.mark.anyio
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
 MESSAGES = [
     Message(role="system", content="Be brief."),

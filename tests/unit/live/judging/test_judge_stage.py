@@ -16,7 +16,6 @@ from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.judge import MarksSeen, SaysNext, ServedPools, a_judge
 from tests.support.live.store import a_session, a_state, a_turn, explicit
 
-pytestmark = pytest.mark.anyio
 GOOD, BAD = r"\boxed{1}", r"\boxed{-1}"
 
 

@@ -3,7 +3,6 @@
 import math
 
 import anyio
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +15,6 @@ from rollout_service.tokens import ChatRenderer
 from tests.support.live.pools import FunctionEngines, FunctionModels, generation
 
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
-pytestmark = pytest.mark.anyio
 
 
 def reads(*logprobs: float | None, version: int | None = 3) -> FunctionEngines:

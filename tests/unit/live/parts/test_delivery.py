@@ -30,8 +30,6 @@ from tests.support.live.parts import LiveBench, live_bench
 from tests.support.live.store import explicit, judged
 from tests.unit.live.test_replay import RENDERER
 
-pytestmark = pytest.mark.anyio
-
 
 def rollouts(batch: Batch | None) -> list[Rollout]:
     assert batch is not None

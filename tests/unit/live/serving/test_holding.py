@@ -19,7 +19,6 @@ from rollout_service.live.register import PoolHeldError
 from rollout_service.live.serving.engines import HeldPool
 from rollout_service.testing.gateway import ManualPool
 
-pytestmark = pytest.mark.anyio
 REQUEST = GenerateRequest(new_request_id(), [1])
 
 

@@ -21,8 +21,6 @@ from sandboxes.egress.proxy import BURST, CHUNK_BYTES, HEAD_BYTES, PER_SECOND, E
 from sandboxes.egress.rules import AllowList, HostRule, normalize_host, split_port
 from sandboxes.host.processes import kill_processes, sandbox_of
 
-pytestmark = pytest.mark.anyio
-
 OWNER = ProxyOwner(secrets.token_hex(4), 65534, 65534)
 """A name for this test process alone, because processes that belong to it are killed by name."""
 

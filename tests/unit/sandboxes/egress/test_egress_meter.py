@@ -1,15 +1,12 @@
 """The metrics show the egress of sandboxes as it was last read."""
 
 import anyio
-import pytest
 
 from rollout_service.observability.telemetry.egress import EgressMeter
 from rollout_service.observability.telemetry.metrics import Metrics
 from sandboxes import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.contract import Sandbox
 from sandboxes.egress.messages import EgressCounts
-
-pytestmark = pytest.mark.anyio
 
 
 class Counting(SandboxProvider):

@@ -11,7 +11,6 @@ import pytest
 from sandboxes.host.children import LingeringChildren, end_process, wait_exit
 from tests.support.processes.children import held, killed
 
-pytestmark = pytest.mark.anyio
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 
 

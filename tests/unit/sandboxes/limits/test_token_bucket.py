@@ -7,7 +7,6 @@ import pytest
 
 from sandboxes.limits.token_bucket import TokenBucket
 
-pytestmark = pytest.mark.anyio
 CAPACITY, INTERVAL = 5, 5.0
 
 

@@ -12,8 +12,6 @@ from sandboxes.host.processes import find_processes
 from sandboxes.providers.local import LocalProvider
 from tests.support.processes.children import children, held
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:

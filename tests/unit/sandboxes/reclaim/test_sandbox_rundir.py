@@ -27,7 +27,6 @@ def test_a_folder_of_others_is_refused_and_never_swept(tmp_path: Path) -> None:
     assert base not in run_bases(base, tmp_path)
 
 
-@pytest.mark.anyio
 async def test_a_provider_refuses_a_folder_of_others_at_its_start(tmp_path: Path) -> None:
     base = tmp_path / "open"
     base.mkdir()

@@ -11,7 +11,6 @@ from sandboxes import SandboxClosedError
 from sandboxes.runtime import control
 from sandboxes.runtime.control import ControlShell
 
-pytestmark = pytest.mark.anyio
 LARGE = "x" * 4_000_000
 
 

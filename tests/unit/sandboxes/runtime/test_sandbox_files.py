@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
 from sandboxes.errors import FileMissingError, FileTooLargeError, SandboxFileError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 NAMES = st.binary(min_size=1, max_size=60).filter(
     lambda name: b"/" not in name and b"\0" not in name and name not in {b".", b".."}

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sandboxes.runtime.pipes import INPUT, NAMES, OUTPUT, Pipes, Reader, StatusLines, read_some, write_all
 
 
-@pytest.mark.anyio
 async def test_names_are_removed_once_opened(tmp_path: Path) -> None:
     pipes = Pipes(tmp_path / "token")
     inside = os.open(tmp_path / "token.in", os.O_RDONLY | os.O_NONBLOCK)
@@ -34,7 +33,6 @@ def test_nothing_is_left_if_a_pipe_cannot_be_made(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-@pytest.mark.anyio
 async def test_a_writer_that_never_rests_does_not_prolong_the_end(tmp_path: Path) -> None:
     pipes = Pipes(tmp_path / "token")
     writer = os.open(tmp_path / "token.out", os.O_WRONLY | os.O_NONBLOCK)
@@ -76,7 +74,6 @@ def test_status_lines_survive_any_split(lines: list[str], cuts: list[int]) -> No
     anyio.run(check)
 
 
-@pytest.mark.anyio
 async def test_a_line_without_end_ends_the_stream() -> None:
     reading, writing = os.pipe()
     os.set_blocking(reading, False)

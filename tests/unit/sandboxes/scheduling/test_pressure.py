@@ -25,8 +25,6 @@ from sandboxes.scheduling.pressure import (
     memory_reserve,
 )
 
-pytestmark = pytest.mark.anyio
-
 CONFIG = PressureConfig()
 CALM = HostMetrics(
     cpus=2,

@@ -28,8 +28,6 @@ from sandboxes import (
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
 
-pytestmark = pytest.mark.anyio
-
 
 class NamedSandbox(Sandbox):
     """A sandbox that records which sessions were opened and whether it is alive; it runs nothing."""

@@ -14,8 +14,6 @@ from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.pipes import Pipes
 from sandboxes.sessions.bash import REPORT, Interrupter, InterruptTiming
 
-pytestmark = pytest.mark.anyio
-
 SHORT = InterruptTiming(
     interrupt_steps=(("INT", 0.05),),
     timeout_steps=(("INT", 0.05), ("TERM", 0.05), ("KILL", 0.05)),

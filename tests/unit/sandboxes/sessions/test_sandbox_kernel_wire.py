@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from sandboxes.sessions.kernel_wire import DELIM, Wire, decode, make_context, make_session
 
-pytestmark = pytest.mark.anyio
-
 
 def frames(kind: str, content: object, parent: object = None) -> list[bytes]:
     parts = (
