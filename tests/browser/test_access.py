@@ -1,7 +1,5 @@
 """axe-core finds nothing serious on any page, in either color scheme, and dialogs can be used with keys alone."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.async_api import Browser, Page, expect
 

@@ -1,7 +1,5 @@
 """The documentation works in a browser that reaches no other host: the service's own page, and the site."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import subprocess

@@ -1,7 +1,5 @@
 """The frame of the page: keys and roles, lost connections, prefixes, hostile text, and screens of different sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import anyio

@@ -1,7 +1,5 @@
 """Every page loads, without an error and without asking another host."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.async_api import Page, expect
 

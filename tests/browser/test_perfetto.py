@@ -1,7 +1,5 @@
 """Perfetto's own page opens the traces of a service at work, and shows what the rollouts, engines and sandboxes did."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

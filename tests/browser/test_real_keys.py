@@ -1,7 +1,5 @@
 """The page of a service with keys and a prefix: nothing is shown without a key, and one of `read` changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

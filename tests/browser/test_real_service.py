@@ -1,7 +1,5 @@
 """The page with a real service behind it: what rollouts do is seen while they do it, and orders are carried out."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A saved rollout is looked at from a file: all of its page works, nothing is asked of anyone, and text stays text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

@@ -1,7 +1,5 @@
 """Every benchmark works: its smallest plan gives the figures that it documents, and nothing that it counts is lost."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """What is below `deploy/monitoring`, the names of metrics in expressions, and the programs of Prometheus."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

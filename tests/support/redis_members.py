@@ -1,7 +1,5 @@
 """The membership and leadership of a Redis without the rest of its store, at times that a test chooses."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

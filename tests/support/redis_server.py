@@ -1,7 +1,5 @@
 """A real Redis as a process of a test: started, stopped, killed, paused, and given too little memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

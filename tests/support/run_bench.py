@@ -1,7 +1,5 @@
 """A store, a manager of runs and a worker whose rollouts end as a test says."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """A run `a` of four tasks in a store, and the steps by which its groups become batches."""
 
-from __future__ import annotations
-
 import json
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState

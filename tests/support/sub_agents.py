@@ -1,7 +1,5 @@
 """Rollouts whose agents had sub-agents, made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 

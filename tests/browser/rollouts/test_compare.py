@@ -1,7 +1,5 @@
 """Two rollouts side by side."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

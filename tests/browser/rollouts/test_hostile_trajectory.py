@@ -1,7 +1,5 @@
 """Output that a model or a sandbox made up to harm its readers stays text, and keeps the page quick."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The list of rollouts: filters in the address, pages, what is new, and the keyboard."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit

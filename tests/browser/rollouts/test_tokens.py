@@ -1,7 +1,5 @@
 """Tokens: their colors and what they mean, forks, search, jumps, and trajectories of any length."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of a rollout: its timeline, its conversation, and its prompts."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

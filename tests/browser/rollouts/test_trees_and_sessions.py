@@ -1,7 +1,5 @@
 """The tabs of rollouts with sub-agents, and of parts of live sessions."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Literal
 

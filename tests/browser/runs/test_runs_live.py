@@ -1,7 +1,5 @@
 """The page of a run of a real service: it fills as rollouts end, and its buttons do what the key allows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pages of runs and sessions show what the API says, follow it, and steer runs only where the key allows it."""
 
-from __future__ import annotations
-
 import re
 
 import anyio

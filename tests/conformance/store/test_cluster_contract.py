@@ -1,7 +1,5 @@
 """Every kind of store keeps the `ClusterStore` contract."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Every store erases what a person demands, in whatever state its group is, and delivers nothing of it later."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime

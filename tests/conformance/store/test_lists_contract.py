@@ -1,7 +1,5 @@
 """Every kind of store lists rollouts as a model does, whatever is asked for and however many pages it takes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta

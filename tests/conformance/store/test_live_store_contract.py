@@ -1,7 +1,5 @@
 """Every store of live sessions keeps its contract."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path

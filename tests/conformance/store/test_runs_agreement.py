@@ -1,7 +1,5 @@
 """Whatever is asked of runs, in whatever order, a store in Redis answers as SQLite does and records the same events."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field

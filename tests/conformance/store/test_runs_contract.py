@@ -1,7 +1,5 @@
 """Every kind of store keeps the contract of runs, groups and batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

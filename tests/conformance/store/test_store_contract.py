@@ -1,7 +1,5 @@
 """Every kind of store keeps the `Store` contract, in examples and in a state machine."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -60,6 +58,9 @@ class Clock:
         return self.now
 
 
+Factory = Callable[[Clock], AbstractAsyncContextManager[Store]]
+
+
 @asynccontextmanager
 async def sqlite_in_memory(clock: Clock) -> AsyncIterator[Store]:
     async with await SqliteStore.open(":memory:", clock=clock) as store:
@@ -95,7 +96,6 @@ def redis_with_folder(server: RedisServer, folder: Path) -> Factory:
     return opened
 
 
-Factory = Callable[[Clock], AbstractAsyncContextManager[Store]]
 KINDS = ["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder"))]
 
 

@@ -1,7 +1,5 @@
 """Every kind of store keeps the sub-agents of rollouts, and delivers them only where they were asked for."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from uuid import uuid4

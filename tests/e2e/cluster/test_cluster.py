@@ -1,7 +1,5 @@
 """Three services share a Redis: one is killed, stopped for a while or drained, and every rollout ends exactly once."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -3,8 +3,6 @@
 What is queued outlives a restart without the labels, and runs once they are back.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator

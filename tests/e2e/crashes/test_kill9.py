@@ -1,7 +1,5 @@
 """After kill -9 of the server amid 64 rollouts and a restart, each rollout ends exactly once, and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """After kill -9 of the service, rollouts continue from their last turns, token for token."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections import Counter

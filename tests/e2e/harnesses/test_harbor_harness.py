@@ -1,7 +1,5 @@
 """Tasks in Harbor's format through Codex: its work counts, and no attack through it gets a reward."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 All of their rollouts run at the same time in one service, once for all tests of this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """After kill -9 of the service, programs that were at work are ended, and their rollouts begin anew."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

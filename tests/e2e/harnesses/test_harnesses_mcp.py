@@ -1,7 +1,5 @@
 """Real programs are agents with the tools of an environment's MCP server, which they start in their sandboxes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real agent's program works in a live session with only a base URL and a key; its tokens are recorded exactly."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping, Sequence

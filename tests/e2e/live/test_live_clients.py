@@ -1,7 +1,5 @@
 """Real clients with only a base URL and a key are served, and what they got is what a trainer gets, id for id."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two services share a Redis, each with live sessions of its own: one run gets the parts of both, each once."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A service with live sessions is killed at random moments: each answer that a user got is trained on, once."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The shipped `parl-base` as the sub-agent of `pointers` and `split`, on a real engine behind a real server."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An agent and its sub-agents in a service: two pools of engines, sandboxes, and everything that is written down."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

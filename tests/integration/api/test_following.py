@@ -1,7 +1,5 @@
 """Streams of a real server: the overview and events, filtered, resumed, shared and left."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import socket

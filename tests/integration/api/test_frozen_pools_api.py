@@ -1,7 +1,5 @@
 """A server has an embedded engine for each of two pools: weights go to the policy alone; no run trains the other."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lists over HTTP: both clients get the rows that the store has, and each wrong filter is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The nodes of a real service with a store of its own: listed, drained and resumed, and bad commands refused."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """The sub-agents of a rollout over HTTP: both clients, the command line, and each refusal."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file of a rollout holds the answers of the API, and the command line and both clients save it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """What rollouts did and waited for, from a running service: tools, sub-agents, programs outside, runs, refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator

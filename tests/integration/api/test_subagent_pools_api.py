@@ -1,7 +1,5 @@
 """Tasks whose sub-agents have no pool are refused with the way to get one; a pool that is lost later is waited for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

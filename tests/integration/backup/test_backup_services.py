@@ -1,7 +1,5 @@
 """A backup of a service at work is restored on an empty machine, and everything is there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A job's state is backed up from its folder, whether the job runs or not, and restored into another job's folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A dump of a store in Redis is of one moment though others write, and touches no other store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

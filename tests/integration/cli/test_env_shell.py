@@ -1,7 +1,5 @@
 """`env shell` gives a real terminal in a sandbox, and removes the sandbox however the shell ends."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A server that a command starts for itself has nothing of a service for others, whatever the user's settings say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`rollout-service trace` writes runs and rollouts of a running server, whole or not at all."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`watch` takes the whole terminal, obeys its keys, follows its size, and leaves it as it was."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Fixtures that the modules of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """With the real libraries, a game through a bridge gives the rewards of the library's own loop on the same actions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """With the real library, rows get the rewards that NeMo Gym's own servers give the same answers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import AsyncIterator

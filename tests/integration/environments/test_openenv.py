@@ -1,7 +1,5 @@
 """With real servers of OpenEnv, rewards are those that its own client sees, and a server that fails is a failure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

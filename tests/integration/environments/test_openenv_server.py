@@ -1,7 +1,5 @@
 """OpenEnv's own client drives this project's environments, and sandboxes end with its sessions."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

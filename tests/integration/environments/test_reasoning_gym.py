@@ -1,7 +1,5 @@
 """With the real library, rewards are those of its own scorers, and answers that attack the scorer gain nothing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

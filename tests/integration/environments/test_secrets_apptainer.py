@@ -1,7 +1,5 @@
 """In real sandboxes, no process or file that the agent leaves meets a secret of the grader or of the init command."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

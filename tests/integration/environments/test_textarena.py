@@ -1,7 +1,5 @@
 """With the real library, games give their own rewards, and a seed gives the same game."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anyio

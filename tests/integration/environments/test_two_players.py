@@ -1,7 +1,5 @@
 """With the real library, a game against a pool gives the policy's own reward, and trains on nothing of the opponent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """With the real library, tasks of verifiers give their own rewards, and those that could not are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The example agents run as a user runs them, against a service and a scripted engine, and solve their task."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A program outside drives a rollout through the gateway over real HTTP, and reports its end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

@@ -1,7 +1,5 @@
 """Whatever a program sends in one of the four dialects, the service answers, stays reachable and keeps no memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

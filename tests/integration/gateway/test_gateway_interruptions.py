@@ -1,7 +1,5 @@
 """A program's streamed answer goes on through a weight update and the loss of an engine, and it notices neither."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

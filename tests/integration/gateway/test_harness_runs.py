@@ -1,7 +1,5 @@
 """A run with filters and a staleness bound, whose agent is a program with OpenAI's package in its sandbox."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from itertools import cycle

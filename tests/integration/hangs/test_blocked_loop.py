@@ -1,7 +1,5 @@
 """Code that blocks the event loop is named while it does: `doctor --live` reads it where the watchdog left it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Commands, sandboxes, the store and the host: what hangs is named, and what works or waits its turn is not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A stream of tokens that stops is named, although its engine still answers everything else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

@@ -1,7 +1,5 @@
 """A canary over HTTP: new sessions go to the candidate, keep their place, and are judged by version."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a user did not agree to is stored nowhere, whatever becomes of the session and however the text comes back."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager

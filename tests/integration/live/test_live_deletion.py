@@ -1,7 +1,5 @@
 """Deleting a session, or a user, leaves nothing of them in any file, and names what a trainer may hold."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any

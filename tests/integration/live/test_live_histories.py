@@ -4,8 +4,6 @@ Users talk, withdraw their consent for single turns, edit their histories and co
 expired; nodes restart; users of one name in two tenants are deleted one by one, while runs train on what is left.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress

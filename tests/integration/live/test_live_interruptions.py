@@ -1,7 +1,5 @@
 """Sessions under pauses, clients that go away at any byte, and a service that is killed: nothing is lost or doubled."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sqlite3

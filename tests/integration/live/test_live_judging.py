@@ -1,7 +1,5 @@
 """In a whole service, an answer gets its value from what the user said next, and serving waits for no judge."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whatever a detector finds is stored in no form, wherever in a request it stands."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's own agent is served through its session, and what it did is recorded as its consent allows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import quote
 

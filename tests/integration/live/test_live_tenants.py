@@ -1,7 +1,5 @@
 """Clients, users and tenants are kept apart, whatever their names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

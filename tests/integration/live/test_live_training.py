@@ -1,7 +1,5 @@
 """Served turns become batches, and are deleted for good, in a running service."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The real Prometheus reads a service's metrics, and every query of the board finds data there."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A key with the role `submit` may name files in the data folders, and an administrator any file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

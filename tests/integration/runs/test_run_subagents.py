@@ -1,7 +1,5 @@
 """A run whose agents hand on work, from its request to its export, with engines of both pools and a real server."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs work over HTTP with a real server, a scripted engine, and both clients as a trainer uses them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """No image that is built, no layer, and no output of a build has a secret of the host that it was built on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

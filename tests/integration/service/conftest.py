@@ -1,7 +1,5 @@
 """What tests of a running service share: a folder for its sockets, and a Redis of its own."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

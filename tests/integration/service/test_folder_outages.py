@@ -1,7 +1,5 @@
 """Whatever happens to the folders of a service at work, it says so, loses nothing, and duplicates nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The log reports what happens to runs, weights, engines and requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

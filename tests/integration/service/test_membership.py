@@ -1,7 +1,5 @@
 """A node joins, follows commands, drops lost work and leaves; a role passes from one leader to the next."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """`/ready` waits for all that a rollout needs, and warns of faults that keep only some rollouts waiting."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

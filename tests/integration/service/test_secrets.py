@@ -1,7 +1,5 @@
 """Ten secrets of an environment, by variable and by file, are in no output of a service but where they are declared."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

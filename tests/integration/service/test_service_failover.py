@@ -1,7 +1,5 @@
 """Services hold what they have while their Redis fails over, and go on from what its replica had."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

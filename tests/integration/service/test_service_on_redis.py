@@ -1,7 +1,5 @@
 """Services on one Redis: rollouts end once each, through restarts and outages, on whichever node they run."""
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whatever happens to Redis under a service, it says so, loses nothing, and goes on by itself afterwards."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The walks of the documentation are those of the code."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What a store's folder lacks is named, and another folder takes its place without a restart."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

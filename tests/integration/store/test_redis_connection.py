@@ -1,7 +1,5 @@
 """A store's connection to a real Redis: what is refused, with what to do, and what goes on after any outage."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import ssl

@@ -1,7 +1,5 @@
 """After kill -9 of Redis, or of the processes that share it, every write reported as durable is still there, once."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """After a failover, everyone goes on from what the new primary has, also if it lacks the last writes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 

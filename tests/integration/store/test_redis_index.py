@@ -1,7 +1,5 @@
 """The index of rollouts in Redis forgets what is deleted, and finds any reward in order."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

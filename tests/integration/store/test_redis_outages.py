@@ -1,7 +1,5 @@
 """A store whose Redis fails loses nothing and repeats nothing: full, silent in the middle of a call, or restarted."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 

@@ -1,7 +1,5 @@
 """Services that share rollouts in a Redis: each sees what the others do, and none takes what a live one holds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

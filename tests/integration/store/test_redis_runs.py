@@ -1,7 +1,5 @@
 """Runs in a Redis that several services share: their changes follow one another, and none gets lost."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 

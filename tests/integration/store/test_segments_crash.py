@@ -1,7 +1,5 @@
 """After kill -9 of services that write to one folder, every record whose reference was given out can be read."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

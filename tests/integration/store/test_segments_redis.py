@@ -1,7 +1,5 @@
 """Trajectories of a Redis store are in the shared folder, and go when their rollouts go."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """After kill -9 of a process that writes to its store, every write reported as durable is still there."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Over HTTP, a store that cannot be read or written gives a 503 with a hint, and no data is lost."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing

@@ -1,7 +1,5 @@
 """SQLite keeps the heads of groups, and no row of deleted runs."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """The SQLite store protects its file, reports failures, commits writes in groups and keeps its limits."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import sqlite3

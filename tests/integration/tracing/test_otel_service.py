@@ -1,7 +1,5 @@
 """A real service sends traces over OTLP/HTTP, tells engines of them, and is not harmed by a collector that is gone."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

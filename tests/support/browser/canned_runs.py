@@ -1,7 +1,5 @@
 """A run that is in progress, its history and its groups, and a live session, valid by the API's schema."""
 
-from __future__ import annotations
-
 import math
 from datetime import datetime, timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """A gateway of one session in this process, without sockets, whose engine answers at once."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A job has a name, which its prompt contains, so one engine serves many programs 
 prompt: they go on where an interrupted one ended, at whichever engine.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 Every id that the policy's engine samples is kept, so that what is recorded can be compared with what was sent.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Pools whose engines are scripted by functions of a request, for teachers and hints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

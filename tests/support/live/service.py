@@ -1,7 +1,5 @@
 """A service in this process that serves live sessions, and its users' agents."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 uv, the build backend and the package index are those that the scripts use.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A small file system of its own for a test, without root: it is filled, made read-only, and is gone after the test."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

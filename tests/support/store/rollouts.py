@@ -1,7 +1,5 @@
 """Rollouts for tests of stores."""
 
-from __future__ import annotations
-
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory

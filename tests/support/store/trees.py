@@ -1,7 +1,5 @@
 """Rollouts with sub-agents, for tests of what keeps and returns them."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from hypothesis import strategies as st

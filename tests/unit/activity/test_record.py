@@ -1,7 +1,5 @@
 """The record of what attempts do and wait for."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

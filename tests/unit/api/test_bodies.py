@@ -1,7 +1,5 @@
 """The bodies that are read at once are bounded together, and no sender keeps out the others."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import anyio

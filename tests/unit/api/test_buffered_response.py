@@ -1,7 +1,5 @@
 """A buffered response keeps its chunks in order, buffers only a few, and makes none once the client has gone."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 import anyio

@@ -1,7 +1,5 @@
 """The page's files come with strict headers, nothing else can be read, and none of them makes markup of text."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The docstrings below fields describe them in JSON schemas, though nothing reads them as classes are defined."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, Field
 
 from api_schemas.base import WireModel, field_docstrings

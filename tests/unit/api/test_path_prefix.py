@@ -1,7 +1,5 @@
 """Behind a prefix everything works as without one, and nothing is reachable without a key under any spelling of it."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Readers who allow it share an answer: made once, never older than each allows; errors are not shared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import anyio

@@ -1,7 +1,5 @@
 """The client's models of environments and sandboxes match the JSON that the service writes."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """A backup is of one moment and complete, and is restored only as it was made, and only where nothing is."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The model of a cluster agrees with what can be computed: each station alone, and rollouts that wait for none."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Completion offers what the server knows, in time, and is silent about everything else."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

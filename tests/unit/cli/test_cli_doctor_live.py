@@ -1,7 +1,5 @@
 """`doctor --live` names what is wrong, says so in its exit code, and is silent where nothing is."""
 
-from __future__ import annotations
-
 from contextlib import redirect_stdout
 from datetime import timedelta
 from io import StringIO

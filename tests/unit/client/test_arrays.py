@@ -1,7 +1,5 @@
 """Stored trajectories, and batches as arrays, are bit for bit the originals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The proxies of the environment: not for this machine, and named where they fail."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """A large answer arrives whole and in one piece, or raises an error that the client's calls handle."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

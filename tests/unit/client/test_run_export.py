@@ -1,7 +1,5 @@
 """An exported run is read back as it was, or not at all."""
 
-from __future__ import annotations
-
 import gzip
 import tempfile
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The client's calls for live sessions: ids of any text arrive whole, and a lost answer costs no key."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from urllib.parse import unquote

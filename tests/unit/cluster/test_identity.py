@@ -1,7 +1,5 @@
 """A service's identity tells live services from dead ones, tested with real processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

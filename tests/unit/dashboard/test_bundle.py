@@ -1,7 +1,5 @@
 """Modules become one script in which each has what it imports; what cannot be joined is refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A saved page runs its one script and nothing of its data, whatever that says."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """A game that a program of a folder is: its rewards add up, and whatever it does wrong is a failure."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Secrets reach the stage that they are for, and nothing that anyone may read."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A secret is masked in each spelling of it, wherever a text is."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Episodes in turns add up what the other side gives, and end when it, or a limit, says so."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """No request may ask for more than its bounds, whatever its API; it is told so by name, and nothing is sampled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What programs make up adds a bounded number of time series, and takes none from what is known."""
 
-from __future__ import annotations
-
 from prometheus_client import CollectorRegistry
 
 from rollout_service.gateway.contract import Dialect, Lane, ModelCall

@@ -1,7 +1,5 @@
 """A prompt that is much longer than the context is refused before it is rendered, and one that may fit never is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A text ends before its first stop string, in whatever pieces it comes, and no more of it waits than it must."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

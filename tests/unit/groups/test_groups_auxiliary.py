@@ -1,7 +1,5 @@
 """Rewards for handing on work have the values that others published, and fade as a run's request says."""
 
-from __future__ import annotations
-
 import math
 import struct
 

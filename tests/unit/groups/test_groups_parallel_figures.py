@@ -1,7 +1,5 @@
 """Figures on sub-agents follow their definitions, add up, and are null where there is nothing to measure."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

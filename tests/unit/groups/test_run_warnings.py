@@ -1,7 +1,5 @@
 """Runs whose request is allowed, and yet may not do what it is meant to do."""
 
-from __future__ import annotations
-
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.runs.live import LiveDelivery
 from rollout_service.groups.auxiliary import run_warnings

@@ -1,7 +1,5 @@
 """The limits of what may be in one batch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Waits for the same thing are one finding, with one beginning, one end, and the worst of them in front."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from datetime import UTC, datetime

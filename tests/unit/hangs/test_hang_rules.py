@@ -1,7 +1,5 @@
 """A wait is stuck only if it is late and nothing moves; what is seen speaks sooner than the clock."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Stacks of suspended tasks lead down to what is waited for, through every kind of awaitable, and hold no values."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The thread names what blocks the event loop while it does, and takes its report back afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

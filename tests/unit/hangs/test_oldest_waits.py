@@ -1,7 +1,5 @@
 """The oldest wait of a stage is the innermost one that has made no progress for longest."""
 
-from __future__ import annotations
-
 from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import Activity, OpenStep

@@ -1,7 +1,5 @@
 """The usual times are those of good steps of the same kind, and memory for them is bounded."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

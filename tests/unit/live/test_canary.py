@@ -1,7 +1,5 @@
 """A canary takes its share of new sessions, each always the same way, and survives a restart."""
 
-from __future__ import annotations
-
 import stat
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was not to be stored is known again, in whatever form a client sends it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast

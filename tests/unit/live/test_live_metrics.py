@@ -1,7 +1,5 @@
 """The metrics of live sessions add up, name what is wrong, and hold nothing that was said."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import anyio

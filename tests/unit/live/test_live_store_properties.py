@@ -1,7 +1,5 @@
 """What holds of a store of live sessions whatever happens to it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """A session that is captured again from its stored turns goes on exactly as it was."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """The figures by version count each turn once, with the value that it has, whatever becomes of its session."""
 
-from __future__ import annotations
-
 import anyio
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What a node claims: what the cluster lets it, without the environments whose sub-agents nobody serves."""
 
-from __future__ import annotations
-
 import anyio
 from hypothesis import given
 from hypothesis import strategies as st

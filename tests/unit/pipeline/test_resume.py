@@ -1,7 +1,5 @@
 """An interrupted rollout continues from its last saved turn, token for token, or begins anew for a counted reason."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The board and the alerts are made of metrics that exist, and each alert says what to look at first."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """A run has the tests of its tier, and names those for which it had no time."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A host whose clock differs from the store's delivers batches in time, and does not ask for them again and again."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A group is closed with the rewards, weights and advantages that its run asks for, and always in the same way."""
 
-from __future__ import annotations
-
 import struct
 from datetime import UTC, datetime
 

@@ -1,7 +1,5 @@
 """A run that delivers nothing says why, and stops where its limits say so; a person can resume it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

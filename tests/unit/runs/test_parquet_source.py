@@ -1,7 +1,5 @@
 """Tasks are read from real Parquet files with every column type, or an error names the row at fault."""
 
-from __future__ import annotations
-
 import datetime
 from decimal import Decimal
 from pathlib import Path

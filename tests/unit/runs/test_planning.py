@@ -1,7 +1,5 @@
 """The rollout requests of a run's groups: each sample has a seed of its own, and always the same one."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout_service.runs.planning import sample_seed

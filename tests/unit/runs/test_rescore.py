@@ -1,7 +1,5 @@
 """Finished rollouts are rescored from their tool calls, without an engine, and keep their old reward."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The figures of a run on sub-agents: what closing a group adds, the last rollouts, and what a restart leaves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

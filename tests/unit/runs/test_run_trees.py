@@ -1,7 +1,5 @@
 """A run delivers and exports sub-agents if it asks for them, and only then."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

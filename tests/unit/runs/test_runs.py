@@ -1,7 +1,5 @@
 """Runs keep their promises with a real store and manager, and a worker whose rollouts end as the test says."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

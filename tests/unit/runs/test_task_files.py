@@ -1,7 +1,5 @@
 """A run reads the files that its creator may name, and what was checked is what is read."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What limits the throughput is named by the stage that fills the others, and only where nothing else comes first."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

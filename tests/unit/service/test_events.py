@@ -1,7 +1,5 @@
 """Events are chosen by kind and subject, read once for all readers, and written without holding anything up."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Figures of the last minutes are right and bounded; an overview is made once a second, whoever reads it."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 import anyio

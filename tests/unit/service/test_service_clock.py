@@ -1,7 +1,5 @@
 """A service's time goes on evenly whatever is done to its host's clock, and a jump is said once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A service that has started has imported only what every service needs, because each start pays for all of it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A task is refused if its sub-agents have no pool of their own, and a run if its pool is frozen."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings

@@ -1,7 +1,5 @@
 """Tokens are shown by their bytes: whatever range is asked for, nothing of them is lost or changed."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records in segment files come back as they were, or as typed errors, and files without references are deleted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

@@ -1,7 +1,5 @@
 """No record is acknowledged in a folder that is lost, whatever became of it, and none is lost once it is back."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whatever the order of writes, drops, failures, crashes and collections, exactly what is referenced is kept."""
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import suppress
 from pathlib import Path

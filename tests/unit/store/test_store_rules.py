@@ -1,7 +1,5 @@
 """The rules of runs, groups and batches agree with models that are written another way."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The sub-agents of a rollout come back as they were written, to those who asked, and change nothing for others."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

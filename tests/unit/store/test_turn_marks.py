@@ -1,7 +1,5 @@
 """The marks of the turns of a part of a session come back as they were written, to those who asked for them."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 

@@ -1,7 +1,5 @@
 """Each recording method of the metrics leads to a sample of the metric that it names."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 import pytest

@@ -1,7 +1,5 @@
 """A trajectory that is trained on some turns alone."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces are on exactly if the standard variables say so, and what the exporter does is counted."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """Attempts become traces with the right tree, times and names; what is not sampled costs next to nothing."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """A trace is a JSON document whose slices nest, whose arrows have two ends, and which tells what was done where."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence

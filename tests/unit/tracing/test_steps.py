@@ -1,7 +1,5 @@
 """The steps of attempts: encoded, saved in the background, and read again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

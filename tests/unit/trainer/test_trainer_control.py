@@ -1,7 +1,5 @@
 """Shuffled rewards are a batch's own, say nothing of the samples, and give the advantages that the service would."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the trainer asks of a run whose policy hands on work, and how it compares its arms."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

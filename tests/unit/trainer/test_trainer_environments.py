@@ -1,7 +1,5 @@
 """Both training environments are found as plug-ins, and `steps` needs its tool more than once."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

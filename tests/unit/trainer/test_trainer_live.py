@@ -1,7 +1,5 @@
 """What the trainer learns from live sessions: values and hints become advantages of exactly their turns' tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

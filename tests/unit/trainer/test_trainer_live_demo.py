@@ -1,7 +1,5 @@
 """The demonstration's judge reads what users say from the service's own prompts, and its figures are the users'."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tiny policies are taught turns as a rollout plays them, with the requested share of guesses."""
 
-from __future__ import annotations
-
 import re
 from itertools import islice
 

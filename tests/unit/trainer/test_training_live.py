@@ -1,7 +1,5 @@
 """The policy that users talk to is taught right answers, whose endings follow hints and nothing else that they say."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tokens are shown by what a person asks for, with and without colors, and nothing in them reaches the terminal."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import AsyncIterator

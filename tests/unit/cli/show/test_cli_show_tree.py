@@ -1,7 +1,5 @@
 """The tree of a rollout's sub-agents is shown for people, and nothing in it moves the terminal."""
 
-from __future__ import annotations
-
 import io
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The command line shows every figure on sub-agents next to the failure that it shows, and tells nothing from zero."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Bridges run libraries in processes of their own, and execute no code that an answer brings."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rows of NeMo Gym are refused by field, and a conversation becomes a response that its servers can verify."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

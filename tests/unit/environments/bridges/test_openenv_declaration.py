@@ -1,7 +1,5 @@
 """An environment.toml of the kind `openenv` fixes the address; instances bring the arguments of a reset."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

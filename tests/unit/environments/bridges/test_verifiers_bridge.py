@@ -1,7 +1,5 @@
 """The bridge to verifiers lists tasksets once, hands the library exact conversations, and takes nothing for a zero."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a large request costs grows with its size, and no faster: in time, in values, and in what stands for them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The gateway over real connections: keys, paths, bad requests, and clients that hang up at any byte."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Large bodies are read and rendered while their clients wait, within bounds, and never for clients that have gone."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping

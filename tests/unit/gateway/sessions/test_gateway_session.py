@@ -1,7 +1,5 @@
 """A session under clients that go away, come back, ask twice, ask too much, or outlive their rollout."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager

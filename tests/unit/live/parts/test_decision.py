@@ -1,7 +1,5 @@
 """Which turns of a session are trained on, and why the others are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts of sessions become batches of runs, each turn once, whatever happens in between."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """A request of a session waits for a paused pool as long as it may, and no longer."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field

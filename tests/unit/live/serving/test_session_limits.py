@@ -1,7 +1,5 @@
 """How much a session's users may send, what they may wish, and how they are named."""
 
-from __future__ import annotations
-
 import stat
 from base64 import urlsafe_b64encode
 from pathlib import Path
