@@ -24,11 +24,7 @@ from sandboxes.images.squashfs import unpack
 from sandboxes.images.store import ImageStore
 from sandboxes.runtime.execution import STALL_SECONDS
 
-pytestmark = [
-    pytest.mark.apptainer,
-    pytest.mark.timeout(900),
-    pytest.mark.slow(seconds=140),
-]
+pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(900), pytest.mark.slow(seconds=140)]
 LONG = pytest.mark.extended(
     "rollout_service/authoring/attacks/", "rollout_service/environments/", "sandboxes/"
 )

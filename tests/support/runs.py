@@ -61,10 +61,7 @@ def trajectory(version: int) -> Trajectory:
         fork_reason=ForkReason.FIRST,
     )
     return Trajectory(
-        segments=[segment],
-        messages=[],
-        finish_reasons=[FinishReason.STOP],
-        fork_counts={ForkReason.FIRST: 1},
+        segments=[segment], messages=[], finish_reasons=[FinishReason.STOP], fork_counts={ForkReason.FIRST: 1}
     )
 
 

@@ -159,7 +159,7 @@ async def take(store: Store, owner: str = "a", *, seconds: float = 10.0) -> Leas
     return lease
 
 
-async def test_a_rollout_from_submit_to_result(store: Store, clock: Clock) -> None:
+async def test_a_rollout_from_submit_to_result(store, clock):
     request = order(question="1 + 1").model_copy(update={"metadata": {"step": 7}})
     queued, new = await store.submit(request)
     assert new
@@ -202,14 +202,14 @@ async def known(store: Store, rollout_id: str = "r1") -> Rollout:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 50_000])
-async def test_a_trajectory_of_any_size_comes_back_as_it_was(store: Store, tokens: int) -> None:
+async def test_a_trajectory_of_any_size_comes_back_as_it_was(store, tokens):
     await store.submit(order())
     lease = await take(store)
     assert await store.finish(lease, "a", outcome(lease, trajectory=trajectory(tokens)))
     assert await store.trajectory("r1") == trajectory(tokens)
 
 
-async def test_unknown_and_unfinished_rollouts_have_no_trajectory(store: Store) -> None:
+async def test_unknown_and_unfinished_rollouts_have_no_trajectory(store):
     assert await store.get("r1") is None
     assert await store.trajectory("r1") is None
     await store.submit(order())
@@ -220,7 +220,7 @@ async def test_unknown_and_unfinished_rollouts_have_no_trajectory(store: Store) 
     assert (await known(store)).error == INFRASTRUCTURE
 
 
-async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refused(store: Store) -> None:
+async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refused(store):
     await store.submit(order(x=1, y=2))
     again, new = await store.submit(order(y=2, x=1))
     assert not new
@@ -232,7 +232,7 @@ async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refuse
         await store.submit(RolloutRequest(task=Task(environment="calc")))
 
 
-async def test_the_callers_trace_is_kept_and_does_not_make_another_request(store: Store) -> None:
+async def test_the_callers_trace_is_kept_and_does_not_make_another_request(store):
     traced = TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01", tracestate="vendor=1")
     await store.submit(order().model_copy(update={"trace": traced}))
     for other in (None, traced.model_copy(update={"traceparent": f"00-{'c' * 32}-{'d' * 16}-00"})):
@@ -245,7 +245,7 @@ async def test_the_callers_trace_is_kept_and_does_not_make_another_request(store
     assert (await take(store)).request.trace == traced
 
 
-async def test_a_conflict_does_not_affect_concurrent_submits(store: Store) -> None:
+async def test_a_conflict_does_not_affect_concurrent_submits(store):
     await store.submit(order("r0"))
     outcomes: dict[str, str] = {}
 
@@ -263,7 +263,7 @@ async def test_a_conflict_does_not_affect_concurrent_submits(store: Store) -> No
     assert await store.counts() == {S.QUEUED: 20}
 
 
-async def test_claims_are_oldest_first_and_disjoint(store: Store) -> None:
+async def test_claims_are_oldest_first_and_disjoint(store):
     for number in range(7):
         await store.submit(order(f"r{number}"))
     first = await store.claim("a", limit=3, lease_seconds=10)
@@ -272,9 +272,7 @@ async def test_claims_are_oldest_first_and_disjoint(store: Store) -> None:
     assert await store.claim("a", limit=10, lease_seconds=10) == []
 
 
-async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(
-    store: Store, clock: Clock
-) -> None:
+async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(store, clock):
     await store.submit(order())
     lost = await take(store, "a", seconds=10)
     assert await store.advance(lost, "a", S.ROLLOUT)
@@ -297,14 +295,14 @@ async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(
     assert (await known(store)).reward == 0.25
 
 
-async def test_an_expired_lease_that_nobody_took_can_still_end(store: Store, clock: Clock) -> None:
+async def test_an_expired_lease_that_nobody_took_can_still_end(store, clock):
     await store.submit(order())
     lease = await take(store)
     clock.now += 100
     assert await store.finish(lease, "a", outcome(lease))
 
 
-async def test_renewing_touches_only_the_named_leases_of_the_owner(store: Store, clock: Clock) -> None:
+async def test_renewing_touches_only_the_named_leases_of_the_owner(store, clock):
     for number in range(3):
         await store.submit(order(f"r{number}"))
     await store.claim("a", limit=2, lease_seconds=10)
@@ -318,7 +316,7 @@ async def test_renewing_touches_only_the_named_leases_of_the_owner(store: Store,
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("crashed", [False, True])
-async def test_released_rollouts_are_requeued(store: Store, clock: Clock, begun: bool, crashed: bool) -> None:
+async def test_released_rollouts_are_requeued(store, clock, begun, crashed):
     await store.submit(order())
     lost = await take(store)
     if begun:
@@ -335,7 +333,7 @@ async def test_released_rollouts_are_requeued(store: Store, clock: Clock, begun:
     assert await store.finish(again, "a", outcome(again))
 
 
-async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store: Store) -> None:
+async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store):
     program = "from rollout_service.cluster.identity import ServiceIdentity as I; print(I.create())"
     dead = (await anyio.run_process([sys.executable, "-c", program])).stdout.decode().strip()
     mine = str(ServiceIdentity.create())
@@ -347,7 +345,7 @@ async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store: Stor
     assert [lease.rollout_id for lease in await store.claim(mine, limit=9, lease_seconds=10)] == ["r2"]
 
 
-async def test_only_rollouts_of_the_named_pools_are_leased(store: Store, clock: Clock) -> None:
+async def test_only_rollouts_of_the_named_pools_are_leased(store, clock):
     for number, pool in enumerate(("policy", "judge", "policy", "judge")):
         await store.submit(order(f"r{number}").model_copy(update={"pool": pool}))
     assert await store.claim("a", limit=9, lease_seconds=10, pools=[]) == []
@@ -362,7 +360,7 @@ async def test_only_rollouts_of_the_named_pools_are_leased(store: Store, clock: 
     ]
 
 
-async def test_only_rollouts_of_environments_that_suit_are_leased(store: Store) -> None:
+async def test_only_rollouts_of_environments_that_suit_are_leased(store):
     for number, environment in enumerate(("calc", "code", "calc", "code")):
         request = RolloutRequest(rollout_id=f"r{number}", task=Task(environment=environment, instance={}))
         await store.submit(request)
@@ -374,7 +372,7 @@ async def test_only_rollouts_of_environments_that_suit_are_leased(store: Store) 
     assert [lease.rollout_id for lease in await store.claim("b", limit=9, lease_seconds=10)] == ["r0", "r2"]
 
 
-async def test_a_rollout_waits_for_the_node_that_suits_it_best(store: Store, clock: Clock) -> None:
+async def test_a_rollout_waits_for_the_node_that_suits_it_best(store, clock):
     await store.submit(order())
     waits = {"calc": 2.0}
     assert await store.claim("a", limit=9, lease_seconds=10, waits=waits) == []
@@ -390,7 +388,7 @@ async def test_a_rollout_waits_for_the_node_that_suits_it_best(store: Store, clo
     assert len(await store.claim("b", limit=9, lease_seconds=10, waits={"calc": 0.0})) == 1
 
 
-async def test_an_expired_lease_is_taken_over_only_by_a_node_that_suits(store: Store, clock: Clock) -> None:
+async def test_an_expired_lease_is_taken_over_only_by_a_node_that_suits(store, clock):
     await store.submit(order())
     await take(store, "a", seconds=10)
     clock.now += 10
@@ -399,7 +397,7 @@ async def test_an_expired_lease_is_taken_over_only_by_a_node_that_suits(store: S
     assert len(await store.claim("b", limit=1, lease_seconds=10, waits={"calc": 2.0})) == 1
 
 
-async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store: Store) -> None:
+async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store):
     await store.submit(order())
     for number in range(5):
         lease = await take(store, f"owner-{number}")
@@ -408,7 +406,7 @@ async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store: Sto
         await store.recover("next")
 
 
-async def test_a_retry_waits_and_remembers_why(store: Store, clock: Clock) -> None:
+async def test_a_retry_waits_and_remembers_why(store, clock):
     await store.submit(order())
     lease = await take(store)
     assert await store.retry(lease, "a", INFRASTRUCTURE, delay_seconds=5)
@@ -425,7 +423,7 @@ def saved_turn(lease: Lease, number: int) -> UnsavedTurn:
 
 
 @pytest.mark.parametrize("way", ["expire", "release", "recover", "retry"])
-async def test_turns_outlive_an_interrupted_attempt(store: Store, clock: Clock, way: str) -> None:
+async def test_turns_outlive_an_interrupted_attempt(store, clock, way):
     await store.submit(order("r1"))
     await store.submit(order("r2"))
     lease, other = await store.claim("a", limit=2, lease_seconds=10)
@@ -448,7 +446,7 @@ async def test_turns_outlive_an_interrupted_attempt(store: Store, clock: Clock, 
     assert await store.saved_turns("unknown") == []
 
 
-async def test_turns_are_saved_by_the_holder_alone_and_without_a_gap(store: Store, clock: Clock) -> None:
+async def test_turns_are_saved_by_the_holder_alone_and_without_a_gap(store, clock):
     await store.submit(order())
     lost = await take(store, "a")
     assert await store.save_turns("a", [saved_turn(lost, 1)]) == 0, "turn 0 is missing"
@@ -464,7 +462,7 @@ async def test_turns_are_saved_by_the_holder_alone_and_without_a_gap(store: Stor
 
 
 @pytest.mark.parametrize("way", ["finish", "cancel", "retry", "restart"])
-async def test_turns_of_an_attempt_that_is_over_are_deleted(store: Store, way: str) -> None:
+async def test_turns_of_an_attempt_that_is_over_are_deleted(store, way):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.ROLLOUT)
@@ -485,7 +483,7 @@ def steps_of(rollout_id: str, number: int) -> EncodedSteps:
     return EncodedSteps(rollout_id, f"steps {number} of {rollout_id}".encode() + bytes(range(256)))
 
 
-async def test_steps_are_kept_for_each_attempt_in_order(store: Store) -> None:
+async def test_steps_are_kept_for_each_attempt_in_order(store):
     for name in ("r1", "r2", "r3"):
         await store.submit(order(name))
     attempts = [steps_of("r1", 0), steps_of("r2", 0), steps_of("r1", 1)]
@@ -499,7 +497,7 @@ async def test_steps_are_kept_for_each_attempt_in_order(store: Store) -> None:
     assert await store.save_steps([]) == 0
 
 
-async def test_steps_of_many_rollouts_are_written_and_read_at_once(store: Store) -> None:
+async def test_steps_of_many_rollouts_are_written_and_read_at_once(store):
     names = [f"r{number}" for number in range(700)]
     for name in names:
         await store.submit(order(name))
@@ -507,7 +505,7 @@ async def test_steps_of_many_rollouts_are_written_and_read_at_once(store: Store)
     assert len(await store.saved_steps(names)) == len(names)
 
 
-async def test_a_rollout_keeps_the_steps_of_a_bounded_number_of_attempts(store: Store) -> None:
+async def test_a_rollout_keeps_the_steps_of_a_bounded_number_of_attempts(store):
     await store.submit(order())
     attempts = [steps_of("r1", number) for number in range(MAX_RECORDS + 3)]
     assert await store.save_steps(attempts) == MAX_RECORDS
@@ -515,7 +513,7 @@ async def test_a_rollout_keeps_the_steps_of_a_bounded_number_of_attempts(store: 
 
 
 @pytest.mark.parametrize("way", ["finish", "retry", "restart", "release", "lost"])
-async def test_steps_are_kept_however_their_attempt_ended(store: Store, clock: Clock, way: str) -> None:
+async def test_steps_are_kept_however_their_attempt_ended(store, clock, way):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.ROLLOUT)
@@ -534,7 +532,7 @@ async def test_steps_are_kept_however_their_attempt_ended(store: Store, clock: C
     assert await store.saved_steps(["r1"]) == {"r1": [steps_of("r1", 0).data]}
 
 
-async def test_steps_are_deleted_with_their_rollout(store: Store, clock: Clock) -> None:
+async def test_steps_are_deleted_with_their_rollout(store, clock):
     await store.submit(order())
     lease = await take(store)
     await store.finish(lease, "a", outcome(lease))
@@ -547,7 +545,7 @@ async def test_steps_are_deleted_with_their_rollout(store: Store, clock: Clock) 
     assert await store.saved_steps(["r1"]) == {}
 
 
-async def test_a_lease_tells_the_run_and_the_group(store: Store) -> None:
+async def test_a_lease_tells_the_run_and_the_group(store):
     source = InlineTasks(tasks=[Task(environment="calc", instance={})])
     run = RunRequest(run_id="a", source=source, group_size=1, batch_size=1)
     await store.runs.create(run, tasks=1, version=0, digest=None)
@@ -558,7 +556,7 @@ async def test_a_lease_tells_the_run_and_the_group(store: Store) -> None:
     assert [(one.run_id, one.group) for one in leases] == [("a", 0), (None, None)]
 
 
-async def test_a_restarted_rollout_is_queued_with_its_attempt_not_counted(store: Store) -> None:
+async def test_a_restarted_rollout_is_queued_with_its_attempt_not_counted(store):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.ROLLOUT)
@@ -569,7 +567,7 @@ async def test_a_restarted_rollout_is_queued_with_its_attempt_not_counted(store:
     assert (again.attempt, again.saved_turns, again.spans, again.retries) == (1, 0, [span], [])
 
 
-async def test_stages_only_go_forward_within_an_attempt(store: Store) -> None:
+async def test_stages_only_go_forward_within_an_attempt(store):
     await store.submit(order())
     lease = await take(store)
     assert await store.advance(lease, "a", S.ROLLOUT)
@@ -583,7 +581,7 @@ async def test_stages_only_go_forward_within_an_attempt(store: Store) -> None:
     assert (await known(store)).state is S.ROLLOUT
 
 
-async def test_cancel_of_a_queued_rollout_is_final(store: Store) -> None:
+async def test_cancel_of_a_queued_rollout_is_final(store):
     await store.submit(order())
     assert await store.cancel("r1") is S.QUEUED
     assert await store.cancel("r1") is S.CANCELLED
@@ -593,7 +591,7 @@ async def test_cancel_of_a_queued_rollout_is_final(store: Store) -> None:
     assert await store.claim("a", limit=1, lease_seconds=10) == []
 
 
-async def test_cancel_before_submit_leaves_a_tombstone_for_one_rollout(store: Store) -> None:
+async def test_cancel_before_submit_leaves_a_tombstone_for_one_rollout(store):
     assert await store.cancel("r1") is None
     assert await store.cancel("r1") is None
     assert await store.get("r1") is None
@@ -603,7 +601,7 @@ async def test_cancel_before_submit_leaves_a_tombstone_for_one_rollout(store: St
     assert await store.claim("a", limit=1, lease_seconds=10) == []
 
 
-async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store: Store) -> None:
+async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store):
     await store.submit(order())
     lease = await take(store)
     assert await store.cancel("r1") is S.QUEUED
@@ -616,7 +614,7 @@ async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store: Store) ->
 
 
 @pytest.mark.parametrize("way", ["expire", "release", "recover", "retry", "restart"])
-async def test_a_cancelled_rollout_is_never_queued_again(store: Store, clock: Clock, way: str) -> None:
+async def test_a_cancelled_rollout_is_never_queued_again(store, clock, way):
     await store.submit(order())
     lease = await take(store, seconds=10)
     await store.cancel("r1")
@@ -635,7 +633,7 @@ async def test_a_cancelled_rollout_is_never_queued_again(store: Store, clock: Cl
     assert await store.counts() == {S.CANCELLED: 1}
 
 
-async def test_every_change_of_state_is_an_event(store: Store) -> None:
+async def test_every_change_of_state_is_an_event(store):
     assert await store.last_event() == 0
     await store.submit(order())
     lease = await take(store)
@@ -660,7 +658,7 @@ async def test_every_change_of_state_is_an_event(store: Store) -> None:
     assert await store.events(after=3, limit=2) == events[3:5]
 
 
-async def test_pages_cover_everything_once(store: Store) -> None:
+async def test_pages_cover_everything_once(store):
     for number in range(10):
         await store.submit(order(f"r{number}"))
     for number in (2, 3, 7):
@@ -708,7 +706,7 @@ async def woken_by(wait: Callable[[], Awaitable[Any]], act: Callable[[], Awaitab
     return answers[0]
 
 
-async def test_waiting_for_work(store: Store, clock: Clock) -> None:
+async def test_waiting_for_work(store, clock):
     assert await store.claim("a", limit=2, lease_seconds=10) == []
     assert not await returns(store.wait_for_work())
     await woken_by(store.wait_for_work, lambda: store.submit(order("r1")))
@@ -732,7 +730,7 @@ async def test_waiting_for_work(store: Store, clock: Clock) -> None:
     assert await returns(store.wait_for_work()), "another's lease ran out"
 
 
-async def test_waiting_for_cancels(store: Store) -> None:
+async def test_waiting_for_cancels(store):
     await store.submit(order())
     await take(store)
     await store.cancel_requested("a")
@@ -742,7 +740,7 @@ async def test_waiting_for_cancels(store: Store) -> None:
     assert not await returns(store.wait_for_cancels())
 
 
-async def test_waiting_for_events(store: Store) -> None:
+async def test_waiting_for_events(store):
     assert not await returns(store.wait_for_events(after=0))
     assert await woken_by(lambda: store.wait_for_events(after=0), lambda: store.submit(order())) == 1
     assert await returns(store.wait_for_events(after=0))
@@ -750,9 +748,7 @@ async def test_waiting_for_events(store: Store) -> None:
     assert await store.wait_for_events(after=2) == 1, "there never was such an event, or it was lost"
 
 
-async def test_a_rollout_that_has_waited_is_found_behind_many_that_have_not(
-    store: Store, clock: Clock
-) -> None:
+async def test_a_rollout_that_has_waited_is_found_behind_many_that_have_not(store, clock):
     for number in range(300):
         await store.submit(order(f"r{number}"))
     held = await store.claim("b", limit=300, lease_seconds=100)
@@ -768,7 +764,7 @@ async def test_a_rollout_that_has_waited_is_found_behind_many_that_have_not(
     assert [lease.rollout_id for lease in found] == [*(f"r{number}" for number in range(300)), "young"]
 
 
-async def test_an_owner_is_told_what_it_holds(store: Store) -> None:
+async def test_an_owner_is_told_what_it_holds(store):
     assert await store.held("a") == {}
     for number in range(3):
         await store.submit(order(f"r{number}"))
@@ -783,7 +779,7 @@ async def test_an_owner_is_told_what_it_holds(store: Store) -> None:
 
 
 @pytest.mark.parametrize("way", ["finish", "cancel", "release"])
-async def test_waiting_for_a_result(store: Store, way: str) -> None:
+async def test_waiting_for_a_result(store, way):
     assert await store.wait_for_result("r1") is None
     await store.submit(order())
 
@@ -803,7 +799,7 @@ async def test_waiting_for_a_result(store: Store, way: str) -> None:
     assert await store.wait_for_result("r1") == ended
 
 
-async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store: Store) -> None:
+async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store):
     await store.submit(order())
     leases: list[Lease] = []
     with anyio.CancelScope() as scope:
@@ -812,7 +808,7 @@ async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store: Store) ->
     assert [lease.rollout_id for lease in leases] == ["r1"]
 
 
-async def test_a_closed_store_says_so(store: Store) -> None:
+async def test_a_closed_store_says_so(store):
     await store.submit(order())
     await store.close()
     await store.close()
@@ -1063,8 +1059,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert sorted(asked) == sorted(held)
 
 
-def test_any_sequence_of_calls_keeps_the_contract(kind: Factory) -> None:
+def test_any_sequence_of_calls_keeps_the_contract(kind):
     run_state_machine_as_test(
-        lambda: StoreMachine(kind),
-        settings=settings(stateful_step_count=30, deadline=None),
+        lambda: StoreMachine(kind), settings=settings(stateful_step_count=30, deadline=None)
     )

@@ -94,7 +94,7 @@ def eventually(condition: Callable[[], Any], nodes: dict[str, Running]) -> None:
         time.sleep(0.1)
 
 
-def test_rollouts_wait_for_the_node_with_their_labels(cluster: Cluster) -> None:
+def test_rollouts_wait_for_the_node_with_their_labels(cluster):
     plain, fast = cluster.start("plain", []), cluster.start("fast", LABELS)
     nodes = {"plain": plain, "fast": fast}
     eventually(lambda: len(get(plain, "/v1/nodes")) == 2, nodes)
@@ -134,7 +134,7 @@ def test_rollouts_wait_for_the_node_with_their_labels(cluster: Cluster) -> None:
 
 
 @pytest.mark.apptainer
-def test_rollouts_wait_for_the_busy_node_with_their_image(cluster: Cluster, tmp_path: Path) -> None:
+def test_rollouts_wait_for_the_busy_node_with_their_image(cluster, tmp_path):
     one_at_once = f'images_dir = "{ImageStore().root}"\n[pipeline]\ninit_workers = 1\nrollout_workers = 1\n'
     full = cluster.start("full", [], one_at_once, "--sandbox", "apptainer")
     bare = cluster.start("bare", [], f'images_dir = "{tmp_path}/none"\n', "--sandbox", "apptainer")

@@ -163,9 +163,7 @@ def mentioning(folder: Path) -> list[int]:
         pytest.param("apptainer", "sqlite", marks=pytest.mark.apptainer),
     ],
 )
-async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(
-    folder: Path, provider: str, store: str
-) -> None:
+async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder, provider, store):
     ids = [f"r{number}" for number in range(ROLLOUTS)]
     log = folder / "server.log"
     with ExitStack() as stack:

@@ -3,7 +3,6 @@
 import json
 import signal
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import pytest
@@ -44,7 +43,7 @@ class CountingEngine(ScriptedEngine):
 
 
 @pytest.mark.timeout(300)
-def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path: Path) -> None:
+def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path):
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(CountingEngine()) as engine:
         with service(tmp_path, engine.url, CONFIG, turns=TURNS) as running:
             submit(running, "disturbed")

@@ -174,9 +174,7 @@ def is_interruptible(script: JobsScript) -> bool:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_a_program_takes_every_step_and_each_token_is_recorded_once(
-    outcome: Outcome, harness: str, scenario: str
-) -> None:
+def test_a_program_takes_every_step_and_each_token_is_recorded_once(outcome, harness, scenario):
     rollout, job = outcome.of(harness, scenario), job_of(harness, scenario)
     assert rollout.program is not None
     assert rollout.reward == 1.0, (rollout.error, rollout.program.output[-2_000:])
@@ -193,7 +191,7 @@ def test_a_program_takes_every_step_and_each_token_is_recorded_once(
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_the_turns_of_a_program_are_in_one_segment(outcome: Outcome, harness: str, scenario: str) -> None:
+def test_the_turns_of_a_program_are_in_one_segment(outcome, harness, scenario):
     trajectory = outcome.of(harness, scenario).trajectory
     assert trajectory is not None
     assert trajectory.fork_counts == FORKS.get((harness, scenario), {ForkReason.FIRST: 1})
@@ -201,9 +199,7 @@ def test_the_turns_of_a_program_are_in_one_segment(outcome: Outcome, harness: st
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_a_segment_begins_with_what_the_models_template_renders(
-    outcome: Outcome, harness: str, scenario: str
-) -> None:
+def test_a_segment_begins_with_what_the_models_template_renders(outcome, harness, scenario):
     rollout, tokenizer = outcome.of(harness, scenario), AutoTokenizer.from_pretrained(outcome.model)
     assert rollout.trajectory is not None
     calls = outcome.calls(harness, scenario)
@@ -214,7 +210,7 @@ def test_a_segment_begins_with_what_the_models_template_renders(
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_a_weight_update_of_90_seconds_is_waited_for(outcome: Outcome, harness: str) -> None:
+def test_a_weight_update_of_90_seconds_is_waited_for(outcome, harness):
     rollout = outcome.of(harness, "updated")
     assert rollout.program is not None
     assert rollout.program.seconds > UPDATE_SECONDS
@@ -225,7 +221,7 @@ def test_a_weight_update_of_90_seconds_is_waited_for(outcome: Outcome, harness: 
     assert set(held) == {0, 1}
 
 
-def test_another_engine_goes_on_where_one_was_lost(outcome: Outcome) -> None:
+def test_another_engine_goes_on_where_one_was_lost(outcome):
     assert outcome.engines["failing"].died.is_set()
     assert outcome.engines["standby"].requests > len(HARNESSES), (
         "the answers that were cut off, and those after them"

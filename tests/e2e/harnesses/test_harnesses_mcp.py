@@ -144,7 +144,7 @@ def write_environment(folder: Path, harness: str) -> Path:
 
 
 @pytest.mark.parametrize("harness", TOOLS)
-def test_a_program_calls_the_tool_of_the_server(rollouts: dict[str, Rollout], harness: str) -> None:
+def test_a_program_calls_the_tool_of_the_server(rollouts, harness):
     rollout = rollouts[harness]
     assert rollout.program is not None, rollout.error
     assert rollout.reward == 1.0, (rollout.error, rollout.program.output[-4_000:])

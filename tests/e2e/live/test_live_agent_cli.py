@@ -67,7 +67,7 @@ async def work(folder: Path, opened: OpenedSession, prompt: str) -> None:
     assert done.returncode == 0, done.stderr.decode()[-4_000:]
 
 
-async def test_codex_works_in_a_session(tmp_path: Path) -> None:
+async def test_codex_works_in_a_session(tmp_path):
     model = await anyio.to_thread.run_sync(write_model, tmp_path / "model")
     job = LocalJob("codex", "short", STEPS)
     script = JobsScript(ChatRenderer.load(model), [job])

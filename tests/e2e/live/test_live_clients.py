@@ -90,7 +90,7 @@ async def leased(run: ClientRun, count: int = 1) -> list[Rollout]:
 @pytest.mark.parametrize(
     "ask", [openai_whole, openai_streamed, openai_responses, anthropic_whole, anthropic_streamed]
 )
-async def test_what_a_client_got_is_what_a_trainer_gets(service: LiveService, ask: Ask) -> None:
+async def test_what_a_client_got_is_what_a_trainer_gets(service, ask):
     opened = await service.client.open_session(SessionRequest(train=True, user="alice"))
     before = len(service.engine.sampled)
     await converse(opened, ask, ["one", "two", "three"])
@@ -116,7 +116,7 @@ async def test_what_a_client_got_is_what_a_trainer_gets(service: LiveService, as
     assert caught.value.status_code == 410
 
 
-async def test_a_front_end_with_one_key_names_its_conversations(service: LiveService) -> None:
+async def test_a_front_end_with_one_key_names_its_conversations(service):
     async with AsyncOpenAI(base_url=f"{service.client.base_url}/v1", api_key=KEY) as client:
 
         async def say(word: str, **headers: str) -> httpx.Response:
@@ -136,7 +136,7 @@ async def test_a_front_end_with_one_key_names_its_conversations(service: LiveSer
     assert sorted(one.recorded for one in counts if one.served) == [1, 2]
 
 
-async def test_the_funnel_adds_up_at_every_moment(tmp_path: Path) -> None:
+async def test_the_funnel_adds_up_at_every_moment(tmp_path):
     async with live_service(tmp_path / "state", judge=Praise()) as service:
         run = await service.train()
         asked = 0
@@ -202,7 +202,7 @@ async def metrics_of(service: LiveService) -> dict[str, float]:
     return found
 
 
-async def test_what_a_user_takes_back_is_nowhere(tmp_path: Path) -> None:
+async def test_what_a_user_takes_back_is_nowhere(tmp_path):
     state = tmp_path / "state"
     async with live_service(state, judge=Praise()) as service:
         opened = await service.client.open_session(SessionRequest(train=True, user="alice-of-wonderland"))
@@ -235,7 +235,7 @@ async def test_what_a_user_takes_back_is_nowhere(tmp_path: Path) -> None:
         assert not files_with(state, word), word
 
 
-async def test_a_session_goes_on_after_its_end_only_as_another(service: LiveService) -> None:
+async def test_a_session_goes_on_after_its_end_only_as_another(service):
     first = await service.client.open_session(SessionRequest(train=True))
     await converse(first, openai_whole, ["one"])
     await service.client.end_session(first.session.session_id)

@@ -43,7 +43,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Running]]:
         yield services
 
 
-def test_a_run_gets_the_sessions_of_all_nodes(nodes: list[Running]) -> None:
+def test_a_run_gets_the_sessions_of_all_nodes(nodes):
     with httpx.Client(timeout=60) as http:
         http.post(f"{nodes[0].url}/v1/runs", json=RUN).raise_for_status()
         for number in range(SESSIONS):

@@ -112,7 +112,7 @@ async def collect(client: RolloutClient, batches: dict[str, LeasedBatch]) -> Non
             return
 
 
-async def test_each_answer_that_a_user_got_is_trained_on_once(tmp_path: Path) -> None:
+async def test_each_answer_that_a_user_got_is_trained_on_once(tmp_path):
     draw = random.Random(seed := time.time_ns())
     print(f"{seed=}")  # noqa: T201 - shown if the test fails
     batches: dict[str, LeasedBatch] = {}

@@ -99,7 +99,7 @@ async def metrics_of(service: GatewayService) -> str:
 
 
 @pytest.mark.parametrize("sandbox", ["shared", "own"])
-async def test_a_rollout_with_sub_agents(tmp_path: Path, sandbox: str) -> None:
+async def test_a_rollout_with_sub_agents(tmp_path, sandbox):
     policy, frozen = scripted(*lead(3)), worker()
     async with team(tmp_path, policy, frozen, sandbox=sandbox) as service:
         rollout = await finished(service, exports=TokenExtras(nodes=NodeDetail.TOKENS))
@@ -133,7 +133,7 @@ def assert_root_is_a_plain_sample(rollout: Rollout) -> None:
     assert sum(segment.loss_mask) == rollout.usage.sampled_tokens
 
 
-async def test_an_update_of_the_policy_does_not_pause_its_sub_agents(tmp_path: Path) -> None:
+async def test_an_update_of_the_policy_does_not_pause_its_sub_agents(tmp_path):
     policy, frozen = scripted(*lead(2), update_seconds=8.0), worker(latency=0.3)
     async with team(tmp_path, policy, frozen) as service, anyio.create_task_group() as tasks:
         tasks.start_soon(finished, service)
@@ -143,7 +143,7 @@ async def test_an_update_of_the_policy_does_not_pause_its_sub_agents(tmp_path: P
         assert frozen.requests == PROBES + 4, "both sub-agents ended during the update"
 
 
-async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path: Path) -> None:
+async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path):
     policy, frozen = scripted(*lead(4)), worker()
     async with team(tmp_path, policy, frozen, sandbox="own") as service:
         frozen.latency = 60.0

@@ -22,11 +22,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         assert "Traceback" not in server.log
 
 
-def test_there_are_enough() -> None:
+def test_there_are_enough():
     assert len(CHECKS) >= 20
 
 
 @pytest.mark.parametrize("name", CHECKS)
-async def test_it_holds(target: Target, name: str) -> None:
+async def test_it_holds(target, name):
     async for outcome in attack(target, [name]):
         assert outcome.held, outcome.why

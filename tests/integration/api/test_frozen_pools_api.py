@@ -33,7 +33,7 @@ async def task(client: RolloutClient) -> Task:
     return Task(environment="calc", instance=instance)
 
 
-async def test_two_embedded_pools_of_which_one_is_frozen(tmp_path: Path) -> None:
+async def test_two_embedded_pools_of_which_one_is_frozen(tmp_path):
     async with served(tmp_path) as client:
         await both_pools_answer(client)
         await weights_go_to_the_policy_alone(client)

@@ -53,7 +53,7 @@ def reasons(api: httpx.Client) -> str:
     return " ".join(api.get("/ready").json()["reasons"])
 
 
-def test_a_node_says_its_name_labels_address_and_environments(server: ApiServer, api: httpx.Client) -> None:
+def test_a_node_says_its_name_labels_address_and_environments(server, api):
     [node] = nodes(api)
     assert (node.node, node.labels, node.state) == ("n1", ["fast"], NodeState.READY)
     assert node.address == server.url
@@ -64,7 +64,7 @@ def test_a_node_says_its_name_labels_address_and_environments(server: ApiServer,
     assert api.get("/v1/node").json()["node"] == "n1"
 
 
-def test_a_drained_node_is_not_ready_until_it_is_resumed(api: httpx.Client) -> None:
+def test_a_drained_node_is_not_ready_until_it_is_resumed(api):
     drained = NodeView.model_validate(api.post("/v1/nodes/n1/drain").json())
     assert drained.state is NodeState.DRAINING
     until(lambda: "n1 is draining" in reasons(api))
@@ -75,7 +75,7 @@ def test_a_drained_node_is_not_ready_until_it_is_resumed(api: httpx.Client) -> N
     assert nodes(api)[0].state is NodeState.READY
 
 
-def test_the_leader_of_a_store_of_its_own_is_its_only_node(api: httpx.Client) -> None:
+def test_the_leader_of_a_store_of_its_own_is_its_only_node(api):
     until(lambda: 'rollout_node_leads{role="runs"} 1.0' in api.get("/metrics").text)
 
 
@@ -88,15 +88,13 @@ def test_the_leader_of_a_store_of_its_own_is_its_only_node(api: httpx.Client) ->
         ("DELETE", "/v1/nodes/n1", 409),
     ],
 )
-def test_commands_to_unknown_and_live_nodes_are_refused(
-    api: httpx.Client, method: str, path: str, status: int
-) -> None:
+def test_commands_to_unknown_and_live_nodes_are_refused(api, method, path, status):
     refused = api.request(method, path)
     assert refused.status_code == status
     assert path.split("/")[3] in Problem.model_validate_json(refused.content).detail
 
 
-def test_a_task_that_no_node_can_take_is_refused_with_the_missing_label(api: httpx.Client) -> None:
+def test_a_task_that_no_node_can_take_is_refused_with_the_missing_label(api):
     body = {"task": {"environment": "tuned", "instance": {"question": "?"}}}
     refused = Problem.model_validate_json(api.post("/v1/rollouts", json=body).content)
     assert refused.status == 422

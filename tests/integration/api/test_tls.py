@@ -1,7 +1,6 @@
 """The API over TLS serves the configured certificate to clients that trust it, and picks up a renewed one."""
 
 import ssl
-from pathlib import Path
 
 import anyio
 import pytest
@@ -19,9 +18,7 @@ from tests.support.api.server import api_server, make_certificate
 KEY = "a-key-of-enough-characters"
 
 
-def test_a_client_reaches_a_server_whose_certificate_it_trusts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_reaches_a_server_whose_certificate_it_trusts(tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path)
     flags = ["--tls-certificate", str(certificate), "--tls-key", str(key)]
     with api_server(tmp_path, *flags, ROLLOUT_KEYS=KEY) as server:
@@ -38,7 +35,7 @@ def test_a_client_reaches_a_server_whose_certificate_it_trusts(
         assert (listed.exit_code, listed.stdout.strip()) == (0, "[]")
 
 
-def test_unusable_certificates_are_reported_before_the_start(tmp_path: Path) -> None:
+def test_unusable_certificates_are_reported_before_the_start(tmp_path):
     certificate, key = make_certificate(tmp_path)
     (tmp_path / "other").mkdir()
     _, other_key = make_certificate(tmp_path / "other")
@@ -53,9 +50,7 @@ def test_unusable_certificates_are_reported_before_the_start(tmp_path: Path) -> 
         load_settings(tls_key=key)
 
 
-async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_service.http.tls.POLL_SECONDS", 0.01)
     certificate, key = make_certificate(tmp_path)
     followed = Certificate(certificate, key, None)
@@ -92,6 +87,6 @@ def served_by(context: ssl.SSLContext) -> bytes | None:
     return client.getpeercert(binary_form=True)
 
 
-async def test_a_client_names_a_file_that_it_cannot_read() -> None:
+async def test_a_client_names_a_file_that_it_cannot_read():
     with pytest.raises(CaFileError, match=r"'/nowhere.pem' cannot be used: No such file"):
         RolloutClient("https://localhost", ca_file="/nowhere.pem")

@@ -78,14 +78,14 @@ async def order(client: RolloutClient, rollout_id: str) -> RolloutRequest:
     return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance=instance))
 
 
-async def test_callers_who_hang_up(tmp_path: Path) -> None:
+async def test_callers_who_hang_up(tmp_path):
     async with Engine() as engine, serving(engine, state=tmp_path) as (client, impatient):
         await an_update_goes_on(engine, client, impatient)
         await a_rollout_goes_on(engine, client, impatient)
         await a_cancelled_rollout_ends_in_the_engine(engine, client)
 
 
-async def test_weights_that_engines_did_not_take_are_an_error(tmp_path: Path) -> None:
+async def test_weights_that_engines_did_not_take_are_an_error(tmp_path):
     async with (
         Engine() as first,
         Engine() as second,

@@ -115,9 +115,7 @@ def turns(server: Running, session: dict[str, Any]) -> list[Any]:
     return shown
 
 
-def test_everything_is_there_after_a_restore(
-    tmp_path: Path, engine: Running, machines: tuple[Machine, Machine]
-) -> None:
+def test_everything_is_there_after_a_restore(tmp_path, engine, machines):
     before, after = machines
     with before.serve() as server:
         spec = {"url": engine.url}

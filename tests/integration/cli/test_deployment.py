@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
 KEY = "a-key-of-enough-characters-for-anyone"
 
 
-def test_the_unit_is_valid(tmp_path: Path) -> None:
+def test_the_unit_is_valid(tmp_path):
     """Replace the program's path and its user, which differ between deployments."""
     text = UNIT.read_text().replace("User=rollout\n", f"User={getpass.getuser()}\n")
     text = re.sub(r"(?m)^ExecStart=\S+", f"ExecStart={sys.executable}", text)
@@ -35,7 +35,7 @@ def test_the_unit_is_valid(tmp_path: Path) -> None:
     assert (done.returncode, complaints) == (0, []), done.stderr
 
 
-def test_the_unit_leaves_little_open() -> None:
+def test_the_unit_leaves_little_open():
     """Rate it as `systemd-analyze` does: from 0, which is best, to 10."""
     done = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNIT)],
@@ -48,13 +48,13 @@ def test_the_unit_leaves_little_open() -> None:
     assert float(found[1]) < MAX_EXPOSURE, done.stdout
 
 
-def test_the_unit_waits_longer_than_a_shutdown_takes() -> None:
+def test_the_unit_waits_longer_than_a_shutdown_takes():
     found = re.search(r"(?m)^TimeoutStopSec=(\d+)$", UNIT.read_text())
     assert found
     assert int(found[1]) > Settings().pipeline.drain_seconds + CONNECTIONS_SECONDS
 
 
-def test_a_proxy_outlasts_every_wait_and_accepts_every_body() -> None:
+def test_a_proxy_outlasts_every_wait_and_accepts_every_body():
     """If both times were equal, nginx would answer first, with a 504."""
     found = re.search(r"proxy_read_timeout (\d+)s;", PAGE)
     assert found
@@ -64,7 +64,7 @@ def test_a_proxy_outlasts_every_wait_and_accepts_every_body() -> None:
     assert int(found[1]) << 20 >= Settings().max_body_bytes
 
 
-def test_probes_answer_without_a_key_to_an_address_and_to_listed_names(tmp_path: Path) -> None:
+def test_probes_answer_without_a_key_to_an_address_and_to_listed_names(tmp_path):
     hosts = '["rollouts.example.com"]'
     with api_server(tmp_path, ROLLOUT_KEYS=KEY, ROLLOUT_ALLOWED_HOSTS=hosts) as server:
         for path, status in [("/health", 200), ("/ready", 503)]:

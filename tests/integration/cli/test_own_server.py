@@ -43,9 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_has_the_users_settings_but_those_of_a_service_for_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_has_the_users_settings_but_those_of_a_service_for_others(folder, monkeypatch):
     monkeypatch.setenv("ROLLOUT_KEYS", "another-key-0123456789")
     monkeypatch.setenv("ROLLOUT_STORE__PREFIX", "others")
     monkeypatch.setenv("ROLLOUT_PIPELINE__ROLLOUT_WORKERS", "7")
@@ -63,7 +61,7 @@ def test_it_has_the_users_settings_but_those_of_a_service_for_others(
 
 
 @pytest.mark.slow
-async def test_a_command_uses_its_own_server_in_the_folder_of_a_service(folder: Path) -> None:
+async def test_a_command_uses_its_own_server_in_the_folder_of_a_service(folder):
     flags = ["--sandbox", "local", "--model", "calc-tuned"]
     async with running_server(folder / "state", flags) as client:
         assert "calc" in {one.name for one in await client.environments()}

@@ -76,7 +76,7 @@ def rollouts(events: list[dict[str, Any]]) -> set[str]:
     }
 
 
-def test_a_run_is_written_with_all_tries(url: str, tmp_path: Path) -> None:
+def test_a_run_is_written_with_all_tries(url, tmp_path):
     file = tmp_path / "run.json"
     file.write_text("an earlier one")
     said = run(url, "run", "-o", str(file))
@@ -87,7 +87,7 @@ def test_a_run_is_written_with_all_tries(url: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_rollouts_are_written_compressed(url: str, tmp_path: Path) -> None:
+def test_rollouts_are_written_compressed(url, tmp_path):
     file = tmp_path / "some.json.gz"
     assert "2 rollouts" in run(url, "alone", "run.1.1", "-o", str(file))
     document = json.loads(gzip.decompress(file.read_bytes()))
@@ -100,12 +100,12 @@ def test_rollouts_are_written_compressed(url: str, tmp_path: Path) -> None:
     ("names", "said"),
     [(["new"], "there are no steps yet"), (["nobody"], "nobody"), (["alone", "nobody"], "nobody")],
 )
-def test_what_cannot_be_traced_leaves_no_file(url: str, tmp_path: Path, names: list[str], said: str) -> None:
+def test_what_cannot_be_traced_leaves_no_file(url, tmp_path, names, said):
     assert said in run(url, *names, "-o", str(tmp_path / "t.json"), exit_code=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_named(url: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(url, tmp_path):
     file = tmp_path / "missing" / "t.json"
     said = run(url, "alone", "-o", str(file), exit_code=1)
     assert "cannot be written" in said

@@ -175,9 +175,7 @@ async def played(case: Played, sandboxes: SandboxSource, **changes: Any) -> Tria
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-async def test_the_reward_is_the_servers_own(
-    name: str, own_rewards: dict[str, float], sandboxes: SandboxSource
-) -> None:
+async def test_the_reward_is_the_servers_own(name, own_rewards, sandboxes):
     case = cases()[name]
     trial = await played(case, sandboxes)
     assert trial.score.reward == own_rewards[name] == EXPECTED[name]
@@ -187,9 +185,7 @@ async def test_the_reward_is_the_servers_own(
     assert offered == [tool["name"] for tool in case.row["responses_create_params"].get("tools", [])]
 
 
-async def test_a_tools_answer_is_what_the_server_says_and_only_tools_can_be_called(
-    sandboxes: SandboxSource,
-) -> None:
+async def test_a_tools_answer_is_what_the_server_says_and_only_tools_can_be_called(sandboxes):
     case = cases()["state"]
     malformed = ToolCall(id="call", name=None, arguments=None, raw="{", error="invalid_json")
     policy = ScriptedPolicy(
@@ -208,20 +204,20 @@ async def test_a_tools_answer_is_what_the_server_says_and_only_tools_can_be_call
     assert trial.score.reward == 1.0
 
 
-async def test_a_verification_that_needs_a_judge_is_a_failure(sandboxes: SandboxSource) -> None:
+async def test_a_verification_that_needs_a_judge_is_a_failure(sandboxes):
     case = Played("math_with_judge", "LibraryJudgeMathResourcesServer", text="It is \\boxed{31}")
     with pytest.raises(EnvironmentFailedError, match="needs another server"):
         await played(case, sandboxes, config={"should_use_judge": True})
 
 
-async def test_a_row_that_its_server_cannot_verify_is_a_failure(sandboxes: SandboxSource) -> None:
+async def test_a_row_that_its_server_cannot_verify_is_a_failure(sandboxes):
     case = cases()["a choice"]
     row = {name: value for name, value in case.row.items() if name != "options"} | {"options": "none"}
     with pytest.raises(EnvironmentFailedError, match="/verify answered 422"):
         await played(case, sandboxes, row=row)
 
 
-async def test_a_row_with_a_tool_that_its_server_lacks_is_a_failure(sandboxes: SandboxSource) -> None:
+async def test_a_row_with_a_tool_that_its_server_lacks_is_a_failure(sandboxes):
     case = cases()["state"]
     parameters = case.row["responses_create_params"]
     tools = [*parameters["tools"], {"type": "function", "name": "fly"}]
@@ -230,13 +226,13 @@ async def test_a_row_with_a_tool_that_its_server_lacks_is_a_failure(sandboxes: S
         await played(case, sandboxes, row=row)
 
 
-async def test_a_server_whose_packages_are_missing_says_which(sandboxes: SandboxSource) -> None:
+async def test_a_server_whose_packages_are_missing_says_which(sandboxes):
     case = cases()["a choice"]
     with pytest.raises(EnvironmentFailedError, match="No module named 'reasoning_gym'"):
         await played(case, sandboxes, server="reasoning_gym")
 
 
-def test_the_data_set_has_rows_of_all_servers_in_both_splits() -> None:
+def test_the_data_set_has_rows_of_all_servers_in_both_splits():
     environment = NemoGym()
     instances = environment.dataset()
     for instance in instances:
@@ -245,7 +241,7 @@ def test_the_data_set_has_rows_of_all_servers_in_both_splits() -> None:
     assert set(count_splits(instances)) == {"train", "held_out"}
 
 
-def test_a_server_that_does_not_exist_is_refused_with_the_nearest() -> None:
+def test_a_server_that_does_not_exist_is_refused_with_the_nearest():
     with pytest.raises(InvalidFieldError) as caught:
         NemoGym().check({**cases()["a choice"].task, "server": "mcq"})
     (field,) = caught.value.fields

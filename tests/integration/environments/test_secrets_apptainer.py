@@ -84,7 +84,7 @@ echo "{\\"reward\\": 1, \\"parts\\": {\\"own\\": $own, \\"others\\": $others, \\
 """
 
 
-async def test_the_graders_secret_meets_nothing_of_the_agent(tmp_path: Path) -> None:
+async def test_the_graders_secret_meets_nothing_of_the_agent(tmp_path):
     folder = tmp_path / "e"
     await anyio.Path(folder).mkdir()
     for name, text in {

@@ -190,9 +190,7 @@ def alone(trials: dict[str, Trial]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)  # it imports the library five times
-async def test_rewards_are_the_librarys_own(
-    environment: VerifiersEnvironment, sandboxes: SandboxSource
-) -> None:
+async def test_rewards_are_the_librarys_own(environment, sandboxes):
     trials = {
         name: await play(
             environment,
@@ -219,15 +217,13 @@ async def test_rewards_are_the_librarys_own(
     assert trials["with a longer prompt"].score.parts["turns"] == 1.0
 
 
-async def test_a_reward_that_fails_is_a_failure_and_no_zero(
-    environment: VerifiersEnvironment, sandboxes: SandboxSource
-) -> None:
+async def test_a_reward_that_fails_is_a_failure_and_no_zero(environment, sandboxes):
     instance = instance_of(environment, "vf_letters", 0)
     with pytest.raises(EnvironmentFailedError, match="the judgment is not available"):
         await play(environment, instance, ScriptedPolicy(["crash"]), sandboxes)
 
 
-def test_the_data_set_leaves_out_what_cannot_be_run(environment: VerifiersEnvironment) -> None:
+def test_the_data_set_leaves_out_what_cannot_be_run(environment):
     assert count_splits(environment.dataset()) == {"train": 3, "held_out": 2}
     assert environment.findings() == []
     (warning,) = environment.warnings()
@@ -235,7 +231,7 @@ def test_the_data_set_leaves_out_what_cannot_be_run(environment: VerifiersEnviro
     assert "it asks for a container, with its field 'image'" in warning
 
 
-def test_a_task_has_its_tools_and_its_time(environment: VerifiersEnvironment) -> None:
+def test_a_task_has_its_tools_and_its_time(environment):
     with_tools = environment.for_instance(instance_of(environment, "vf_squares", 0))
     (tool,) = with_tools.tool_definitions()
     assert tool["function"]["name"] == "calc_square"
@@ -260,9 +256,7 @@ def test_a_task_has_its_tools_and_its_time(environment: VerifiersEnvironment) ->
         ({"index": "first"}, "instance.index", "integer"),
     ],
 )
-def test_a_task_that_there_is_not_is_refused(
-    environment: VerifiersEnvironment, change: dict[str, JsonValue], path: str, message: str
-) -> None:
+def test_a_task_that_there_is_not_is_refused(environment, change, path, message):
     instance: dict[str, JsonValue] = {"taskset": "vf_squares", "index": 0} | change
     with pytest.raises(InvalidFieldError) as caught:
         environment.check(instance)
@@ -270,7 +264,7 @@ def test_a_task_that_there_is_not_is_refused(
     assert message in caught.value.fields[0].message
 
 
-def test_tasksets_whose_rewards_would_be_left_out_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_tasksets_whose_rewards_would_be_left_out_are_refused_with_the_reason(tmp_path):
     tables = []
     for number, (body, more, exports, _) in enumerate(REFUSED.values()):
         text = TEMPLATE.format(body=body or "pass", more=more, exports=exports)
@@ -299,7 +293,7 @@ def load_environment(**options):
 """
 
 
-def test_a_package_in_the_old_form_is_refused_with_the_way_to_the_new_one(tmp_path: Path) -> None:
+def test_a_package_in_the_old_form_is_refused_with_the_way_to_the_new_one(tmp_path):
     (tmp_path / "old_words.py").write_text(OLD)
     (tmp_path / "old_package").mkdir()
     (tmp_path / "old_package" / "__init__.py").write_text("from .main import load_environment\n")
@@ -325,9 +319,7 @@ def backwards(tmp_path: Path) -> VerifiersEnvironment:
     return load_verifiers(tmp_path)
 
 
-async def test_the_taskset_of_the_documentation(
-    backwards: VerifiersEnvironment, sandboxes: SandboxSource
-) -> None:
+async def test_the_taskset_of_the_documentation(backwards, sandboxes):
     assert backwards.findings() == []
     trial = await play(backwards, backwards.dataset()[1], ScriptedPolicy(["revir"]), sandboxes)
     assert trial.score.reward == 1.0

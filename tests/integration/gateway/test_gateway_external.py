@@ -1,7 +1,5 @@
 """A program outside drives a rollout through the gateway over real HTTP, and reports its end."""
 
-from pathlib import Path
-
 import anyio
 import httpx
 import orjson
@@ -23,7 +21,7 @@ def chat(text: str, **fields: object) -> dict[str, object]:
     return {"model": "policy", "messages": [{"role": "user", "content": text}]} | fields
 
 
-async def test_a_program_answers_a_task_and_the_environment_scores_it(tmp_path: Path) -> None:
+async def test_a_program_answers_a_task_and_the_environment_scores_it(tmp_path):
     with anyio.fail_after(60):
         async with scripted("The answer is 2.") as engine, gateway_service(tmp_path, [engine]) as service:
             access = await service.begin()
@@ -45,7 +43,7 @@ async def test_a_program_answers_a_task_and_the_environment_scores_it(tmp_path: 
     assert sampled == ChatRenderer.load(POLICY).encode(f"The answer is 2.{END}")
 
 
-async def test_an_answer_is_streamed_and_a_reward_is_reported(tmp_path: Path) -> None:
+async def test_an_answer_is_streamed_and_a_reward_is_reported(tmp_path):
     with anyio.fail_after(60):
         async with scripted("Two.") as engine, gateway_service(tmp_path, [engine]) as service:
             access = await service.begin()

@@ -1,7 +1,5 @@
 """A program's streamed answer goes on through a weight update and the loss of an engine, and it notices neither."""
 
-from pathlib import Path
-
 import anyio
 import httpx
 import orjson
@@ -49,9 +47,7 @@ def sampled(rollout: Rollout) -> tuple[list[int], list[int]]:
     return [segment.token_ids[i] for i in kept], [segment.versions[i] for i in kept]
 
 
-async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_is_seen(
-    tmp_path: Path,
-) -> None:
+async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_is_seen(tmp_path):
     with anyio.fail_after(120):
         async with scripted(TEXT, latency=2.0) as engine, gateway_service(tmp_path, [engine]) as service:
             access = await service.begin()
@@ -66,7 +62,7 @@ async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_i
     assert set(versions) == {0, 1}
 
 
-async def test_an_engine_that_dies_in_the_middle_is_replaced_by_another(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_in_the_middle_is_replaced_by_another(tmp_path):
     with anyio.fail_after(120):
         async with (
             ScriptedEngine(OneAnswer(TEXT), model_path=POLICY, vocab_size=512, latency=2.0) as one,

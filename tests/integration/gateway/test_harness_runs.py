@@ -134,7 +134,7 @@ def sampled(sample: GroupSample) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.timeout(300)
-async def test_a_run_trains_a_program_that_notices_no_update(tmp_path: Path, environment: Path) -> None:
+async def test_a_run_trains_a_program_that_notices_no_update(tmp_path, environment):
     renderer, exported = ChatRenderer.load(POLICY), tmp_path / "run.jsonl"
     async with (
         ScriptedEngine(Alternating(), model_path=POLICY, vocab_size=512, latency=1.0) as engine,
@@ -159,7 +159,7 @@ async def test_a_run_trains_a_program_that_notices_no_update(tmp_path: Path, env
     assert "cannot be replayed" in again.error.message
 
 
-async def test_a_run_has_no_external_agents(tmp_path: Path, environment: Path) -> None:
+async def test_a_run_has_no_external_agents(tmp_path, environment):
     async with gateway_service(tmp_path / "state", [], environments=[environment]) as service:
         with pytest.raises(InvalidRequestError) as caught:
             await service.client._connection.call(
@@ -168,7 +168,7 @@ async def test_a_run_has_no_external_agents(tmp_path: Path, environment: Path) -
     assert [error.path for error in caught.value.problem.errors] == ["body.agent"]
 
 
-async def test_attacks_take_the_place_of_the_program(tmp_path: Path, environment: Path) -> None:
+async def test_attacks_take_the_place_of_the_program(tmp_path, environment):
     attacks = [Attack("idle", "does nothing", ""), Attack("answer", "answers rightly", "", answer=RIGHT)]
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
     done: list[int] = []
@@ -183,6 +183,6 @@ async def test_attacks_take_the_place_of_the_program(tmp_path: Path, environment
     assert [outcome.reward for outcome in report.outcomes] == [0.0, 1.0]
 
 
-def test_a_check_names_the_program(environment: Path) -> None:
+def test_a_check_names_the_program(environment):
     report = check_environment(str(environment))
     assert (report.harness, report.tools, report.instances) == ("command", [], TASKS)

@@ -76,7 +76,7 @@ def events(server: Running, kind: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("plug_in")
-def test_a_grader_that_sleeps_on_the_loop(tmp_path: Path) -> None:
+def test_a_grader_that_sleeps_on_the_loop(tmp_path):
     state = tmp_path / "state"
     with scripted_engine(tmp_path, delay=0.01) as engine, service(tmp_path, engine.url) as server:
         code, printed = doctor(server, state)
@@ -109,7 +109,7 @@ def test_a_grader_that_sleeps_on_the_loop(tmp_path: Path) -> None:
         assert "the event loop runs again" in server.log
 
 
-def test_without_a_service_and_without_a_report(tmp_path: Path) -> None:
+def test_without_a_service_and_without_a_report(tmp_path):
     command = [sys.executable, "-m", "rollout_service.cli", "doctor", "--live", "--url", "http://127.0.0.1:9"]
     done = subprocess.run(
         [*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False

@@ -43,7 +43,7 @@ async def sandbox_of(service: HangService, rollout_id: str) -> tuple[str, int]:
             await anyio.sleep(0.05)
 
 
-async def test_a_command_that_ignores_signals_and_one_that_works(tmp_path: Path) -> None:
+async def test_a_command_that_ignores_signals_and_one_that_works(tmp_path):
     async with (
         engine_of(IGNORES_SIGNALS) as engine,
         engine_of(WORKS) as busy,
@@ -72,7 +72,7 @@ async def test_a_command_that_ignores_signals_and_one_that_works(tmp_path: Path)
         await service.ended(found.finding_id)
 
 
-async def test_a_command_that_may_mean_to_sleep_is_idle_and_no_alarm(tmp_path: Path) -> None:
+async def test_a_command_that_may_mean_to_sleep_is_idle_and_no_alarm(tmp_path):
     async with engine_of("sleep 1000") as engine, hang_service(tmp_path, [engine]) as service:
         await service.submit("sleeps")
         found = await service.finding(lambda one: True)
@@ -84,7 +84,7 @@ async def test_a_command_that_may_mean_to_sleep_is_idle_and_no_alarm(tmp_path: P
         await service.ended(found.finding_id)
 
 
-async def test_a_sandbox_that_is_stopped_no_longer_answers(tmp_path: Path) -> None:
+async def test_a_sandbox_that_is_stopped_no_longer_answers(tmp_path):
     async with engine_of("sleep 1000") as engine, hang_service(tmp_path, [engine]) as service:
         await service.submit("r")
         sandbox_id, pid = await sandbox_of(service, "r")
@@ -116,7 +116,7 @@ def locked(database: Path) -> Iterator[None]:
             holder.wait(30)
 
 
-async def test_a_store_that_another_program_has_locked(tmp_path: Path) -> None:
+async def test_a_store_that_another_program_has_locked(tmp_path):
     async with engine_of("sleep 2") as engine, hang_service(tmp_path, [engine]) as service:
         await service.submit("r")
         await sandbox_of(service, "r")
@@ -133,7 +133,7 @@ async def test_a_store_that_another_program_has_locked(tmp_path: Path) -> None:
         assert [event.kind for event in await service.ended(found.finding_id)] == ["hang.began", "hang.ended"]
 
 
-async def test_a_host_that_takes_no_more_sandboxes_holds_rollouts(tmp_path: Path) -> None:
+async def test_a_host_that_takes_no_more_sandboxes_holds_rollouts(tmp_path):
     sandboxes = {"ceiling": 2, "pressure": {"enabled": False}, "warm": {"size": 0}}
     async with (
         engine_of("while :; do :; done") as engine,
@@ -153,7 +153,7 @@ async def test_a_host_that_takes_no_more_sandboxes_holds_rollouts(tmp_path: Path
 
 
 @pytest.mark.apptainer
-async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(tmp_path: Path) -> None:
+async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(tmp_path):
     async with (
         engine_of(IGNORES_SIGNALS) as engine,
         engine_of("sleep 1000") as other,
@@ -174,11 +174,7 @@ async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(t
             for process in reversed(stopped):
                 process.send_signal(signal.SIGCONT)
         assert (gone.verdict, gone.subject, gone.rollouts) == (HangVerdict.STUCK, sandbox_id, ["sandbox"])
-        assert (command.verdict, command.subject, command.rollouts) == (
-            HangVerdict.IDLE,
-            "bash",
-            ["command"],
-        )
+        assert (command.verdict, command.subject, command.rollouts) == (HangVerdict.IDLE, "bash", ["command"])
         for rollout_id in ("command", "sandbox"):
             await service.client.cancel(rollout_id)
         await service.ended(gone.finding_id)

@@ -50,7 +50,7 @@ def sessions_in(batch: Batch | None) -> list[str]:
     return [one.rollout.session.session_id for one in samples if one.usable and one.rollout.session]
 
 
-async def test_no_byte_of_a_user_is_left_in_any_file(tmp_path: Path) -> None:
+async def test_no_byte_of_a_user_is_left_in_any_file(tmp_path):
     async with live_bench(tmp_path) as bench:
         await bench.create_run(live={"next_state": True})
         await bench.serve("s", [1.0, -1.0], user="u")
@@ -71,7 +71,7 @@ async def test_no_byte_of_a_user_is_left_in_any_file(tmp_path: Path) -> None:
         assert (await bench.store.runs.get("run")).count("dropped:deleted") == 1
 
 
-async def test_what_was_leased_is_named_and_comes_again_without_tokens(bench: LiveBench) -> None:
+async def test_what_was_leased_is_named_and_comes_again_without_tokens(bench):
     await bench.create_run(batch_size=2, live={"max_user_share": 0.5})
     await bench.serve("s", [1.0], user="u")
     await bench.serve("t", [1.0], user="v")
@@ -92,7 +92,7 @@ async def test_what_was_leased_is_named_and_comes_again_without_tokens(bench: Li
     assert (await delete(bench, session_id="s")).sessions == 0
 
 
-async def test_a_part_that_waits_in_a_run_is_never_delivered(bench: LiveBench) -> None:
+async def test_a_part_that_waits_in_a_run_is_never_delivered(bench):
     await bench.create_run()
     await bench.serve("s", [1.0], user="u")
     await bench.closer.step()
@@ -106,7 +106,7 @@ async def test_a_part_that_waits_in_a_run_is_never_delivered(bench: LiveBench) -
 
 
 @pytest.mark.parametrize("min_usable", [1, 2])
-async def test_a_sample_of_an_open_group_is_never_delivered(bench: LiveBench, min_usable: int) -> None:
+async def test_a_sample_of_an_open_group_is_never_delivered(bench, min_usable):
     await bench.create_run(group_size=2, min_usable=min_usable, filters=[])
     await bench.serve("a", [1.0], user="u", group="task")
     await bench.serve("b", [-1.0], user="v", group="task")
@@ -124,7 +124,7 @@ async def test_a_sample_of_an_open_group_is_never_delivered(bench: LiveBench, mi
     assert sessions_in(await bench.lease()) == ([other] if min_usable == 1 else [])
 
 
-async def test_what_replaced_a_failed_rollout_is_deleted_too(bench: LiveBench) -> None:
+async def test_what_replaced_a_failed_rollout_is_deleted_too(bench):
     await bench.create_run()
     await bench.serve("s", [1.0], user="u")
     await bench.closer.step()
@@ -142,7 +142,7 @@ async def test_what_replaced_a_failed_rollout_is_deleted_too(bench: LiveBench) -
     assert await bench.lease() is None
 
 
-async def test_what_waits_goes_and_what_is_leased_is_named(bench: LiveBench) -> None:
+async def test_what_waits_goes_and_what_is_leased_is_named(bench):
     await bench.create_run()
     await bench.serve("leased", [1.0], user="u")
     await bench.drive()
@@ -158,7 +158,7 @@ async def test_what_waits_goes_and_what_is_leased_is_named(bench: LiveBench) -> 
     assert await bench.store.save_steps([EncodedSteps(name, b"steps") for name in names]) == 0
 
 
-async def test_others_keep_what_they_have(bench: LiveBench) -> None:
+async def test_others_keep_what_they_have(bench):
     await bench.create_run()
     await bench.serve("s", [1.0], user="u")
     await bench.serve("t", [1.0], user="v")

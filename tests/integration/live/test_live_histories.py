@@ -335,7 +335,7 @@ class Histories(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("redis", marks=[pytest.mark.redis, LONG])])
-def test_what_may_not_be_kept_is_nowhere(request: pytest.FixtureRequest, kind: str) -> None:
+def test_what_may_not_be_kept_is_nowhere(request, kind):
     redis = request.getfixturevalue("shared_redis") if kind == "redis" else None
     run_state_machine_as_test(
         lambda: Histories(redis),

@@ -1,7 +1,6 @@
 """In a whole service, an answer gets its value from what the user said next, and serving waits for no judge."""
 
 import time
-from pathlib import Path
 
 import anyio
 import pytest
@@ -43,7 +42,7 @@ def _without_value(session: LiveSession) -> int:
     return sum(turn.reason is not None and turn.value is None for turn in session.turns)
 
 
-async def test_an_answer_gets_its_value_from_what_the_user_said_next(tmp_path: Path) -> None:
+async def test_an_answer_gets_its_value_from_what_the_user_said_next(tmp_path):
     async with (
         scripted("Hello.", "Hello =") as policy,
         scripted(NO) as judge,
@@ -60,7 +59,7 @@ async def test_an_answer_gets_its_value_from_what_the_user_said_next(tmp_path: P
     assert 'rollout_judge_votes_total{outcome="valid",rubric="live-turn"}' in metrics
 
 
-async def test_turns_wait_for_a_judge_through_a_restart_and_serving_does_not(tmp_path: Path) -> None:
+async def test_turns_wait_for_a_judge_through_a_restart_and_serving_does_not(tmp_path):
     async with scripted(*["Hello."] * 9) as policy, scripted(NO) as judge:
         async with live_service(tmp_path, [policy]) as service:
             session_id = await talk(service)
@@ -70,7 +69,7 @@ async def test_turns_wait_for_a_judge_through_a_restart_and_serving_does_not(tmp
             assert (await judged(service, session_id)).turns[0].value == -1.0
 
 
-async def test_a_judge_that_hangs_leaves_a_reason_and_answers_go_on(tmp_path: Path) -> None:
+async def test_a_judge_that_hangs_leaves_a_reason_and_answers_go_on(tmp_path):
     settings = {"live": {"judge": {"vote_seconds": 0.3}}}
     async with (
         scripted(*["Hello."] * 20) as policy,
@@ -86,7 +85,7 @@ async def test_a_judge_that_hangs_leaves_a_reason_and_answers_go_on(tmp_path: Pa
     assert (shown.turns[0].value, shown.turns[0].reason) == (None, MarkReason.TIMEOUT)
 
 
-async def test_what_a_user_says_with_a_rating_becomes_a_hint_and_the_rating_stays(tmp_path: Path) -> None:
+async def test_what_a_user_says_with_a_rating_becomes_a_hint_and_the_rating_stays(tmp_path):
     settings = {"live": {"judge": {"hints": True, "votes": 1}}}
     said = r"[HINT_START]End each answer with an equals sign.[HINT_END] \boxed{1}"
     async with (
@@ -109,7 +108,7 @@ async def test_what_a_user_says_with_a_rating_becomes_a_hint_and_the_rating_stay
 
 
 @pytest.mark.parametrize("judge", [{"overrides": ["tool_eror"]}, {"prompt": "missing.jinja"}])
-async def test_a_judge_that_cannot_work_keeps_the_service_from_starting(tmp_path: Path, judge: dict) -> None:
+async def test_a_judge_that_cannot_work_keeps_the_service_from_starting(tmp_path, judge):
     with pytest.raises(ExceptionGroup) as caught:
         async with live_service(tmp_path, [], live={"judge": judge}):
             pass

@@ -1,7 +1,6 @@
 """Whatever a detector finds is stored in no form, wherever in a request it stands."""
 
 import zlib
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -46,7 +45,7 @@ def offering(**function: Any) -> dict[str, Any]:
     ],
     ids=["description", "property", "value", "call", "escaped", "call id", "stop", "model", "lane"],
 )
-async def test_a_secret_is_found_wherever_a_request_has_it(tmp_path: Path, body: dict[str, Any]) -> None:
+async def test_a_secret_is_found_wherever_a_request_has_it(tmp_path, body):
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
         headers = {"authorization": f"Bearer {opened.key}"}
@@ -57,7 +56,7 @@ async def test_a_secret_is_found_wherever_a_request_has_it(tmp_path: Path, body:
         assert (turn.mask, turn.body, turn.answer) == (MaskReason.REDACTED, b"", "")
 
 
-async def test_a_schema_for_an_answer_is_not_stored(tmp_path: Path) -> None:
+async def test_a_schema_for_an_answer_is_not_stored(tmp_path):
     schema = {"name": "s", "schema": {"type": "object", "description": SECRET}}
     form = {"type": "json_schema", "json_schema": schema}
     async with scripted("{}") as engine, live_service(tmp_path, [engine]) as service:
@@ -68,7 +67,7 @@ async def test_a_schema_for_an_answer_is_not_stored(tmp_path: Path) -> None:
         assert SECRET.encode() not in zlib.decompress(turn.body[1:])
 
 
-async def test_the_schema_of_a_tool_that_was_found_later_is_searched(tmp_path: Path) -> None:
+async def test_the_schema_of_a_tool_that_was_found_later_is_searched(tmp_path):
     found = {"type": "tool_search_output", "call_id": "c1", "execution": "client", "status": "completed"}
     tools = [{"type": "function", "name": "look", "description": SECRET, "parameters": {"type": "object"}}]
     sought = {"type": "tool_search_call", "call_id": "c1", "execution": "client", "arguments": {"query": "l"}}
@@ -83,7 +82,7 @@ async def test_the_schema_of_a_tool_that_was_found_later_is_searched(tmp_path: P
         assert turn.mask is MaskReason.REDACTED
 
 
-async def test_a_secret_in_metadata_is_replaced(tmp_path: Path) -> None:
+async def test_a_secret_in_metadata_is_replaced(tmp_path):
     given = {"note": f"with {SECRET}", "list": ["kept", {"deep": SECRET}], SECRET: 1}
     redacted = {"note": "[redacted]", "list": ["kept", {"deep": "[redacted]"}], "[redacted]": 1}
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
@@ -95,7 +94,7 @@ async def test_a_secret_in_metadata_is_replaced(tmp_path: Path) -> None:
     assert SECRET.encode() not in stored(tmp_path)
 
 
-async def test_a_secret_is_stored_in_no_form(tmp_path: Path) -> None:
+async def test_a_secret_is_stored_in_no_form(tmp_path):
     async with scripted("One.", "Two.", "Three.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
         assert opened.key is not None

@@ -1,6 +1,5 @@
 """Clients, users and tenants are kept apart, whatever their names."""
 
-from pathlib import Path
 from typing import Any
 
 from rollout_service.live.contract import SessionRecord
@@ -29,7 +28,7 @@ async def say(service: LiveService, key: str, client_id: str, text: str) -> str:
     return answer.headers["x-rollout-recorded"]
 
 
-async def test_keys_whose_names_and_ids_join_alike_share_no_session(tmp_path: Path) -> None:
+async def test_keys_whose_names_and_ids_join_alike_share_no_session(tmp_path):
     engine = scripted(*["Hi."] * 4)
     async with engine as running, live_service(tmp_path, [running], live={"keys": keys()}) as service:
         for _ in range(2):
@@ -43,7 +42,7 @@ async def test_keys_whose_names_and_ids_join_alike_share_no_session(tmp_path: Pa
         assert len({one.user for one in found.values()}) == 2
 
 
-async def test_a_clients_id_that_looks_like_a_later_session_is_another_client(tmp_path: Path) -> None:
+async def test_a_clients_id_that_looks_like_a_later_session_is_another_client(tmp_path):
     live = {"keys": keys(), "idle_seconds": 0.3}
     async with scripted(*["Hi."] * 3) as engine, live_service(tmp_path, [engine], live=live) as service:
         await say(service, VIP, "u", "first")
@@ -60,7 +59,7 @@ async def test_a_clients_id_that_looks_like_a_later_session_is_another_client(tm
         assert found["chat:vip:u~2"].user == found["chat:vip:u"].user != found["chat:vip:u~2~2"].user
 
 
-async def test_nobody_opens_a_clients_session_before_it_does(tmp_path: Path) -> None:
+async def test_nobody_opens_a_clients_session_before_it_does(tmp_path):
     async with (
         scripted(*["Hi."] * 2) as engine,
         live_service(tmp_path, [engine], live={"keys": keys()}) as service,
@@ -72,7 +71,7 @@ async def test_nobody_opens_a_clients_session_before_it_does(tmp_path: Path) -> 
         assert (found["chat:victim~2"].tenant, found["chat:victim~2"].train) == ("a", False)
 
 
-async def test_users_of_two_tenants_are_deleted_one_by_one(tmp_path: Path) -> None:
+async def test_users_of_two_tenants_are_deleted_one_by_one(tmp_path):
     async with scripted(*["Hi."] * 2) as engine, live_service(tmp_path, [engine]) as service:
         opened = {tenant: await service.open(user="alice", tenant=tenant) for tenant in ("a", "b")}
         for one in opened.values():
@@ -90,7 +89,7 @@ async def test_users_of_two_tenants_are_deleted_one_by_one(tmp_path: Path) -> No
         assert again.json()["sessions"] == 1, "only one tenant has a user of this name"
 
 
-async def test_users_of_two_tenants_have_limits_of_their_own(tmp_path: Path) -> None:
+async def test_users_of_two_tenants_have_limits_of_their_own(tmp_path):
     live = {"requests_per_minute": 1, "quarantine_sessions": 1}
     async with scripted(*["Hi."] * 2) as engine, live_service(tmp_path, [engine], live=live) as service:
         for tenant in ("a", "b"):

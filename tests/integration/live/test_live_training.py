@@ -62,7 +62,7 @@ def read_all(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-async def test_a_conversation_becomes_a_batch(tmp_path: Path, store: dict[str, Any]) -> None:
+async def test_a_conversation_becomes_a_batch(tmp_path, store):
     async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine], **store) as service:
         await create_run(service)
         name = await talk(service, [1.0, -1.0])
@@ -86,7 +86,7 @@ async def test_a_conversation_becomes_a_batch(tmp_path: Path, store: dict[str, A
         assert (part.run_id, part.rollout_id, part.turns) == (batch.run_id, rollout.rollout_id, [0, 1])
 
 
-async def test_nobody_submits_a_part_of_a_session(tmp_path: Path) -> None:
+async def test_nobody_submits_a_part_of_a_session(tmp_path):
     async with scripted("Hello.") as engine, live_service(tmp_path, [engine]) as service:
         await create_run(service)
         task = {"environment": "session", "instance": {"parts": [["s", 0]]}}
@@ -100,7 +100,7 @@ async def test_nobody_submits_a_part_of_a_session(tmp_path: Path) -> None:
         assert "trains on live sessions" in answer.text
 
 
-async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_path: Path) -> None:
+async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_path):
     async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine]) as service:
         await create_run(service)
         name = await talk(service, [1.0, -1.0], user="alice")
@@ -116,7 +116,7 @@ async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_pa
         assert (await service.http.get(f"/v1/sessions/{name}")).status_code == 404
 
 
-async def test_deleted_sessions_are_in_no_later_batch(tmp_path: Path, store: dict[str, Any]) -> None:
+async def test_deleted_sessions_are_in_no_later_batch(tmp_path, store):
     async with scripted(*["Hello."] * 3) as engine, live_service(tmp_path, [engine], **store) as service:
         await create_run(service, batch_size=2)
         await talk(service, [1.0], user="alice")

@@ -1,7 +1,5 @@
 """A key with the role `submit` may name files in the data folders, and an administrator any file."""
 
-from pathlib import Path
-
 import httpx
 
 from rollout_service.engines.shipped import policy_folder
@@ -15,7 +13,7 @@ KEYS = {role: f"{role}-key-of-enough-characters" for role in (Role.SUBMIT, Role.
 MODEL = policy_folder("calc-tuned")
 
 
-async def test_each_role_creates_runs_of_the_files_that_it_may_name(tmp_path: Path) -> None:
+async def test_each_role_creates_runs_of_the_files_that_it_may_name(tmp_path):
     for folder in ("data", "elsewhere"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "tasks.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')

@@ -91,7 +91,7 @@ def order(run_id: str, detail: NodeDetail) -> RunRequest:
 
 
 @pytest.mark.parametrize("detail", NodeDetail)
-async def test_a_run_from_its_request_to_its_export(url: str, detail: NodeDetail, tmp_path: Path) -> None:
+async def test_a_run_from_its_request_to_its_export(url, detail, tmp_path):
     async with RolloutClient(url) as client:
         run = await client.create_run(order(f"run-{detail}", detail))
         leased = await run.lease(timeout_seconds=60)
@@ -124,7 +124,7 @@ async def test_a_run_from_its_request_to_its_export(url: str, detail: NodeDetail
         assert {one.error.code if one.error else None for one in rescored} == {"not_replayable"}
 
 
-def test_a_run_that_asks_for_no_sub_agents_shows_how_it_uses_them(url: str) -> None:
+def test_a_run_that_asks_for_no_sub_agents_shows_how_it_uses_them(url):
     with SyncRolloutClient(url) as client:
         run = client.create_run(order("watched", NodeDetail.NONE))
         assert run.lease(timeout_seconds=60) is not None

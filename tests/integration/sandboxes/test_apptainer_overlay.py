@@ -1,7 +1,6 @@
 """The image of an Apptainer sandbox can be changed like any disk, also by rename(2) if the service runs as root."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ ls /workspace/perl5/Debconf
 RENAME = "import os; os.rename('/usr/share/bash-completion', '/usr/share/renamed')"
 
 
-async def test_folders_of_the_image_are_removed_and_renamed(tmp_path: Path) -> None:
+async def test_folders_of_the_image_are_removed_and_renamed(tmp_path):
     provider = make_provider(ApptainerConfig(), tmp_path)
     try:
         assert provider.known_failures == {}

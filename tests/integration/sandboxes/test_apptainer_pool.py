@@ -37,7 +37,7 @@ async def warmed(pool: WarmPool) -> None:
             await anyio.sleep(0.01)
 
 
-async def test_a_warm_sandbox_comes_in_milliseconds_with_live_sessions(pool: WarmPool) -> None:
+async def test_a_warm_sandbox_comes_in_milliseconds_with_live_sessions(pool):
     await (await pool.start(SPEC)).close()
     seconds, seen = [], set()
     for number in range(5):
@@ -55,7 +55,7 @@ async def test_a_warm_sandbox_comes_in_milliseconds_with_live_sessions(pool: War
     assert median(seconds) < 0.02
 
 
-async def test_without_the_python_session_no_kernel_is_started(pool: WarmPool) -> None:
+async def test_without_the_python_session_no_kernel_is_started(pool):
     spec = replace(SPEC, sessions=frozenset({"bash"}))
     await (await pool.start(spec)).close()
     await warmed(pool)
@@ -65,7 +65,7 @@ async def test_without_the_python_session_no_kernel_is_started(pool: WarmPool) -
         assert b"--noediting" in found.stdout
 
 
-async def test_a_warm_sandbox_whose_shell_was_killed_is_not_handed_out(pool: WarmPool) -> None:
+async def test_a_warm_sandbox_whose_shell_was_killed_is_not_handed_out(pool):
     await (await pool.start(SPEC)).close()
     await warmed(pool)
     (kept,) = pool._warm
@@ -78,7 +78,7 @@ async def test_a_warm_sandbox_whose_shell_was_killed_is_not_handed_out(pool: War
         assert (await (await sandbox.bash()).run("echo here")).output == "here\n"
 
 
-async def test_other_limits_are_another_kind(pool: WarmPool) -> None:
+async def test_other_limits_are_another_kind(pool):
     await (await pool.start(SPEC)).close()
     await warmed(pool)
     (kept,) = pool._warm

@@ -101,8 +101,7 @@ async def test_an_agent_is_scored_after_its_sandbox_has_ended(environment, sandb
 
 
 @pytest.mark.parametrize(
-    "spoil",
-    ["import os, sys; os.remove(sys.executable)", "import os; os.chmod('/run/rollout/sockets', 0)"],
+    "spoil", ["import os, sys; os.remove(sys.executable)", "import os; os.chmod('/run/rollout/sockets', 0)"]
 )
 async def test_an_agent_that_keeps_its_python_from_starting_again_is_scored(sandboxes, spoil):
     again = [turn("", call("python", code="1")) for _ in range(2)]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import httpx
@@ -36,7 +35,7 @@ def completes(server: Running, rollout_id: str) -> bool:
     return bool(submit(server, rollout_id).json()["state"] == "completed")
 
 
-def test_a_run_folder_that_is_removed(folder: Path, engine: str) -> None:
+def test_a_run_folder_that_is_removed(folder, engine):
     (folder / "run").mkdir(mode=0o711)
     with service(folder, engine, f'[sandbox]\nprovider = "local"\nrun_dir = "{folder / "run"}"\n') as server:
         assert completes(server, "before")
@@ -47,7 +46,7 @@ def test_a_run_folder_that_is_removed(folder: Path, engine: str) -> None:
         assert httpx.get(f"{server.url}/ready").is_success
 
 
-def test_a_state_folder_that_is_renamed(folder: Path, engine: str) -> None:
+def test_a_state_folder_that_is_renamed(folder, engine):
     with service(folder, engine) as server:
         assert completes(server, "before")
         (folder / "state").rename(folder / "elsewhere")
@@ -76,12 +75,12 @@ except OSError:
 """
 
 
-def test_no_descriptors_are_a_reading(tmp_path: Path) -> None:
+def test_no_descriptors_are_a_reading(tmp_path):
     done = subprocess.run([sys.executable, "-c", NO_DESCRIPTORS], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
-def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine: str) -> None:
+def test_a_part_that_fails_ends_the_process_with_its_reason(folder, engine):
     """Damage a run's row; the task that works on all runs then fails on it."""
     run = {
         "run_id": "damaged",
@@ -109,7 +108,7 @@ def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine
         assert "ValidationError" in reasons[0]
 
 
-async def test_a_thread_of_the_store_that_fails_is_seen() -> None:
+async def test_a_thread_of_the_store_that_fails_is_seen():
     thread = DatabaseThread(":memory:", lambda _: None)
     await thread.start()
 

@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from tests.support.processes.service import Running, eventually, scripted_engine, service
-from tests.support.redis_server import RedisServer
 from tests.support.store.disks import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
@@ -131,9 +130,7 @@ WAYS: dict[str, tuple[Callable[[SmallDisk], None], Callable[[SmallDisk], None], 
 @pytest.mark.parametrize(
     "way", ["moved", *(pytest.param(way, marks=LONG) for way in ("unmounted", "read-only", "full"))]
 )
-def test_an_outage_of_the_folder_is_reported_and_loses_nothing(
-    folder: Path, engine: str, own_redis: RedisServer, disk: SmallDisk, way: str
-) -> None:
+def test_an_outage_of_the_folder_is_reported_and_loses_nothing(folder, engine, own_redis, disk, way):
     break_it, mend, hint = WAYS[way]
     store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{disk.folder / "shared"}"\n'
     with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
@@ -157,9 +154,7 @@ def store_command(folder: Path, *words: str) -> dict[str, Any]:
 
 
 @LONG
-def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
-    folder: Path, engine: str, own_redis: RedisServer
-) -> None:
+def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(folder, engine, own_redis):
     shared = folder / "shared"
     store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{shared}"\n'
     with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
@@ -188,7 +183,7 @@ def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
 
 
 @LONG
-def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder: Path, engine: str) -> None:
+def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder, engine):
     with service(folder, engine, LOG + FEW_AT_ONCE) as server:
         submit(server, range(ROLLOUTS))
         eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)

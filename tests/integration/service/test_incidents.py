@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from tests.support.processes.service import Running, scripted_engine, service
-from tests.support.redis_server import RedisServer
 from tests.support.store.disks import SmallDisk, small_disk
 
 pytestmark = [
@@ -145,7 +144,7 @@ OUT = ("reasons", "engines", "engine", "paused_pool")
 """What is named if the only engine is out of service while rollouts wait for it."""
 
 
-def test_an_engine_that_hangs(folder: Path, engine: Running) -> None:
+def test_an_engine_that_hangs(folder, engine):
     with service(folder, engine.url, CALM) as server:
         assert submit(server, 0, wait=60)["state"] == "completed"
         is_well(server)
@@ -155,7 +154,7 @@ def test_an_engine_that_hangs(folder: Path, engine: Running) -> None:
         is_unready(server, "is failed")
 
 
-def test_an_engine_that_answers_garbage(folder: Path, engine: Running) -> None:
+def test_an_engine_that_answers_garbage(folder, engine):
     with service(folder, engine.url, CALM) as server:
         inject(engine, "garbage")
         submit(server, 1)
@@ -163,7 +162,7 @@ def test_an_engine_that_answers_garbage(folder: Path, engine: Running) -> None:
         is_unready(server, "something other than JSON")
 
 
-def test_weights_that_are_not_finite(folder: Path, engine: Running) -> None:
+def test_weights_that_are_not_finite(folder, engine):
     with service(folder, engine.url, CALM) as server:
         inject(engine, "bad_logprob")
         order = {"path": "/checkpoints/3", "version": 3}
@@ -174,7 +173,7 @@ def test_weights_that_are_not_finite(folder: Path, engine: Running) -> None:
         assert "weight update" in server.log
 
 
-def test_an_engine_that_somebody_else_updates(folder: Path, engine: Running) -> None:
+def test_an_engine_that_somebody_else_updates(folder, engine):
     with service(folder, engine.url, CALM) as server:
         httpx.post(f"{engine.url}/update_weight_version", json={"new_version": "77"}, timeout=30)
         assert submit(server, 1, wait=60)["state"] == "completed"
@@ -193,7 +192,7 @@ def written(folder: Path, toml: str) -> str:
     return str(environment)
 
 
-def test_a_grader_that_hangs(folder: Path, engine: Running) -> None:
+def test_a_grader_that_hangs(folder, engine):
     with service(folder, engine.url, CALM, "--environment", written(folder, HANGING)) as server:
         submit(server, 1, environment="hanging")
         names(server, "the grader of hanging runs", "grader")
@@ -202,7 +201,7 @@ def test_a_grader_that_hangs(folder: Path, engine: Running) -> None:
 
 
 @pytest.mark.apptainer
-def test_a_sandbox_that_runs_out_of_memory(folder: Path, engine: Running) -> None:
+def test_a_sandbox_that_runs_out_of_memory(folder, engine):
     environment = written(folder, HUNGRY)
     with service(folder, engine.url, CALM, "--environment", environment, sandbox="apptainer") as server:
         assert submit(server, 1, environment="hungry", wait=60)["state"] == "failed"
@@ -211,7 +210,7 @@ def test_a_sandbox_that_runs_out_of_memory(folder: Path, engine: Running) -> Non
 
 
 @pytest.mark.redis
-def test_a_full_disk(folder: Path, engine: Running, own_redis: RedisServer, disk: SmallDisk) -> None:
+def test_a_full_disk(folder, engine, own_redis, disk):
     store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{disk.folder / "shared"}"\n'
     with service(folder, engine.url, CALM + store) as server:
         assert submit(server, 0, wait=60)["state"] == "completed"
@@ -220,7 +219,7 @@ def test_a_full_disk(folder: Path, engine: Running, own_redis: RedisServer, disk
         is_unready(server, "Free space")
 
 
-def test_a_state_folder_that_is_gone(folder: Path, engine: Running) -> None:
+def test_a_state_folder_that_is_gone(folder, engine):
     with service(folder, engine.url, CALM) as server:
         (folder / "state").rename(folder / "away")
         attempts = iter(range(1, 1_000))
@@ -236,14 +235,14 @@ def test_a_state_folder_that_is_gone(folder: Path, engine: Running) -> None:
 
 
 @pytest.mark.redis
-def test_a_redis_that_is_gone(folder: Path, engine: Running, own_redis: RedisServer) -> None:
+def test_a_redis_that_is_gone(folder, engine, own_redis):
     with service(folder, engine.url, f'{CALM}[store]\nurl = "{own_redis.url}"\n') as server:
         own_redis.kill()
         names(server, "Redis", "reasons", "store")
         is_unready(server, "Redis")
 
 
-def test_a_clock_that_jumps(folder: Path, engine: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps(folder, engine, monkeypatch):
     flag = folder / "jumped"
     (folder / "sitecustomize.py").write_text(CLOCK.format(flag=str(flag)))
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[3]}")
@@ -258,7 +257,7 @@ def test_a_clock_that_jumps(folder: Path, engine: Running, monkeypatch: pytest.M
         assert "the clock jumped" in server.log
 
 
-def test_a_default_pool_without_an_engine(folder: Path, engine: Running) -> None:
+def test_a_default_pool_without_an_engine(folder, engine):
     with service(folder, None, CALM) as server:
         spec = {"url": engine.url, "pool": "judge"}
         httpx.post(f"{server.url}/v1/backends", json=spec, timeout=60).raise_for_status()

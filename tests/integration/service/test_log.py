@@ -39,7 +39,7 @@ def said(server: Running, event: str) -> dict[str, object]:
     return entries(server, event)[-1]
 
 
-def test_runs_are_logged(server: Running) -> None:
+def test_runs_are_logged(server):
     httpx.post(f"{server.url}/v1/runs", json=RUN).raise_for_status()
     created = said(server, "run created")
     assert (created["run"], created["level"], created["source"]) == ("run", "info", "inline")
@@ -51,7 +51,7 @@ def test_runs_are_logged(server: Running) -> None:
     assert ("PATCH", "/v1/runs/run", 200) in requests
 
 
-def test_engines_and_weights_are_logged(server: Running, engine_port: int, tmp_path: Path) -> None:
+def test_engines_and_weights_are_logged(server, engine_port, tmp_path):
     assert str(engine_port) in str(said(server, "backend does not answer yet; trying again")["url"])
     engine = [FAKE, "--port", str(engine_port), "--address", str(tmp_path / "engine.address")]
     with running("engine", engine, tmp_path) as first:

@@ -1,7 +1,6 @@
 """`/ready` waits for all that a rollout needs, and warns of faults that keep only some rollouts waiting."""
 
 import threading
-from pathlib import Path
 
 import anyio
 import pytest
@@ -13,7 +12,7 @@ from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import gateway_service, scripted
 
 
-async def test_the_default_pool_without_an_engine_while_another_pool_has_one(tmp_path: Path) -> None:
+async def test_the_default_pool_without_an_engine_while_another_pool_has_one(tmp_path):
     async with scripted("a") as engine, gateway_service(tmp_path, []) as service:
         unready = await service.client.readiness()
         assert (unready.ready, unready.warnings) == (False, [])
@@ -27,9 +26,7 @@ async def test_the_default_pool_without_an_engine_while_another_pool_has_one(tmp
         assert (await service.client.readiness()).warnings == []
 
 
-async def test_a_service_is_not_ready_while_it_loads_the_chat_format_of_its_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_service_is_not_ready_while_it_loads_the_chat_format_of_its_engine(tmp_path, monkeypatch):
     load, is_loaded = ChatRenderer.load, threading.Event()
 
     def load_late(path: str, renderer: str | None) -> ChatRenderer:
@@ -48,7 +45,7 @@ async def test_a_service_is_not_ready_while_it_loads_the_chat_format_of_its_engi
         assert (await service.client.readiness()).ready
 
 
-async def test_an_order_for_a_pool_that_does_not_exist_is_refused_for_good(tmp_path: Path) -> None:
+async def test_an_order_for_a_pool_that_does_not_exist_is_refused_for_good(tmp_path):
     async with scripted("a") as engine, gateway_service(tmp_path, []) as service:
         with pytest.raises(UnavailableError):  # an engine may be registered yet
             await service.client.update_weights("/w/1", 1)

@@ -281,9 +281,7 @@ def read_state(folder: Path, moment: str) -> dict[str, bytes]:
     return read_tree(state, f"{moment}, state") | read_tree(backup, f"{moment}, backup")
 
 
-async def test_ten_secrets_are_in_no_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO, spans: Collector
-) -> None:
+async def test_ten_secrets_are_in_no_output(tmp_path, monkeypatch, log, spans):
     given, look = plant(tmp_path, monkeypatch), LOOK.format(folder=tmp_path)
     async with (
         engine_of(look, "echo $SECRET_0; exit 1") as engine,
@@ -360,7 +358,7 @@ async def finished(folder: Path, engine: ScriptedEngine, frozen: ScriptedEngine,
         return await service.client.get("r", trajectory=True)
 
 
-async def test_a_program_tells_its_model_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_tells_its_model_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("HOST_0", value(0))
     more = WITH_PROGRAM.format(python=sys.executable)
     rollout = await finished(tmp_path, scripted("Done."), scripted("Done."), more)
@@ -370,7 +368,7 @@ async def test_a_program_tells_its_model_no_secret(tmp_path: Path, monkeypatch: 
     assert leaks({"rollout": rollout.model_dump_json().encode()}) == set()
 
 
-async def test_sub_agents_are_told_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sub_agents_are_told_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("HOST_0", value(0))
     created = called("create_subagent", name="worker", system_prompt="Look.")
     lead = scripted(f"{created}\n{called('assign_task', agent='worker', prompt='Look.')}", "Done.")

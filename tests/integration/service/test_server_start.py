@@ -30,7 +30,7 @@ def serve(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedPr
         (["--config", "/nowhere.toml"], "settings file /nowhere.toml does not exist"),
     ],
 )
-def test_it_says_why(tmp_path: Path, flags: list[str], says: str) -> None:
+def test_it_says_why(tmp_path, flags, says):
     ended = serve(tmp_path, *flags)
     assert ended.returncode != 0
     assert says in ended.stderr
@@ -38,14 +38,14 @@ def test_it_says_why(tmp_path: Path, flags: list[str], says: str) -> None:
 
 
 @pytest.mark.parametrize("keys", ["abc", '[""]', "[", ""])
-def test_a_key_that_protects_nothing_is_refused_in_one_line(tmp_path: Path, keys: str) -> None:
+def test_a_key_that_protects_nothing_is_refused_in_one_line(tmp_path, keys):
     ended = serve(tmp_path, "--host", "0.0.0.0", "--engine", "none", ROLLOUT_KEYS=keys)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: ROLLOUT_KEYS: keys")
     assert "Traceback" not in ended.stderr
 
 
-def test_a_failure_to_make_the_state_folder_is_one_line(tmp_path: Path) -> None:
+def test_a_failure_to_make_the_state_folder_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     ended = serve(tmp_path / "file" / "below", "--engine", "none")
     assert ended.returncode != 0
@@ -54,7 +54,7 @@ def test_a_failure_to_make_the_state_folder_is_one_line(tmp_path: Path) -> None:
     assert "--state-dir" in ended.stderr
 
 
-def test_a_store_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
+def test_a_store_that_is_not_a_database_is_reported(tmp_path):
     (tmp_path / "rollouts.sqlite3").write_bytes(b"not a database, and long enough to be taken for none" * 100)
     ended = serve(tmp_path, "--engine", "none")
     assert ended.returncode != 0
@@ -62,7 +62,7 @@ def test_a_store_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
     assert "rollouts.sqlite3" in ended.stderr or "store" in ended.stderr
 
 
-def test_the_message_ends_before_the_hint_begins(tmp_path: Path) -> None:
+def test_the_message_ends_before_the_hint_begins(tmp_path):
     address = tmp_path / "address"
     flags = ["--port", "0", "--sandbox", "local", "--engine", "none", "--state-dir", str(tmp_path)]
     command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags, "--port-file", str(address)]

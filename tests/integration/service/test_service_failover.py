@@ -74,9 +74,7 @@ def eventually(condition: Callable[[], Any], nodes: list[Running]) -> None:
         time.sleep(0.05)
 
 
-def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(
-    pair: RedisPair, nodes: list[Running]
-) -> None:
+def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(pair, nodes):
     ids = [f"r{number}" for number in range(16)]
     for number, rollout_id in enumerate(ids):
         submit(nodes[number % 2], rollout_id)
@@ -97,9 +95,7 @@ def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(
 
 
 @pytest.mark.extended("rollout_service/store/redis/", "rollout_service/cluster/")
-def test_what_a_lagging_replica_lacks_is_run_again_and_nothing_stays_unfinished(
-    pair: RedisPair, nodes: list[Running]
-) -> None:
+def test_what_a_lagging_replica_lacks_is_run_again_and_nothing_stays_unfinished(pair, nodes):
     ids = [f"r{number}" for number in range(12)]
     for number, rollout_id in enumerate(ids):
         submit(nodes[number % 2], rollout_id)

@@ -58,9 +58,7 @@ def terminal_events(server: RedisServer) -> Counter[str]:
 
 
 @LONG
-def test_two_services_share_the_work_and_each_answers_for_all_of_it(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+def test_two_services_share_the_work_and_each_answers_for_all_of_it(tmp_path, own_redis):
     with (
         scripted_engine(tmp_path, delay=0.05) as engine,
         node(tmp_path, "n1", engine, own_redis) as one,
@@ -81,9 +79,7 @@ def test_two_services_share_the_work_and_each_answers_for_all_of_it(
     assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(40))
 
 
-def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(tmp_path, own_redis):
     request = RolloutRequest(rollout_id="r", task=Task(environment="echo", instance={"number": 1}))
     with (
         scripted_engine(tmp_path, delay=0.05) as engine,
@@ -111,7 +107,7 @@ def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(
         assert unknown.status_code == 404
 
 
-def test_a_restarted_service_goes_on_with_what_it_had(tmp_path: Path, own_redis: RedisServer) -> None:
+def test_a_restarted_service_goes_on_with_what_it_had(tmp_path, own_redis):
     with scripted_engine(tmp_path, delay=0.3) as engine:
         with node(tmp_path, "n1", engine, own_redis) as server:
             submit(server, range(30))
@@ -124,13 +120,8 @@ def test_a_restarted_service_goes_on_with_what_it_had(tmp_path: Path, own_redis:
 
 
 @LONG
-def test_a_service_holds_while_redis_is_away_and_goes_on_afterwards(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
-    with (
-        scripted_engine(tmp_path, delay=0.3) as engine,
-        node(tmp_path, "n1", engine, own_redis) as server,
-    ):
+def test_a_service_holds_while_redis_is_away_and_goes_on_afterwards(tmp_path, own_redis):
+    with scripted_engine(tmp_path, delay=0.3) as engine, node(tmp_path, "n1", engine, own_redis) as server:
         submit(server, range(30))
         own_redis.kill()
         eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 503, server.log_file, 30)
@@ -145,7 +136,7 @@ def test_a_service_holds_while_redis_is_away_and_goes_on_afterwards(
     assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
 
 
-def test_a_service_does_not_start_on_a_redis_that_it_must_not_use(tmp_path: Path) -> None:
+def test_a_service_does_not_start_on_a_redis_that_it_must_not_use(tmp_path):
     with (
         redis_server(options={"appendfsync": "everysec"}) as server,
         scripted_engine(tmp_path, delay=0) as engine,

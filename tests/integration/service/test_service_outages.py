@@ -58,9 +58,7 @@ def eventually(condition: Callable[[], bool], server: Running) -> None:
         time.sleep(0.05)
 
 
-def test_rollouts_go_through_and_results_survive_restarts_of_everything(
-    folder: Path, engine: str, own_redis: RedisServer
-) -> None:
+def test_rollouts_go_through_and_results_survive_restarts_of_everything(folder, engine, own_redis):
     with on_redis(folder, engine, own_redis) as server:
         assert submit(server, 1, wait=60).json()["state"] == "completed", server.log
         trajectory = httpx.get(f"{server.url}/v1/rollouts/r1/trajectory").json()
@@ -86,9 +84,7 @@ def test_rollouts_go_through_and_results_survive_restarts_of_everything(
         pytest.param("flushed", None, marks=LONG),
     ],
 )
-def test_an_outage_of_redis_is_reported_and_survived(
-    folder: Path, engine: str, own_redis: RedisServer, way: str, hint: str | None
-) -> None:
+def test_an_outage_of_redis_is_reported_and_survived(folder, engine, own_redis, way, hint):
     with on_redis(folder, engine, own_redis) as server:
         assert submit(server, 1, wait=60).json()["state"] == "completed"
         for number in range(2, 12):
@@ -121,9 +117,7 @@ def broken(server: RedisServer, way: str) -> Iterator[None]:
 
 
 @LONG
-def test_the_log_has_one_line_for_the_beginning_of_each_outage_and_one_for_its_end(
-    folder: Path, engine: str, own_redis: RedisServer
-) -> None:
+def test_the_log_has_one_line_for_the_beginning_of_each_outage_and_one_for_its_end(folder, engine, own_redis):
     config = f'log_format = "json"\n[store]\nurl = "{own_redis.url}"\n'
     with service(folder, engine, config) as server:
         for outage in range(2):

@@ -23,7 +23,7 @@ LANDMARKS = [
 
 @pytest.mark.extended("rollout_service/")
 @pytest.mark.timeout(120)
-def test_a_call_at_the_gateway_passes_the_files_of_the_page(tmp_path: Path) -> None:
+def test_a_call_at_the_gateway_passes_the_files_of_the_page(tmp_path):
     figures = tmp_path / "walk.json"
     subprocess.run([ROOT / "scripts" / "walk", "gateway", "--json", figures], check=True, capture_output=True)
     passed: list[str] = json.loads(figures.read_text())["gateway"]
@@ -32,7 +32,7 @@ def test_a_call_at_the_gateway_passes_the_files_of_the_page(tmp_path: Path) -> N
     assert len(told ^ set(passed)) <= 10, (told - set(passed), set(passed) - told)
 
 
-def test_every_file_of_the_page_exists() -> None:
+def test_every_file_of_the_page_exists():
     found = files_of(PAGE.read_text().partition("\n## ")[2])
     assert len(found) > 300
     assert not [file for file in found if not (ROOT / file).is_file()]

@@ -123,7 +123,7 @@ async def check(config: RedisConfig, acknowledged: Acknowledged) -> None:
     assert len(acknowledged.finished) == len(set(acknowledged.finished))
 
 
-async def test_every_acknowledged_write_survives_kill_9_of_redis_under_load(own_redis: RedisServer) -> None:
+async def test_every_acknowledged_write_survives_kill_9_of_redis_under_load(own_redis):
     config = own_redis.config()
     acknowledged = Acknowledged()
     with writer(config, "a") as first, writer(config, "b") as second:
@@ -138,7 +138,7 @@ async def test_every_acknowledged_write_survives_kill_9_of_redis_under_load(own_
     await check(config, acknowledged)
 
 
-async def test_every_acknowledged_write_survives_kill_9_of_a_service(shared_redis: RedisServer) -> None:
+async def test_every_acknowledged_write_survives_kill_9_of_a_service(shared_redis):
     config = shared_redis.config()
     acknowledged = Acknowledged()
     with ExitStack() as stack:

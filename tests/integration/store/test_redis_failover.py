@@ -48,7 +48,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await anyio.sleep(0.02)
 
 
-async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair: RedisPair) -> None:
+async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair):
     async with opened(pair, replicas=1) as store:
         for number in range(3):
             await store.submit(order(f"r{number}"))
@@ -68,7 +68,7 @@ async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair: R
     assert event.kind == "test", "no earlier event came twice"
 
 
-async def test_a_write_that_no_replica_has_is_not_acknowledged_and_counts_once(pair: RedisPair) -> None:
+async def test_a_write_that_no_replica_has_is_not_acknowledged_and_counts_once(pair):
     async with opened(pair, replicas=1) as store:
         await store.submit(order("r0"))
         await store.submit(order("r1"))
@@ -85,7 +85,7 @@ async def test_a_write_that_no_replica_has_is_not_acknowledged_and_counts_once(p
         assert await store.finish(leases[0], "a", completed(leases[0]))
 
 
-async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pair: RedisPair) -> None:
+async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pair):
     async with opened(pair) as store:
         for number in range(2):
             await store.submit(order(f"r{number}"))
@@ -114,7 +114,7 @@ async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pai
         assert [event.subject for event in await store.events(after=2)] == ["new"]
 
 
-async def test_events_that_took_the_ids_of_lost_ones_are_noticed(pair: RedisPair) -> None:
+async def test_events_that_took_the_ids_of_lost_ones_are_noticed(pair):
     async with opened(pair) as store:
         await store.submit(order("r0"))
         pair.primary.do("WAIT", 1, 10_000)
@@ -132,7 +132,7 @@ async def test_events_that_took_the_ids_of_lost_ones_are_noticed(pair: RedisPair
         assert [] in batches, "the id of the last event was there, but it was another event"
 
 
-async def test_work_and_results_are_waited_for_anew(pair: RedisPair) -> None:
+async def test_work_and_results_are_waited_for_anew(pair):
     async with opened(pair) as store:
         await store.submit(order("kept"))
         [lease] = await store.claim("a", limit=9, lease_seconds=100)

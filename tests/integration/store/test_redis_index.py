@@ -63,7 +63,7 @@ def keys(server: RedisServer, root: str, *names: str) -> set[str]:
     return {key for key in every if key.startswith(names or ("bits:", "ids"))}
 
 
-async def test_the_index_has_nothing_of_rollouts_that_are_deleted(shared_redis: RedisServer) -> None:
+async def test_the_index_has_nothing_of_rollouts_that_are_deleted(shared_redis):
     config = shared_redis.config()
     async with opened(config) as store:
         for number, reward in enumerate([*REWARDS, None]):
@@ -75,7 +75,7 @@ async def test_the_index_has_nothing_of_rollouts_that_are_deleted(shared_redis: 
         assert keys(shared_redis, config.root) == set()
 
 
-async def test_a_reward_of_any_size_is_found(shared_redis: RedisServer) -> None:
+async def test_a_reward_of_any_size_is_found(shared_redis):
     async with opened(shared_redis.config()) as store:
         for number, reward in enumerate(REWARDS):
             await end(store, f"r{number}", reward=reward)
@@ -85,9 +85,7 @@ async def test_a_reward_of_any_size_is_found(shared_redis: RedisServer) -> None:
                 assert await found(store, SummaryFilter(reward_min=low, reward_max=high)) == expected
 
 
-async def test_rollouts_in_many_chunks_come_in_order(
-    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rollouts_in_many_chunks_come_in_order(shared_redis, monkeypatch):
     monkeypatch.setattr(index, "CHUNKS_AT_ONCE", 2)
     config = shared_redis.config()
     async with opened(config) as store:

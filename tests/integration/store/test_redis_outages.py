@@ -39,7 +39,7 @@ async def claim(store: RedisStore, limit: int = 9) -> list[Lease]:
     return await store.claim("a", limit=limit, lease_seconds=LEASE_SECONDS)
 
 
-async def test_a_full_redis_refuses_work_and_keeps_what_is_under_way(own_redis: RedisServer) -> None:
+async def test_a_full_redis_refuses_work_and_keeps_what_is_under_way(own_redis):
     async with opened(own_redis) as store:
         for number in range(3):
             await store.submit(order(f"r{number}"))
@@ -64,7 +64,7 @@ async def test_a_full_redis_refuses_work_and_keeps_what_is_under_way(own_redis: 
         assert await store.counts() == {S.COMPLETED: 2, S.QUEUED: 1}
 
 
-async def test_a_claim_whose_answer_was_lost_is_answered_by_the_next(own_redis: RedisServer) -> None:
+async def test_a_claim_whose_answer_was_lost_is_answered_by_the_next(own_redis):
     async with opened(own_redis) as store:
         for number in range(3):
             await store.submit(order(f"r{number}"))
@@ -75,7 +75,7 @@ async def test_a_claim_whose_answer_was_lost_is_answered_by_the_next(own_redis: 
         assert all([await store.finish(lease, "a", completed(lease)) for lease in leases])
 
 
-async def test_a_result_whose_answer_was_lost_counts_once(own_redis: RedisServer) -> None:
+async def test_a_result_whose_answer_was_lost_counts_once(own_redis):
     async with opened(own_redis) as store:
         await store.submit(order("r0"))
         [lease] = await claim(store)
@@ -87,7 +87,7 @@ async def test_a_result_whose_answer_was_lost_counts_once(own_redis: RedisServer
         assert [event.data["state"] for event in events] == ["queued", "completed"]
 
 
-async def test_those_who_wait_are_woken_after_redis_was_restarted(own_redis: RedisServer) -> None:
+async def test_those_who_wait_are_woken_after_redis_was_restarted(own_redis):
     async with opened(own_redis) as store, opened(own_redis) as other, anyio.create_task_group() as tasks:
         await store.submit(order("r0"))
         [lease] = await claim(store)

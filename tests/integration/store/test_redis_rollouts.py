@@ -15,7 +15,7 @@ from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.store import Lease
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import redis_server
 
 pytestmark = pytest.mark.redis
 
@@ -41,7 +41,7 @@ def result(lease: Lease) -> Rollout:
     )
 
 
-async def test_what_one_service_does_wakes_the_others(shared_redis: RedisServer) -> None:
+async def test_what_one_service_does_wakes_the_others(shared_redis):
     config = shared_redis.config()
     async with opened(config) as one, opened(config) as other:
         assert await other.claim("b", limit=1, lease_seconds=10) == []
@@ -61,9 +61,7 @@ async def test_what_one_service_does_wakes_the_others(shared_redis: RedisServer)
                 assert await other.finish(lease, "b", result(lease))
 
 
-async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(
-    shared_redis: RedisServer,
-) -> None:
+async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(shared_redis):
     config = shared_redis.config()
     async with opened(config) as one, opened(config) as other:
         await one.submit(order("r1"))
@@ -76,7 +74,7 @@ async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(
         assert len(await other.claim("b", limit=1, lease_seconds=10)) == 1
 
 
-async def test_many_claims_at_once_share_no_rollout(shared_redis: RedisServer) -> None:
+async def test_many_claims_at_once_share_no_rollout(shared_redis):
     config = shared_redis.config()
     async with opened(config) as one, opened(config) as other:
         for number in range(200):
@@ -94,7 +92,7 @@ async def test_many_claims_at_once_share_no_rollout(shared_redis: RedisServer) -
         assert len(taken) == len(set(taken)) == 200
 
 
-async def test_the_work_of_a_live_service_is_not_recovered(shared_redis: RedisServer) -> None:
+async def test_the_work_of_a_live_service_is_not_recovered(shared_redis):
     live, mine = str(ServiceIdentity.create()), str(ServiceIdentity.create())
     async with opened(shared_redis.config()) as store:
         await store.submit(order("r1"))
@@ -103,7 +101,7 @@ async def test_the_work_of_a_live_service_is_not_recovered(shared_redis: RedisSe
         assert await store.claim(mine, limit=1, lease_seconds=10) == []
 
 
-async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis: RedisServer) -> None:
+async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis):
     async with opened(shared_redis.config()) as store:
         await store.submit(order("r1"))
         await store.cluster.join(NodeReport("n1", "a"))
@@ -115,9 +113,7 @@ async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis: RedisSe
         assert not await store.finish(lease, "a", result(lease))
 
 
-async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(
-    shared_redis: RedisServer,
-) -> None:
+async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(shared_redis):
     async with opened(shared_redis.config()) as store:
         await store.cluster.join(NodeReport("n1", "a"))
         await store.submit(order("r1"))
@@ -131,7 +127,7 @@ async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(
         assert len(await store.claim("a", limit=1, lease_seconds=10)) == 1
 
 
-async def test_claims_whose_answers_were_lost_are_found_again() -> None:
+async def test_claims_whose_answers_were_lost_are_found_again():
     with redis_server() as server:
         async with opened(server.config(answer_seconds=2.5)) as store:
             for lost in (1, 2):
@@ -152,7 +148,7 @@ async def test_claims_whose_answers_were_lost_are_found_again() -> None:
             assert all([await store.finish(lease, "a", result(lease)) for lease in leases])
 
 
-async def test_expired_rollouts_are_deleted_oldest_first(shared_redis: RedisServer) -> None:
+async def test_expired_rollouts_are_deleted_oldest_first(shared_redis):
     async with opened(shared_redis.config()) as store:
         for name in ("r1", "r2"):
             await store.submit(order(name))
@@ -165,9 +161,7 @@ async def test_expired_rollouts_are_deleted_oldest_first(shared_redis: RedisServ
 
 
 @pytest.mark.parametrize("hours", [-30, 30])
-async def test_the_clocks_of_the_nodes_do_not_matter(
-    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
+async def test_the_clocks_of_the_nodes_do_not_matter(shared_redis, monkeypatch, hours):
     config, real = shared_redis.config(), time.time
     async with opened(config) as one, opened(config) as two:
         for name, store in (("n1", one), ("n2", two)):

@@ -55,7 +55,7 @@ def write_until_killed(folder: Path, name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("services", [2])
-def test_what_was_written_before_a_kill_can_be_read(tmp_path: Path, services: int) -> None:
+def test_what_was_written_before_a_kill_can_be_read(tmp_path, services):
     (tmp_path / MARK_FILE).write_text('{"store": "store", "mark": "mark"}')
     written: dict[str, int] = {}
     for number in range(services):

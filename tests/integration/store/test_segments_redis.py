@@ -68,8 +68,8 @@ def files(folder: Path) -> set[str]:
 
 
 async def test_every_service_reads_a_trajectory_of_which_redis_has_only_a_reference(
-    stores: list[RedisStore], tmp_path: Path, shared_redis: RedisServer, config: RedisConfig
-) -> None:
+    stores, tmp_path, shared_redis, config
+):
     one, two = stores
     lease = await leased(one, "r1")
     assert await one.finish(lease, "worker", result(lease))
@@ -78,7 +78,7 @@ async def test_every_service_reads_a_trajectory_of_which_redis_has_only_a_refere
     assert len(shared_redis.do("GET", f"{config.root}:t:r1")) < 64
 
 
-async def test_a_trajectory_goes_with_its_rollout(stores: list[RedisStore], tmp_path: Path) -> None:
+async def test_a_trajectory_goes_with_its_rollout(stores, tmp_path):
     one, two = stores
     for number in range(3):
         lease = await leased(one, f"r{number}")
@@ -93,7 +93,7 @@ async def test_a_trajectory_goes_with_its_rollout(stores: list[RedisStore], tmp_
     assert not files(tmp_path)
 
 
-async def test_a_lost_lease_keeps_no_trajectory(stores: list[RedisStore]) -> None:
+async def test_a_lost_lease_keeps_no_trajectory(stores):
     one, two = stores
     lease = await leased(one, "r1")
     await one.release("worker")
@@ -103,9 +103,7 @@ async def test_a_lost_lease_keeps_no_trajectory(stores: list[RedisStore]) -> Non
     assert await two.trajectory("r1") is None
 
 
-async def test_a_service_that_was_taken_for_dead_writes_to_another_file(
-    stores: list[RedisStore], tmp_path: Path
-) -> None:
+async def test_a_service_that_was_taken_for_dead_writes_to_another_file(stores, tmp_path):
     one, two = stores
     first = await leased(one, "r1")
     assert await one.finish(first, "worker", result(first))
@@ -117,9 +115,7 @@ async def test_a_service_that_was_taken_for_dead_writes_to_another_file(
     assert await two.trajectory("r2") == TRAJECTORY
 
 
-async def test_a_trajectory_whose_file_is_gone_is_lost_and_its_rollout_is_not(
-    stores: list[RedisStore], tmp_path: Path
-) -> None:
+async def test_a_trajectory_whose_file_is_gone_is_lost_and_its_rollout_is_not(stores, tmp_path):
     one, two = stores
     lease = await leased(one, "r1")
     assert await one.finish(lease, "worker", result(lease))
@@ -132,25 +128,19 @@ async def test_a_trajectory_whose_file_is_gone_is_lost_and_its_rollout_is_not(
     assert rollout.reward == 1.0
 
 
-async def test_a_service_with_another_folder_is_refused(
-    stores: list[RedisStore], config: RedisConfig, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_service_with_another_folder_is_refused(stores, config, tmp_path_factory):
     assert stores
     with pytest.raises(ConfigurationError, match="folder"):
         await opened(config, tmp_path_factory.mktemp("other"), "three")
 
 
-async def test_a_folder_of_another_store_is_refused(
-    stores: list[RedisStore], shared_redis: RedisServer, tmp_path: Path
-) -> None:
+async def test_a_folder_of_another_store_is_refused(stores, shared_redis, tmp_path):
     assert stores
     with pytest.raises(ConfigurationError, match="another store"):
         await opened(shared_redis.config(), tmp_path, "three")
 
 
-async def test_files_that_the_store_does_not_know_are_told_apart(
-    stores: list[RedisStore], tmp_path: Path
-) -> None:
+async def test_files_that_the_store_does_not_know_are_told_apart(stores, tmp_path):
     one, _ = stores
     lease = await leased(one, "r1")
     assert await one.finish(lease, "worker", result(lease))
@@ -160,8 +150,8 @@ async def test_files_that_the_store_does_not_know_are_told_apart(
 
 
 async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletion_of_what_expired(
-    config: RedisConfig, tmp_path: Path
-) -> None:
+    config, tmp_path
+):
     clock = Clock()
     dead = await opened(config, tmp_path, "one", clock)
     async with await opened(config, tmp_path, "two", clock) as leader:
@@ -187,9 +177,7 @@ async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletio
     await dead.close()
 
 
-async def test_the_deletion_of_what_expired_deletes_old_files_that_the_store_does_not_know(
-    stores: list[RedisStore], tmp_path: Path
-) -> None:
+async def test_the_deletion_of_what_expired_deletes_old_files_that_the_store_does_not_know(stores, tmp_path):
     one, two = stores
     lease = await leased(one, "r1")
     assert await one.finish(lease, "worker", result(lease))
@@ -204,7 +192,7 @@ async def test_the_deletion_of_what_expired_deletes_old_files_that_the_store_doe
     assert await two.trajectory("r1") == TRAJECTORY
 
 
-async def test_of_many_trajectories_the_lost_one_is_named(stores: list[RedisStore], tmp_path: Path) -> None:
+async def test_of_many_trajectories_the_lost_one_is_named(stores, tmp_path):
     one, two = stores
     for number in range(3):
         lease = await leased(one, f"r{number}")

@@ -72,7 +72,7 @@ def write_until_killed(path: Path, first: int, acknowledgments: int, disk: Disk)
 
 
 @pytest.mark.parametrize("disk", ["local", "network"])
-async def test_every_acknowledged_write_survives_kill_9(tmp_path: Path, disk: Disk) -> None:
+async def test_every_acknowledged_write_survives_kill_9(tmp_path, disk):
     path = tmp_path / "state" / "store.sqlite3"
     submitted: set[str] = set()
     finished: set[str] = set()
@@ -93,7 +93,7 @@ async def test_every_acknowledged_write_survives_kill_9(tmp_path: Path, disk: Di
     assert finished
 
 
-async def test_two_processes_never_share_a_file(tmp_path: Path) -> None:
+async def test_two_processes_never_share_a_file(tmp_path):
     path = tmp_path / "store.sqlite3"
     with start_writer(path, 0) as writer:
         try:

@@ -41,7 +41,7 @@ def refused(response: httpx.Response) -> Problem:
     return problem
 
 
-async def test_a_database_that_another_program_holds(tmp_path: Path) -> None:
+async def test_a_database_that_another_program_holds(tmp_path):
     async with served(tmp_path) as (client, service):
         await create(service, "held")
         with closing(sqlite3.connect(tmp_path / "rollouts.sqlite3", isolation_level=None)) as other:
@@ -62,7 +62,7 @@ async def test_a_database_that_another_program_holds(tmp_path: Path) -> None:
         assert (await client.delete("/v1/runs/held")).json()["state"] == "ended"
 
 
-async def test_a_database_that_is_damaged(tmp_path: Path) -> None:
+async def test_a_database_that_is_damaged(tmp_path):
     database = tmp_path / "rollouts.sqlite3"
     async with served(tmp_path) as (client, service):
         for number in range(50):

@@ -10,9 +10,7 @@ from api_schemas.runs import RunState
 from rollout_service.base.errors import NotFoundError
 from rollout_service.settings import RetentionSettings
 from rollout_service.store.contract import EncodedSteps
-from rollout_service.store.runs_contract import (
-    GroupClosure,
-)
+from rollout_service.store.runs_contract import GroupClosure
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.runs import (
     TASKS,
@@ -42,7 +40,7 @@ async def stored_heads(store: SqliteStore) -> int:
     return await store._thread.read(lambda db: db.execute("SELECT count(*) FROM group_heads").fetchone()[0])
 
 
-async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(store: SqliteStore) -> None:
+async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(store):
     await create_run(store)
     await make_ready(store, 0, 1)
     assert await stored_heads(store) == 2
@@ -64,7 +62,7 @@ async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(stor
     assert await stored_heads(store) == 0
 
 
-async def test_a_dropped_group_has_no_head(store: SqliteStore) -> None:
+async def test_a_dropped_group_has_no_head(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0), new_group(1)])
     await end_all(store)
@@ -95,7 +93,7 @@ async def all_rows(store: SqliteStore) -> dict[str, int]:
     return await store._thread.read(count)
 
 
-async def test_no_row_is_left_of_what_was_deleted_by_age(store: SqliteStore, clock: ManualClock) -> None:
+async def test_no_row_is_left_of_what_was_deleted_by_age(store, clock):
     await create_run(store)
     await make_ready(store, 0, 1, 2, 3)
     await store.submit(RolloutRequest(rollout_id="plain", task=TASKS[0]))
@@ -148,7 +146,7 @@ GROUPS_OF_ROLLOUTS = {
 }
 
 
-async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(store: SqliteStore) -> None:
+async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(store):
     await with_retries(store)
     assert await groups_of_rollouts(store) == GROUPS_OF_ROLLOUTS
     assert await store.runs.delete_expired(RetentionSettings(settled_group_seconds=0)) == 1
@@ -157,7 +155,7 @@ async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(sto
     assert set(await groups_of_rollouts(store)) == {"a.1.0", "a.1.1"}
 
 
-async def test_unacknowledged_records_are_never_deleted(store: SqliteStore, clock: ManualClock) -> None:
+async def test_unacknowledged_records_are_never_deleted(store, clock):
     await create_run(store)
     await make_ready(store, 0)
     await store.runs.start_groups("a", [new_group(1)])

@@ -5,12 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import (
-    NOTHING_RETURNED,
-    GenerateRequest,
-    Generation,
-    ReturnedExtras,
-)
+from rollout_service.engines.contract import NOTHING_RETURNED, GenerateRequest, Generation, ReturnedExtras
 from rollout_service.engines.errors import NoBackendError
 from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.tokens import ChatRenderer

@@ -109,10 +109,7 @@ def service(
     arguments += [] if "--port" in flags else ["--port", "0"]
     with running("service", arguments, folder) as server:
         # The log is kept through restarts: each start adds a line.
-        eventually(
-            lambda: server.url in server.log or server.process.poll() is not None,
-            server.log_file,
-        )
+        eventually(lambda: server.url in server.log or server.process.poll() is not None, server.log_file)
         yield server
 
 

@@ -68,7 +68,7 @@ def turns(draw: st.DrawFn) -> SavedTurn:
 
 
 @given(turns())
-def test_a_turn_comes_back_as_it_was(turn: SavedTurn) -> None:
+def test_a_turn_comes_back_as_it_was(turn):
     back = decode(encode(turn))
     assert (back.given, back.context, back.worked_seconds) == (turn.given, turn.context, turn.worked_seconds)
     before, after = turn.generation, back.generation
@@ -81,7 +81,7 @@ def test_a_turn_comes_back_as_it_was(turn: SavedTurn) -> None:
 
 
 @given(turns(), st.data())
-def test_damaged_bytes_are_refused(turn: SavedTurn, data: st.DataObject) -> None:
+def test_damaged_bytes_are_refused(turn, data):
     good = encode(turn)
     with pytest.raises(UnreadableTurnError):
         decode(good[: data.draw(st.integers(0, len(good) - 1))])
@@ -89,7 +89,7 @@ def test_damaged_bytes_are_refused(turn: SavedTurn, data: st.DataObject) -> None
         decode(data.draw(st.binary(max_size=40)))
 
 
-def test_a_form_of_another_release_is_refused() -> None:
+def test_a_form_of_another_release_is_refused():
     header = json.dumps({"form": 2}).encode()
     later = zstandard.ZstdCompressor().compress(len(header).to_bytes(4, "little") + header)
     with pytest.raises(UnreadableTurnError, match="form 2"):

@@ -26,7 +26,7 @@ ORDERS = ["/stop", "/start", "/clear_llm_server", "/v1/abort", "/v1/pause", "/v1
         None,
     ],
 )
-def test_names_of_this_machine_and_addresses(host: str | None) -> None:
+def test_names_of_this_machine_and_addresses(host):
     assert AllowedHosts([], bound="127.0.0.1", keyed=False).allows_host(host)
     assert AllowedHosts(["other.example"], bound="127.0.0.1", keyed=True).allows_host(host)
 
@@ -36,11 +36,11 @@ def test_names_of_this_machine_and_addresses(host: str | None) -> None:
     ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1@evil.example",
      "localhost:x", "[::1", "", "evil.example#localhost", "127.1.evil", "0x7f.1"],
 )  # fmt: skip
-def test_a_name_that_a_web_site_can_have_is_refused(host: str) -> None:
+def test_a_name_that_a_web_site_can_have_is_refused(host):
     assert not AllowedHosts([], bound="127.0.0.1", keyed=False).allows_host(host)
 
 
-def test_listed_names_and_those_below_them() -> None:
+def test_listed_names_and_those_below_them():
     hosts = AllowedHosts(["rollouts.example", "*.lab.example"], bound="0.0.0.0", keyed=True)
     assert hosts.allows_host("Rollouts.Example:443")
     assert hosts.allows_host("a.b.lab.example")
@@ -49,7 +49,7 @@ def test_listed_names_and_those_below_them() -> None:
     assert hosts.allows_host(socket.gethostname())
 
 
-def test_a_server_with_keys_answers_to_any_name_unless_some_are_listed() -> None:
+def test_a_server_with_keys_answers_to_any_name_unless_some_are_listed():
     assert AllowedHosts([], bound="0.0.0.0", keyed=True).allows_host("node-7.cluster:8080")
     assert not AllowedHosts(["x.example"], bound="0.0.0.0", keyed=True).allows_host("node-7.cluster:8080")
 
@@ -72,7 +72,7 @@ def test_a_server_with_keys_answers_to_any_name_unless_some_are_listed() -> None
         ("https://page.example.evil.example", "cross-site", False),
     ],
 )
-def test_orders_of_web_pages(origin: str | None, site: str | None, taken: bool) -> None:
+def test_orders_of_web_pages(origin, site, taken):
     hosts = AllowedHosts(["page.example"], bound="127.0.0.1", keyed=False)
     assert hosts.allows_origin(host="localhost:8080", origin=origin, site=site) is taken
 
@@ -85,7 +85,7 @@ def http(request: pytest.FixtureRequest) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("path", ORDERS)
-async def test_no_order_without_a_body_is_taken_from_another_site(http: httpx.AsyncClient, path: str) -> None:
+async def test_no_order_without_a_body_is_taken_from_another_site(http, path):
     async with http:
         for headers in (
             {"origin": "http://evil.example"},
@@ -98,7 +98,7 @@ async def test_no_order_without_a_body_is_taken_from_another_site(http: httpx.As
             assert refused.json()["code"] == "forbidden"
 
 
-async def test_a_name_that_points_here_is_misdirected_without_keys() -> None:
+async def test_a_name_that_points_here_is_misdirected_without_keys():
     app = create_app(load_settings())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://evil.example") as http:
         for path in ("/health", "/docs", "/v1/rollouts", "/nowhere"):
@@ -111,7 +111,7 @@ async def test_a_name_that_points_here_is_misdirected_without_keys() -> None:
     "kind",
     [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "a/json"],
 )
-async def test_a_body_that_a_form_can_send_is_a_415(http: httpx.AsyncClient, kind: str | None) -> None:
+async def test_a_body_that_a_form_can_send_is_a_415(http, kind):
     headers = {} if kind is None else {"content-type": kind}
     async with http:
         for path in [*ORDERS, "/v1/rollouts", "/process"]:
@@ -120,7 +120,7 @@ async def test_a_body_that_a_form_can_send_is_a_415(http: httpx.AsyncClient, kin
             assert "application/json" in refused.json()["detail"]
 
 
-def test_names_are_a_list_or_one_value_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_a_list_or_one_value_with_commas(monkeypatch):
     for value in ("a.example, b.example", '["a.example", "b.example"]'):
         monkeypatch.setenv("ROLLOUT_ALLOWED_HOSTS", value)
         assert load_settings().allowed_hosts == ["a.example", "b.example"]

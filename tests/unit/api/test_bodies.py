@@ -19,9 +19,7 @@ STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, LARGEST), st.
 
 
 @given(STEPS)
-async def test_a_sender_is_given_no_more_than_is_left_for_the_others(
-    steps: list[tuple[str, int, bool]],
-) -> None:
+async def test_a_sender_is_given_no_more_than_is_left_for_the_others(steps):
     bodies = BodiesInFlight(MOST, LARGEST, wait_seconds=0)
     held: list[tuple[str, int, HeldBytes]] = []
     for owner, size, ends in steps:
@@ -42,7 +40,7 @@ async def test_a_sender_is_given_no_more_than_is_left_for_the_others(
     await bodies.reading("a").grow_to(MOST // 2)
 
 
-async def test_a_body_waits_for_room_and_is_told_to_come_back_if_there_is_none() -> None:
+async def test_a_body_waits_for_room_and_is_told_to_come_back_if_there_is_none():
     bodies = BodiesInFlight(100, 50, wait_seconds=3_600)
     first, second, small = bodies.reading("a"), bodies.reading("a"), bodies.reading("b")
     await first.grow_to(50)
@@ -58,7 +56,7 @@ async def test_a_body_waits_for_room_and_is_told_to_come_back_if_there_is_none()
     assert (told.value.status, told.value.retry_after) == (429, 1)
 
 
-async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch):
     monkeypatch.setattr("rollout_service.http.requests.WAIT_SECONDS", 0)
     app = create_app(load_settings(max_body_bytes=1_024, http={"max_bytes_in_flight": 1_024}))
 
@@ -83,7 +81,7 @@ async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("item", ["{}", "[]"])
-async def test_a_body_that_would_take_many_times_its_size_is_refused(item: str) -> None:
+async def test_a_body_that_would_take_many_times_its_size_is_refused(item):
     app = create_app(load_settings())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         body = f'{{"metadata": {{"x": [{",".join([item] * (MAX_CONTAINERS + 1))}]}}}}'

@@ -29,7 +29,7 @@ def response_of(made: Made) -> BufferedResponse:
     return BufferedResponse(made.make, length=sum(map(len, PIECES)), media_type="a/b")
 
 
-async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait() -> None:
+async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait():
     made = Made()
     sent: list[bytes] = []
 
@@ -45,7 +45,7 @@ async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait() -> None
     assert sent == PIECES
 
 
-async def test_nothing_is_produced_once_the_client_has_gone() -> None:
+async def test_nothing_is_produced_once_the_client_has_gone():
     made = Made()
     stuck = anyio.Event()
 

@@ -13,6 +13,6 @@ from api_schemas.errors import sentences
         ("there is no x; did you mean y?", "there is no x; did you mean y? Stop it."),
     ],
 )
-def test_a_hint_follows_the_end_of_a_sentence(message: str, said: str) -> None:
+def test_a_hint_follows_the_end_of_a_sentence(message, said):
     assert sentences(message, "Stop it.") == said
     assert sentences(message, "") == message

@@ -21,7 +21,7 @@ def http() -> httpx.AsyncClient:
 @pytest.mark.parametrize(
     "value", [None, "", "Bearer", "Bearer wrong", f"Basic {FIRST}", FIRST, f"Bearer {FIRST} x", "Bearer \xe9"]
 )
-async def test_without_a_right_key(http: httpx.AsyncClient, value: str | None) -> None:
+async def test_without_a_right_key(http, value):
     async with http:
         headers = {"authorization": value.encode("latin-1")} if value is not None else {}
         response = await http.get("/nowhere", headers=headers)
@@ -32,21 +32,19 @@ async def test_without_a_right_key(http: httpx.AsyncClient, value: str | None) -
 
 
 @pytest.mark.parametrize("value", [f"Bearer {FIRST}", f"bearer {SECOND}"])
-async def test_with_a_right_key(http: httpx.AsyncClient, value: str) -> None:
+async def test_with_a_right_key(http, value):
     async with http:
         response = await http.get("/nowhere", headers={"authorization": value})
         assert response.status_code == 404
 
 
-async def test_the_probe_needs_none(http: httpx.AsyncClient) -> None:
+async def test_the_probe_needs_none(http):
     async with http:
         assert (await http.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/s/{key}/v1/messages", "/v1/s/{key}/chat/completions", "/s/{key}"])
-async def test_no_line_of_the_log_has_a_key_that_a_client_put_into_the_path(
-    http: httpx.AsyncClient, path: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_line_of_the_log_has_a_key_that_a_client_put_into_the_path(http, path, caplog):
     with caplog.at_level(logging.DEBUG), capture_logs() as lines:
         async with http:
             await http.post(path.format(key="rk-secret"), json={})

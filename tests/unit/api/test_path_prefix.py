@@ -1,7 +1,6 @@
 """Behind a prefix everything works as without one, and nothing is reachable without a key under any spelling of it."""
 
 from functools import cache
-from pathlib import Path
 
 import httpx
 import pytest
@@ -57,7 +56,7 @@ def client(prefix: str = PREFIX) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-async def test_no_spelling_of_the_prefix_opens_anything(spelling: str) -> None:
+async def test_no_spelling_of_the_prefix_opens_anything(spelling):
     async with client() as http:
         for path in PATHS:
             answer = await http.get(spelling + path)
@@ -71,7 +70,7 @@ async def test_no_spelling_of_the_prefix_opens_anything(spelling: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["", PREFIX])
-async def test_roles_are_those_of_the_path_without_the_prefix(spelling: str) -> None:
+async def test_roles_are_those_of_the_path_without_the_prefix(spelling):
     async with client() as http:
         headers = {"authorization": f"Bearer {READER}"}
         for path in ("/v1/pause", "/v1/rollouts", "/stop"):
@@ -81,7 +80,7 @@ async def test_roles_are_those_of_the_path_without_the_prefix(spelling: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["", PREFIX])
-async def test_pages_and_probes_answer_with_and_without_the_prefix(spelling: str) -> None:
+async def test_pages_and_probes_answer_with_and_without_the_prefix(spelling):
     async with client() as http:
         assert (await http.get(f"{spelling}/health")).json()["status"] == "ok"
         for page in ("/", "/docs"):
@@ -92,21 +91,21 @@ async def test_pages_and_probes_answer_with_and_without_the_prefix(spelling: str
         assert document["servers"] == [{"url": PREFIX}]
 
 
-async def test_the_prefix_alone_leads_to_the_page_below_it() -> None:
+async def test_the_prefix_alone_leads_to_the_page_below_it():
     async with client() as http:
         answer = await http.get(PREFIX)
         assert (answer.status_code, answer.headers["location"]) == (307, f"{PREFIX}/")
 
 
 @pytest.mark.parametrize("header", [{"authorization": f"Bearer {KEY}"}, {"x-rollout-key": KEY}])
-async def test_either_header_may_carry_the_key(header: dict[str, str]) -> None:
+async def test_either_header_may_carry_the_key(header):
     async with client() as http:
         answer = await http.get(f"{PREFIX}/nowhere", headers=header)
         assert answer.status_code == 404
         assert answer.json()["detail"].startswith("there is no route /nowhere")
 
 
-async def test_a_redirection_stays_below_the_prefix() -> None:
+async def test_a_redirection_stays_below_the_prefix():
     async with client() as http:
         answer = await http.get(f"{PREFIX}/v1/rollouts/", headers={"authorization": f"Bearer {KEY}"})
         assert answer.status_code == 307
@@ -114,13 +113,13 @@ async def test_a_redirection_stays_below_the_prefix() -> None:
 
 
 @pytest.mark.slow
-async def test_without_the_setting_a_prefix_is_a_path_like_any_other() -> None:
+async def test_without_the_setting_a_prefix_is_a_path_like_any_other():
     async with client("") as http:
         assert (await http.get(f"{PREFIX}/health")).status_code == 401
         assert "servers" not in (await http.get("/openapi.json")).json()
 
 
 @pytest.mark.parametrize("prefix", ["node", "/node/", "/", "/a//b", "/a b", "/%2e", "/a?b", "//a"])
-def test_a_prefix_that_is_no_path_is_refused(prefix: str, tmp_path: Path) -> None:
+def test_a_prefix_that_is_no_path_is_refused(prefix, tmp_path):
     with pytest.raises(ConfigurationError, match="path_prefix"):
         load_settings(path_prefix=prefix)

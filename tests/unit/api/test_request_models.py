@@ -43,7 +43,7 @@ def lax_fields(annotation: Any, metadata: tuple[Any, ...], where: str, seen: set
             yield from lax_fields(each, kept, where, seen)
 
 
-def test_scalars_of_requests_are_not_converted() -> None:
+def test_scalars_of_requests_are_not_converted():
     seen: set[Any] = set()
     assert [lax for body in bodies() for lax in lax_fields(body, (), str(body), seen)] == []
     assert len(seen) > 20

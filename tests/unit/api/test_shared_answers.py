@@ -50,7 +50,7 @@ class Counted:
         ("max-age=" + "9" * 5_000, MAX_AGE_SECONDS),
     ],
 )
-def test_a_request_says_how_old_an_answer_may_be(header: str, seconds: float) -> None:
+def test_a_request_says_how_old_an_answer_may_be(header, seconds):
     assert accepted_age(header) == seconds
 
 
@@ -61,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-async def test_an_answer_is_as_old_as_the_reader_allows_at_most(clock: list[float]) -> None:
+async def test_an_answer_is_as_old_as_the_reader_allows_at_most(clock):
     answers, make = SharedAnswers(), Counted()
     bodies = []
     for seconds, max_age in [(0.0, 2), (1.9, 2), (0.0, 1), (0.5, 1), (2.1, 2)]:
@@ -70,7 +70,7 @@ async def test_an_answer_is_as_old_as_the_reader_allows_at_most(clock: list[floa
     assert bodies == [b"1", b"1", b"2", b"2", b"3"]
 
 
-async def test_the_age_is_counted_from_when_the_making_began(clock: list[float]) -> None:
+async def test_the_age_is_counted_from_when_the_making_began(clock):
     answers, make = SharedAnswers(), Counted()
 
     async def slow() -> Response:
@@ -97,7 +97,7 @@ class Readers:
         self.bodies.append(bytes((await self.answers.get("a", 2, self.make)).body))
 
 
-async def test_readers_who_come_at_once_wait_for_one_answer() -> None:
+async def test_readers_who_come_at_once_wait_for_one_answer():
     readers = Readers()
     async with anyio.create_task_group() as tasks:
         for _ in range(10):
@@ -107,7 +107,7 @@ async def test_readers_who_come_at_once_wait_for_one_answer() -> None:
     assert readers.bodies == [b"1"] * 10
 
 
-async def test_a_reader_who_leaves_leaves_the_making_to_the_next() -> None:
+async def test_a_reader_who_leaves_leaves_the_making_to_the_next():
     readers = Readers()
     async with anyio.create_task_group() as tasks:
         async with anyio.create_task_group() as first:
@@ -120,7 +120,7 @@ async def test_a_reader_who_leaves_leaves_the_making_to_the_next() -> None:
     assert readers.bodies == [b"2"]
 
 
-async def test_an_error_is_its_readers_alone() -> None:
+async def test_an_error_is_its_readers_alone():
     answers, make = SharedAnswers(), Counted()
     make.error = RuntimeError("the store is locked")
     with pytest.raises(RuntimeError):
@@ -129,7 +129,7 @@ async def test_an_error_is_its_readers_alone() -> None:
     assert (await answers.get("a", 2, make)).body == b"2"
 
 
-async def test_few_answers_are_kept() -> None:
+async def test_few_answers_are_kept():
     answers, make = SharedAnswers(), Counted()
     for number in range(MAX_ANSWERS + 1):
         await answers.get(str(number), 2, make)
@@ -137,7 +137,7 @@ async def test_few_answers_are_kept() -> None:
     assert (await answers.get("0", 2, make)).body == b"%d" % (MAX_ANSWERS + 2)
 
 
-async def test_only_readers_who_allow_it_get_the_answer_of_others() -> None:
+async def test_only_readers_who_allow_it_get_the_answer_of_others():
     router = APIRouter(route_class=SharedRoute)
     count = 0
 

@@ -40,19 +40,19 @@ SPECS = [calc.SPEC, code.SPEC, math.SPEC, EVERYTHING, KEEPING]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_an_environment_is_shown_as_it_is_written(spec: EnvironmentSpec) -> None:
+def test_an_environment_is_shown_as_it_is_written(spec):
     written = json.loads(spec.model_dump_json())
     assert "binds" not in written, "paths of the host are nobody else's business"
     assert "SECRET" not in spec.model_dump_json().upper()
     assert json.loads(EnvironmentView.model_validate(written).model_dump_json()) == written
 
 
-def test_the_view_of_an_environment_has_every_field_that_is_shown() -> None:
+def test_the_view_of_an_environment_has_every_field_that_is_shown():
     hidden = {name for name, field in EnvironmentSpec.model_fields.items() if field.exclude}
     assert EnvironmentView.model_fields.keys() == EnvironmentSpec.model_fields.keys() - hidden
 
 
 @pytest.mark.parametrize("pid", [None, 17])
-def test_a_sandbox_is_shown_as_it_is(pid: int | None) -> None:
+def test_a_sandbox_is_shown_as_it_is(pid):
     info = SandboxInfo("a", "r-1/1", "base", "apptainer", time.time(), pid)
     assert SandboxView.model_validate(asdict(info)).model_dump() == asdict(info)

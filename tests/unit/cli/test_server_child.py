@@ -1,7 +1,5 @@
 """A server that a command starts for itself."""
 
-from pathlib import Path
-
 import pytest
 
 from rollout_service.cli import server_child
@@ -10,7 +8,7 @@ from rollout_service.cli.server_child import running_server
 
 
 @pytest.mark.slow
-async def test_a_start_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_says_what_it_waits_for(tmp_path, monkeypatch):
     monkeypatch.setattr(server_child, "SAY_SECONDS", 0.05)
     said: list[str] = []
     with pytest.raises(CommandError, match="it does not listen yet"):

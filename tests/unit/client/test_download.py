@@ -55,7 +55,7 @@ def http(status: str, body: bytes, length: int | None) -> bytes:
 
 
 @pytest.mark.parametrize("length", [300_000, None])
-async def test_a_body_arrives_complete(length: int | None) -> None:
+async def test_a_body_arrives_complete(length):
     async with answering(http("200 OK", bytes(range(250)) * 1_200, length)) as (url, asked):
         response, content = await fetch(url)
         assert (response.status_code, response.headers["content-type"]) == (200, "a/b")
@@ -65,7 +65,7 @@ async def test_a_body_arrives_complete(length: int | None) -> None:
         assert b"gzip" not in asked[0]
 
 
-async def test_nothing_and_failures() -> None:
+async def test_nothing_and_failures():
     async with answering(http("204 No Content", b"", None)) as (url, _):
         response, content = await fetch(url)
         assert (response.status_code, content) == (204, b"")
@@ -75,13 +75,13 @@ async def test_nothing_and_failures() -> None:
 
 
 @pytest.mark.parametrize("answer", [http("200 OK", b"half", 8), b"", b"nonsense\r\n\r\n"])
-async def test_a_broken_response_is_a_transport_error(answer: bytes) -> None:
+async def test_a_broken_response_is_a_transport_error(answer):
     async with answering(answer) as (url, _):
         with pytest.raises(httpx.TransportError):
             await fetch(url)
 
 
-async def test_a_silent_server_is_given_up() -> None:
+async def test_a_silent_server_is_given_up():
     async with answering(http("200 OK", b"half", 8), hang=True) as (url, _):
         with pytest.raises(httpx.ReadTimeout):
             await fetch(url, seconds=0.05)
@@ -89,7 +89,7 @@ async def test_a_silent_server_is_given_up() -> None:
         await fetch("http://127.0.0.1:1")
 
 
-async def test_a_call_that_is_cancelled_closes_its_connection() -> None:
+async def test_a_call_that_is_cancelled_closes_its_connection():
     async with answering(http("200 OK", b"half", 8), hang=True) as (url, asked):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fetch, url)

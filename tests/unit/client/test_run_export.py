@@ -93,7 +93,7 @@ def lines(*models: ExportedRun | ExportedSample | ExportEnd) -> bytes:
 
 
 @given(st.lists(samples(), max_size=4), st.booleans())
-def test_the_data_read_is_the_data_written(written: list[ExportedSample], packed: bool) -> None:
+def test_the_data_read_is_the_data_written(written, packed):
     data = lines(ExportedRun(run=RUN), *written, ExportEnd(samples=len(written)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
@@ -106,7 +106,7 @@ def test_the_data_read_is_the_data_written(written: list[ExportedSample], packed
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kept", [0, 1, 10, -1, -3])
-def test_a_truncated_file_is_not_taken_for_a_shorter_run(tmp_path: Path, kept: int, packed: bool) -> None:
+def test_a_truncated_file_is_not_taken_for_a_shorter_run(tmp_path, kept, packed):
     data = lines(ExportedRun(run=RUN), ExportEnd(samples=0))
     path = tmp_path / "run"
     path.write_bytes((gzip.compress(data) if packed else data)[: kept if kept != -1 else -2])
@@ -114,7 +114,7 @@ def test_a_truncated_file_is_not_taken_for_a_shorter_run(tmp_path: Path, kept: i
         list(RunExport(path).samples())
 
 
-def test_a_count_that_is_wrong_is_found(tmp_path: Path) -> None:
+def test_a_count_that_is_wrong_is_found(tmp_path):
     path = tmp_path / "run"
     path.write_bytes(lines(ExportedRun(run=RUN), ExportEnd(samples=1)))
     with pytest.raises(BadExportError, match="truncated after 0 rollouts"):

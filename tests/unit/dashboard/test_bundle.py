@@ -13,7 +13,7 @@ def joined(entry: str, **more: str) -> str:
     return join_modules(files | {"main.js": entry}, "main.js", {})
 
 
-def test_a_module_comes_once_and_behind_what_it_imports() -> None:
+def test_a_module_comes_once_and_behind_what_it_imports():
     text = joined('import {a} from "./lib/a.js";\nimport {a as other} from "./lib/b.js";\nrun(a, other);\n')
     begun = re.findall(r"^const (\w+_js) = \(\(\) => \{$", text, re.MULTILINE)
     assert begun == ["lib_a_js", "lib_b_js", "main_js"]
@@ -34,7 +34,7 @@ def test_a_module_comes_once_and_behind_what_it_imports() -> None:
         ("var x=1;export{\n  x as it,\n};", "{it: x}"),
     ],
 )
-def test_what_a_module_exports_is_returned(exports: str, returned: str) -> None:
+def test_what_a_module_exports_is_returned(exports, returned):
     text = joined('import {it as mine} from "./it.js";', it=exports)
     assert f"return {returned};" in text
     assert "export" not in text
@@ -44,13 +44,13 @@ def test_what_a_module_exports_is_returned(exports: str, returned: str) -> None:
 @pytest.mark.parametrize(
     "form", ["let t;export default function(s){return s}", "const t = 1;\nexport default t;"]
 )
-def test_a_default_is_taken_under_any_name(form: str) -> None:
+def test_a_default_is_taken_under_any_name(form):
     text = joined('import mine from "./it.js";', it=form)
     assert "return {default: default_export};" in text
     assert "const {default: mine} = it_js;" in text
 
 
-def test_another_module_stands_in_for_one() -> None:
+def test_another_module_stands_in_for_one():
     files = {
         "a.js": 'import {it} from "./lib/api.js";\nexport const a = it;',
         "lib/api.js": "export const it = 1;",
@@ -79,16 +79,16 @@ def test_another_module_stands_in_for_one() -> None:
         ("run('<!-- x');", "cannot be in an element"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(entry: str, problem: str) -> None:
+def test_what_cannot_be_joined_is_refused(entry, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         joined(entry, circle='import {x} from "./main.js";\nexport const it = x;')
 
 
 @pytest.mark.parametrize("text", ["</SCRIPT >", "a</style", "<ScRiPt", "x<!--"])
-def test_no_text_ends_its_element(text: str) -> None:
+def test_no_text_ends_its_element(text):
     with pytest.raises(ValueError, match="cannot be in an element"):
         check_embeddable(f"before {text} behind")
 
 
-def test_other_texts_may_be_in_an_element() -> None:
+def test_other_texts_may_be_in_an_element():
     assert check_embeddable("a < b && c <! d") == "a < b && c <! d"

@@ -59,7 +59,7 @@ class Elements(HTMLParser):
 
 @given(name=TEXTS, value=VALUES)
 @example(name=ATTACK, value={ATTACK: [ATTACK]})
-def test_data_never_ends_its_element(name: str, value: object) -> None:
+def test_data_never_ends_its_element(name, value):
     block = json_block(name, json.dumps(value, ensure_ascii=False).encode()).decode()
     start, _, rest = block.partition(">")
     assert rest.endswith("</script>\n")
@@ -73,7 +73,7 @@ def test_data_never_ends_its_element(name: str, value: object) -> None:
 @settings(max_examples=15)  # the document is long
 @given(value=VALUES)
 @example(value=ATTACK)
-def test_the_document_has_one_script_that_runs_and_its_data_comes_back(value: object) -> None:
+def test_the_document_has_one_script_that_runs_and_its_data_comes_back(value):
     content = saved_page(ATTACK, {"one": json.dumps(value).encode(), "two": b"{}"})
     page = Elements(content)
     assert [(tag, more.get("type"), more.get("data-path")) for tag, more, _ in page.found] == [
@@ -86,7 +86,7 @@ def test_the_document_has_one_script_that_runs_and_its_data_comes_back(value: ob
     assert page.title == ATTACK
 
 
-def test_the_policy_allows_the_one_script_and_style_and_nothing_else() -> None:
+def test_the_policy_allows_the_one_script_and_style_and_nothing_else():
     page = Elements(saved_page("r-1", {}))
     [policy] = [meta["content"] for meta in page.metas if meta.get("http-equiv") == "Content-Security-Policy"]
     assert policy is not None
@@ -105,12 +105,12 @@ def test_the_policy_allows_the_one_script_and_style_and_nothing_else() -> None:
     }
 
 
-def test_the_policy_comes_before_all_that_it_is_for() -> None:
+def test_the_policy_comes_before_all_that_it_is_for():
     content = saved_page("r-1", {"one": b"{}"}).decode()
     assert content.index("Content-Security-Policy") < content.index("<style") < content.index("<script")
 
 
-def test_the_document_names_no_address() -> None:
+def test_the_document_names_no_address():
     content = saved_page("r-1", {}).decode()
     style = content[content.index("<style>") : content.index("</style>")]
     assert not re.findall(r"url\(|@import", style)

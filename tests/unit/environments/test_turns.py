@@ -43,7 +43,7 @@ def episode(script: Sequence[ScriptedTurn], **limits: float) -> Episode:
     )
 
 
-async def test_replies_are_messages_and_rewards_add_up() -> None:
+async def test_replies_are_messages_and_rewards_add_up():
     played = episode(["left", "right"])
     partner = Scripted(
         [Consequence("a wall", -0.5), Consequence("out", 2.0, done=True, parts={"length": 2.0})]
@@ -65,9 +65,7 @@ async def test_replies_are_messages_and_rewards_add_up() -> None:
         (["a", turn("b", truncated=True)], {}, StopReason.TRUNCATED),
     ],
 )
-async def test_a_limit_keeps_what_was_earned(
-    script: list[ScriptedTurn], limits: dict[str, float], why: StopReason
-) -> None:
+async def test_a_limit_keeps_what_was_earned(script, limits, why):
     played = episode(script, **limits)
     partner = Scripted([Consequence("go on", 0.25), Consequence("never reached", 100.0)])
     assert await take_turns(played, BEGIN, partner) is why
@@ -75,13 +73,13 @@ async def test_a_limit_keeps_what_was_earned(
     assert score_turns(played).parts["finished"] == 0.0
 
 
-async def test_a_failure_of_the_other_side_is_no_reward() -> None:
+async def test_a_failure_of_the_other_side_is_no_reward():
     with pytest.raises(EnvironmentFailedError, match="no game"):
         await take_turns(episode(["a"]), BEGIN, Scripted([EnvironmentFailedError("no game")]))
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=100))
-async def test_the_reward_is_the_sum_whatever_is_shown(rewards: list[float]) -> None:
+async def test_the_reward_is_the_sum_whatever_is_shown(rewards):
     replies = [
         Consequence("", reward, done=number == len(rewards)) for number, reward in enumerate(rewards, 1)
     ]

@@ -63,9 +63,7 @@ TOO_LONG = {
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(
-    renderer: ChatRenderer, name: str
-) -> None:
+def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(renderer, name):
     CountingRenderer.encoded = 0
     with pytest.raises(ContextOverflowError) as told:
         TurnCapture(renderer).plan(TOO_LONG[name], CONTEXT)
@@ -74,7 +72,7 @@ def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(
 
 
 @pytest.mark.slow
-def test_the_estimate_is_near_what_rendering_tells(renderer: ChatRenderer) -> None:
+def test_the_estimate_is_near_what_rendering_tells(renderer):
     long = call(ClientMessage("user", LONG[: 200 * CONTEXT]))
     with pytest.raises(ContextOverflowError) as told:
         TurnCapture(renderer).plan(long, CONTEXT)
@@ -90,14 +88,12 @@ def test_the_estimate_is_near_what_rendering_tells(renderer: ChatRenderer) -> No
         ClientMessage("assistant", "x", "thought " * CONTEXT),
     ],
 )
-def test_a_prompt_that_may_fit_is_rendered(renderer: ChatRenderer, message: ClientMessage) -> None:
+def test_a_prompt_that_may_fit_is_rendered(renderer, message):
     planned = TurnCapture(renderer).plan(call(USER, message, USER), CONTEXT)
     assert len(planned.prompt_ids) == len(TurnCapture(renderer).plan(call(USER, message, USER)).prompt_ids)
 
 
-def test_only_what_a_call_adds_to_a_turn_is_compared_with_what_the_context_has_left(
-    renderer: ChatRenderer,
-) -> None:
+def test_only_what_a_call_adds_to_a_turn_is_compared_with_what_the_context_has_left(renderer):
     capture = TurnCapture(renderer)
     tool = {"type": "function", "function": {**TOOL["function"], "description": LONG[: 8 * CONTEXT]}}  # type: ignore[dict-item]
     first = call(ClientMessage("user", LONG[: CONTEXT // 2]), tools=(tool,))

@@ -17,9 +17,7 @@ def before_first(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(STOPS, PIECES)
-def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
-    stops: list[str], pieces: list[str]
-) -> None:
+def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(stops, pieces):
     filtered = StopFilter(stops)
     returned = ""
     for number, piece in enumerate(pieces, 1):
@@ -30,7 +28,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
 
 
 @given(STOPS, PIECES)
-def test_no_more_waits_than_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
+def test_no_more_waits_than_may_begin_a_stop_string(stops, pieces):
     filtered, text, returned = StopFilter(stops), "", ""
     for piece in pieces:
         text += piece
@@ -44,6 +42,6 @@ def test_no_more_waits_than_may_begin_a_stop_string(stops: list[str], pieces: li
             )
 
 
-def test_strings_may_begin_anew_after_the_end_of_a_region() -> None:
+def test_strings_may_begin_anew_after_the_end_of_a_region():
     filtered = StopFilter(["abc"])
     assert filtered.push("xab") + filtered.end() + filtered.push("c abc") == "xabc "

@@ -37,7 +37,7 @@ def rollout(state: RolloutState, *spans: Span, turns: int = 0, tokens: int = 0) 
     )
 
 
-def test_sums_and_phases() -> None:
+def test_sums_and_phases():
     done = rollout(
         RolloutState.COMPLETED,
         span(Stage.INIT, 1.0),
@@ -49,17 +49,10 @@ def test_sums_and_phases() -> None:
     )
     lost = rollout(RolloutState.FAILED, span(Stage.INIT, 2.0), turns=1, tokens=2)
     gone = rollout(RolloutState.CANCELLED)
-    seconds = {
-        "queued": 2.5,
-        "init": 3.0,
-        "engine": 4.5,
-        "tool": 2.25,
-        "rollout": 0.25,
-        "evaluate": 0.75,
-    }
+    seconds = {"queued": 2.5, "init": 3.0, "engine": 4.5, "tool": 2.25, "rollout": 0.25, "evaluate": 0.75}
     assert group_figures([done, lost, gone]) == GroupFigures(3, 1, 4, 42, seconds)
 
 
-def test_a_group_without_rollouts_has_nothing() -> None:
+def test_a_group_without_rollouts_has_nothing():
     figures = group_figures([])
     assert (figures.samples, figures.failed, sum(figures.seconds.values())) == (0, 0, 0.0)

@@ -10,8 +10,7 @@ from rollout_service.groups.scheduler import STARVATION_TURNS
 
 ENDLESS = 10**9
 claims = st.dictionaries(
-    st.sampled_from("abcde"),
-    st.builds(Claim, st.integers(0, 9), st.integers(-2, 2), st.floats(0.1, 10.0)),
+    st.sampled_from("abcde"), st.builds(Claim, st.integers(0, 9), st.integers(-2, 2), st.floats(0.1, 10.0))
 )
 
 

@@ -5,7 +5,7 @@ from api_schemas.runs.live import LiveDelivery
 from rollout_service.groups.auxiliary import run_warnings
 
 
-def test_a_run_that_waits_for_groups_of_sessions_is_warned_of() -> None:
+def test_a_run_that_waits_for_groups_of_sessions_is_warned_of():
     request = RunRequest(source=InlineTasks(open=True), batch_size=2, live=LiveDelivery())
     (warning,) = run_warnings(request, None)
     assert warning.startswith("group_size: ")

@@ -23,14 +23,14 @@ def ids(groups: list[OneGroup] | None) -> list[str] | None:
     return None if groups is None else [owner.session for one in groups for owner in one.owners]
 
 
-def test_a_batch_waits_until_other_users_fill_it() -> None:
+def test_a_batch_waits_until_other_users_fill_it():
     groups = [group(f"a{number}", "a") for number in range(9)]
     assert next_window(groups, [], 4, LiveDelivery()) is None
     groups += [group("b", "b"), group("c", "c"), group("d", "d"), group("e", "e")]
     assert ids(next_window(groups, [], 4, LiveDelivery())) == ["a0", "b", "c", "d"]
 
 
-def test_one_user_may_fill_a_batch_if_the_run_says_so() -> None:
+def test_one_user_may_fill_a_batch_if_the_run_says_so():
     groups = [group("s") for _ in range(5)]
     order = LiveDelivery(max_user_share=1.0, max_session_share=0.5)
     assert next_window(groups, [], 4, order) is None
@@ -39,25 +39,25 @@ def test_one_user_may_fill_a_batch_if_the_run_says_so() -> None:
     assert ids(next_window(groups, [], 1, LiveDelivery())) == ["s"]  # one at least
 
 
-def test_tenants_are_not_mixed_unless_the_run_says_so() -> None:
+def test_tenants_are_not_mixed_unless_the_run_says_so():
     groups = [group("a", "a", "x"), group("b", "b", "y"), group("c", "c", "y")]
     assert ids(next_window(groups, [], 2, LiveDelivery())) == ["b", "c"]
     assert ids(next_window(groups, [], 2, LiveDelivery(mix_tenants=True))) == ["a", "b"]
 
 
-def test_a_batch_that_has_begun_is_filled_within_its_limits() -> None:
+def test_a_batch_that_has_begun_is_filled_within_its_limits():
     waiting = [group("old", "a", "x")]
     groups = [group("a", "a", "x"), group("b", "b", "y"), group("c", "c", "x")]
     assert ids(next_window(groups, waiting, 2, LiveDelivery())) == ["c"]
 
 
-def test_a_group_that_waits_holds_up_no_other_tenant() -> None:
+def test_a_group_that_waits_holds_up_no_other_tenant():
     waiting = [group("old", "a", "x")]
     groups = [group("b", "b", "y"), group("c", "c", "y")]
     assert ids(next_window(groups, waiting, 2, LiveDelivery())) == ["b", "c"]
 
 
-def test_a_group_whose_neighbor_is_gone_goes_with_others_of_its_tenant() -> None:
+def test_a_group_whose_neighbor_is_gone_goes_with_others_of_its_tenant():
     ready = [group("a", "a", "x"), group("c", "c", "y"), group("d", "d", "y")]
     assert ids(next_batch(ready, 2, LiveDelivery())) == ["c", "d"]
     assert ids(left_over(ready, 2, LiveDelivery())) == ["a"]
@@ -71,9 +71,7 @@ GROUPS = st.lists(
 
 
 @given(GROUPS, GROUPS, st.integers(1, 5), st.booleans(), st.floats(0.05, 1.0))
-def test_the_limits_hold_for_any_batch(
-    groups: list[OneGroup], waiting: list[OneGroup], size: int, mix: bool, share: float
-) -> None:
+def test_the_limits_hold_for_any_batch(groups, waiting, size, mix, share):
     order = LiveDelivery(max_user_share=share, max_session_share=share, mix_tenants=mix)
     limit = max(1, int(share * size + 1e-9))
 

@@ -37,7 +37,7 @@ def judged(waiting: list[StepWait], verdict: HangVerdict = HangVerdict.STUCK) ->
     return [Judged(one, verdict, UNSEEN) for one in waiting]
 
 
-async def test_many_waits_for_one_engine_are_one_finding() -> None:
+async def test_many_waits_for_one_engine_are_one_finding():
     with ExitStack() as stack:
         log, waiting = FindingLog(), waits(stack, ActivityBoard(), 500)
         began = log.update(judged(waiting)).began
@@ -56,7 +56,7 @@ async def test_many_waits_for_one_engine_are_one_finding() -> None:
         assert other.finding_id != finding.finding_id
 
 
-async def test_the_worst_come_first_and_getting_stuck_is_told_once() -> None:
+async def test_the_worst_come_first_and_getting_stuck_is_told_once():
     with ExitStack() as stack:
         log, board = FindingLog(), ActivityBoard()
         first, second = waits(stack, board, 3, "first"), waits(stack, board, 1, "second")
@@ -69,7 +69,7 @@ async def test_the_worst_come_first_and_getting_stuck_is_told_once() -> None:
         assert [(one.subject, one.count) for one in changes.worsened] == [("first", 2)]
 
 
-async def test_of_steps_that_contain_each_other_the_innermost_waits() -> None:
+async def test_of_steps_that_contain_each_other_the_innermost_waits():
     board = ActivityBoard()
     with board.working("r", attempt=1, environment="calc") as activity:
         with waits_for(StepKind.GRADER, "calc") as outer:
@@ -83,7 +83,7 @@ async def test_of_steps_that_contain_each_other_the_innermost_waits() -> None:
         assert list(waits_of([activity], time.perf_counter())) == []
 
 
-async def test_metrics_have_a_value_for_everything_at_all_times() -> None:
+async def test_metrics_have_a_value_for_everything_at_all_times():
     board, log = ActivityBoard(), FindingLog()
     metrics = HangMetrics(log.list, lambda: 0.25, board)
     stuck, lag, oldest = metrics.collect()
@@ -124,7 +124,7 @@ def run_record(state: RunState) -> RunRecord:
     )
 
 
-async def test_a_run_with_a_problem_is_a_finding_that_gets_worse_when_it_is_paused() -> None:
+async def test_a_run_with_a_problem_is_a_finding_that_gets_worse_when_it_is_paused():
     troubled, log = [run_record(RunState.RUNNING)], FindingLog()
     runs = TroubledRuns(lambda: troubled)
     [began] = log.update([], runs.findings()).began

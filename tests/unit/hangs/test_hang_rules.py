@@ -53,10 +53,7 @@ def test_a_wait_that_grows_older_never_becomes_less_remarkable(kind, seconds, us
 
 @given(WORK, SECONDS, USUAL, LIMITS, st.sampled_from([None, True]))
 def test_what_moves_is_never_stuck(kind, seconds, usual, limit, responds):
-    for quiet, signs in (
-        (0.0, Signs(responds)),
-        (seconds, Signs(responds, still_seconds=0.0)),
-    ):
+    for quiet, signs in ((0.0, Signs(responds)), (seconds, Signs(responds, still_seconds=0.0))):
         verdict = judge(kind, seconds=seconds, quiet=quiet, usual=usual, limit=limit, signs=signs)
         assert verdict in (None, HangVerdict.SLOW)
 

@@ -73,7 +73,7 @@ async def awaiting(event: anyio.Event) -> None:
     await Awaitable(event)
 
 
-async def test_coroutines_context_managers_and_generators() -> None:
+async def test_coroutines_context_managers_and_generators():
     for wait, inner in (
         (in_context, "entered"),
         (iterating, "numbers"),
@@ -84,7 +84,7 @@ async def test_coroutines_context_managers_and_generators() -> None:
         assert stack.index("outermost") < stack.index(inner) < stack.index("wait"), (inner, stack)
 
 
-async def test_deep_stacks_keep_their_innermost_frames() -> None:
+async def test_deep_stacks_keep_their_innermost_frames():
     async def deeper(event: anyio.Event, left: int) -> None:
         await (deeper(event, left - 1) if left else event.wait())
 
@@ -93,7 +93,7 @@ async def test_deep_stacks_keep_their_innermost_frames() -> None:
     assert stack[-1] == "wait"
 
 
-async def test_frames_say_whether_they_are_ours() -> None:
+async def test_frames_say_whether_they_are_ours():
     from rollout_service.base.signals import ResettableEvent
 
     async def wait(event: anyio.Event) -> None:
@@ -121,7 +121,7 @@ def blocking(is_there: threading.Event, is_over: threading.Event) -> None:
     is_over.wait()
 
 
-async def test_the_culprit_of_a_thread_is_not_the_library() -> None:
+async def test_the_culprit_of_a_thread_is_not_the_library():
     is_there, is_over = threading.Event(), threading.Event()
     thread = threading.Thread(target=blocking, args=(is_there, is_over))
     thread.start()

@@ -40,7 +40,7 @@ def block_until(is_seen: list[HangReport]) -> None:
 
 
 @pytest.mark.slow
-async def test_a_blocked_loop_is_reported_while_it_is_blocked(tmp_path: Path) -> None:
+async def test_a_blocked_loop_is_reported_while_it_is_blocked(tmp_path):
     heartbeat = LoopHeartbeat(LastReport(tmp_path), lambda task: "r" if task is mine else None)
     heartbeat.report = EMPTY
     mine = asyncio.current_task()
@@ -72,7 +72,7 @@ async def test_a_blocked_loop_is_reported_while_it_is_blocked(tmp_path: Path) ->
         assert heartbeat.lag > BLOCKED_SECONDS
 
 
-async def test_the_file_is_for_its_owner_alone_and_goes_with_the_block(tmp_path: Path) -> None:
+async def test_the_file_is_for_its_owner_alone_and_goes_with_the_block(tmp_path):
     last = LastReport(tmp_path)
     last.write(EMPTY)
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
@@ -83,13 +83,13 @@ async def test_the_file_is_for_its_owner_alone_and_goes_with_the_block(tmp_path:
     assert read_last_report(tmp_path) is None
 
 
-def test_a_report_that_cannot_be_written_or_read_is_no_error(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_or_read_is_no_error(tmp_path):
     LastReport(tmp_path / "gone").write(EMPTY)
     (tmp_path / FILE).write_text("{")
     assert read_last_report(tmp_path) is None
 
 
-def test_a_signal_writes_the_stacks_of_all_threads(tmp_path: Path) -> None:
+def test_a_signal_writes_the_stacks_of_all_threads(tmp_path):
     path = tmp_path / STACKS
     with dumping_stacks(path):
         os.kill(os.getpid(), signal.SIGUSR1)

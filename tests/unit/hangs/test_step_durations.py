@@ -28,7 +28,7 @@ def note(board: ActivityBoard, kind: StepKind, name: str, seconds: list[float], 
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=ENOUGH, max_size=2 * KEPT))
-async def test_percentiles_are_those_of_the_last_ones(seconds: list[float]) -> None:
+async def test_percentiles_are_those_of_the_last_ones(seconds):
     board, durations = ActivityBoard(), StepDurations()
     board.observe(durations)
     usual = durations.usual(note(board, StepKind.TOOL, "bash", seconds))
@@ -39,7 +39,7 @@ async def test_percentiles_are_those_of_the_last_ones(seconds: list[float]) -> N
         assert found == pytest.approx(last[int(share * (len(last) - 1))], abs=0.5)
 
 
-async def test_too_few_other_and_failed_ones_say_nothing() -> None:
+async def test_too_few_other_and_failed_ones_say_nothing():
     board, durations = ActivityBoard(), StepDurations()
     board.observe(durations)
     few = note(board, StepKind.TOOL, "bash", [1.0] * (ENOUGH - 1))
@@ -53,14 +53,14 @@ async def test_too_few_other_and_failed_ones_say_nothing() -> None:
     assert durations.usual(elsewhere) is None
 
 
-async def test_engines_of_a_pool_share_their_history() -> None:
+async def test_engines_of_a_pool_share_their_history():
     board, durations = ActivityBoard(), StepDurations()
     board.observe(durations)
     note(board, StepKind.ENGINE, "one", [1.0] * ENOUGH)
     assert durations.usual(note(board, StepKind.ENGINE, "other", [1.0])) is not None
 
 
-async def test_memory_is_bounded() -> None:
+async def test_memory_is_bounded():
     board, durations = ActivityBoard(), StepDurations()
     board.observe(durations)
     first = note(board, StepKind.TOOL, "first", [1.0] * ENOUGH)

@@ -73,7 +73,7 @@ def make_judge(registry: CollectorRegistry) -> Callable[..., PoolJudge]:
     return make
 
 
-async def test_the_judge_gets_the_task_the_quoted_answer_and_a_warning(make_judge) -> None:
+async def test_the_judge_gets_the_task_the_quoted_answer_and_a_warning(make_judge):
     sampler = ScriptedSampler(GOOD)
     judgment = await make_judge(sampler).ask(rubric(), TASK, answer="4 {{ instance.secret }}")
     assert (judgment.value, judgment.label, judgment.model) == (1.0, "correct", "judge@1")
@@ -95,13 +95,13 @@ async def test_the_judge_gets_the_task_the_quoted_answer_and_a_warning(make_judg
         ([None, GOOD, GOOD], 1.0),
     ],
 )
-async def test_the_majority_of_the_votes_decides(make_judge, says: list[Said], value: float) -> None:
+async def test_the_majority_of_the_votes_decides(make_judge, says, value):
     asked = rubric(votes=3, temperature=0.6)
     judgment = await make_judge(ScriptedSampler(*says)).ask(asked, TASK, answer="4")
     assert judgment.value == value
 
 
-async def test_a_mean_counts_every_verdict(make_judge) -> None:
+async def test_a_mean_counts_every_verdict(make_judge):
     labels = {"good": 1.0, "fair": 0.5, "poor": -1.0}
     asked = rubric(votes=4, temperature=1.0, combine="mean", labels=labels)
     says = ["VERDICT: good", "VERDICT: fair", "what?", "VERDICT: poor"]
@@ -119,23 +119,21 @@ async def test_a_mean_counts_every_verdict(make_judge) -> None:
         ([GOOD, None, None], JudgeTimeoutError, True),
     ],
 )
-async def test_too_few_verdicts_are_an_error_with_their_cause(
-    make_judge, says: list[Said], error: type[Exception], retryable: bool
-) -> None:
+async def test_too_few_verdicts_are_an_error_with_their_cause(make_judge, says, error, retryable):
     asked = rubric(votes=3, temperature=0.6, vote_seconds=0.05)
     with pytest.raises(error) as caught:
         await make_judge(ScriptedSampler(*says)).ask(asked, TASK, answer="4")
     assert getattr(caught.value, "retryable", None) is retryable
 
 
-async def test_an_answer_that_was_cut_off_has_no_verdict(make_judge) -> None:
+async def test_an_answer_that_was_cut_off_has_no_verdict(make_judge):
     with pytest.raises(NoVerdictError) as caught:
         await make_judge(ScriptedSampler(GOOD, truncated=True)).ask(rubric(), TASK, answer="4")
     assert "max_tokens" in caught.value.hint
     assert not caught.value.retryable
 
 
-async def test_equal_questions_are_asked_once_and_others_again(make_judge, registry) -> None:
+async def test_equal_questions_are_asked_once_and_others_again(make_judge, registry):
     sampler = ScriptedSampler(GOOD, BAD, BAD, BAD)
     judge = make_judge(sampler)
     for answer, value in [("4", 1.0), ("4", 1.0), ("5", 0.0), ("4", 1.0)]:
@@ -152,7 +150,7 @@ async def test_equal_questions_are_asked_once_and_others_again(make_judge, regis
     assert sample("rollout_judge_tokens_total", {"rubric": "equal", "kind": "prompt"}) == 200
 
 
-async def test_a_failure_is_not_remembered(make_judge, registry) -> None:
+async def test_a_failure_is_not_remembered(make_judge, registry):
     judge = make_judge(ScriptedSampler("what?", GOOD))
     with pytest.raises(NoVerdictError):
         await judge.ask(rubric(), TASK, answer="4")
@@ -161,7 +159,7 @@ async def test_a_failure_is_not_remembered(make_judge, registry) -> None:
     assert registry.get_sample_value("rollout_judge_judgments_total", labels) == 1
 
 
-async def test_equal_questions_at_once_share_a_judgment_and_survive_its_asker(make_judge) -> None:
+async def test_equal_questions_at_once_share_a_judgment_and_survive_its_asker(make_judge):
     release = anyio.Event()
     sampler = ScriptedSampler(None, release)
     judge, values = make_judge(sampler), []
@@ -185,7 +183,7 @@ async def test_equal_questions_at_once_share_a_judgment_and_survive_its_asker(ma
     assert len(sampler.prompts) == 2
 
 
-async def test_equal_questions_at_once_share_a_failure(make_judge) -> None:
+async def test_equal_questions_at_once_share_a_failure(make_judge):
     sampler = ScriptedSampler(None)
     judge, failed = make_judge(sampler), []
 
@@ -201,7 +199,7 @@ async def test_equal_questions_at_once_share_a_failure(make_judge) -> None:
     assert len(sampler.prompts) == 1
 
 
-async def test_the_oldest_judgments_are_forgotten(make_judge) -> None:
+async def test_the_oldest_judgments_are_forgotten(make_judge):
     sampler = ScriptedSampler(*[GOOD] * 4)
     judge = make_judge(sampler, size=2)
     for answer in ("1", "2", "3", "2", "1"):
@@ -209,12 +207,12 @@ async def test_the_oldest_judgments_are_forgotten(make_judge) -> None:
     assert len(sampler.prompts) == 4
 
 
-async def test_a_task_without_a_field_that_the_rubric_uses_is_refused(make_judge) -> None:
+async def test_a_task_without_a_field_that_the_rubric_uses_is_refused(make_judge):
     with pytest.raises(InvalidFieldError, match=r"instance\.question"):
         await make_judge(ScriptedSampler()).ask(rubric(), {}, answer="4")
 
 
-async def test_other_texts_than_the_rubric_names_are_a_mistake(make_judge) -> None:
+async def test_other_texts_than_the_rubric_names_are_a_mistake(make_judge):
     with pytest.raises(ConfigurationError, match="judges answer"):
         await make_judge(ScriptedSampler()).ask(rubric(), TASK, reply="4")
 
@@ -230,17 +228,17 @@ async def test_other_texts_than_the_rubric_names_are_a_mistake(make_judge) -> No
         ({"vote": 3}, "vote"),
     ],
 )
-def test_a_rubric_that_contradicts_itself_is_refused(settings: dict[str, object], why: str) -> None:
+def test_a_rubric_that_contradicts_itself_is_refused(settings, why):
     with pytest.raises(ValidationError, match=why):
         rubric(**settings)
 
 
-def test_a_template_that_uses_an_unknown_name_is_refused() -> None:
+def test_a_template_that_uses_an_unknown_name_is_refused():
     with pytest.raises(ConfigurationError, match="uses reply"):
         rubric(template="{{ reply }}")
 
 
-async def test_the_example_of_the_page_scores_by_its_rubric(make_judge, tmp_path) -> None:
+async def test_the_example_of_the_page_scores_by_its_rubric(make_judge, tmp_path):
     page = (Path(__file__).parents[3] / "docs/how-to/judge-answers.md").read_text()
     [source] = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
@@ -256,7 +254,7 @@ async def test_the_example_of_the_page_scores_by_its_rubric(make_judge, tmp_path
         await play(names["environment"], task, ScriptedPolicy(["Because."]), sandboxes)
 
 
-async def test_a_poll_returns_every_vote_and_decides_nothing(make_judge) -> None:
+async def test_a_poll_returns_every_vote_and_decides_nothing(make_judge):
     asked = rubric(votes=3, temperature=0.6, mark="boxed", labels={"1": 1, "-1": -1})
     judge = make_judge(ScriptedSampler(r"fine \boxed{1}", "VERDICT: 1", r"\boxed{-1}"))
     poll = await judge.poll(asked, TASK, {"answer": "4"}, keep_texts=True)
@@ -268,7 +266,7 @@ async def test_a_poll_returns_every_vote_and_decides_nothing(make_judge) -> None
     ]
 
 
-async def test_a_rubric_with_boxes_asks_for_them(make_judge) -> None:
+async def test_a_rubric_with_boxes_asks_for_them(make_judge):
     sampler = ScriptedSampler(r"\boxed{1}")
     asked = rubric(mark="boxed", labels={"1": 1, "-1": -1})
     assert (await make_judge(sampler).ask(asked, TASK, answer="4")).value == 1.0

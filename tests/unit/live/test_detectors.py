@@ -93,18 +93,18 @@ def plugin(name: str, value: str) -> EntryPoint:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "text"), FOUND)
-def test_it_is_found_and_counted_by_its_kind(name: str, kind: str, text: str) -> None:
+def test_it_is_found_and_counted_by_its_kind(name, kind, text):
     assert Detectors.load([name]).find([text])[kind] == 1
 
 
 @pytest.mark.parametrize("text", CLEAN)
-def test_what_only_looks_similar_is_not_found(text: str) -> None:
+def test_what_only_looks_similar_is_not_found(text):
     assert Detectors.load(BUILT_IN).find([text]) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", HOSTILE)
-def test_a_hostile_line_of_a_megabyte_takes_little_time(piece: str) -> None:
+def test_a_hostile_line_of_a_megabyte_takes_little_time(piece):
     text = (piece * 1_000_000)[:1_000_000]
     started = time.thread_time()
     Detectors.load(BUILT_IN).find([text])
@@ -116,7 +116,7 @@ def test_a_hostile_line_of_a_megabyte_takes_little_time(piece: str) -> None:
     st.lists(st.sampled_from([OPENAI, GITHUB, JWT, "a b", "\n", " ", "x" * 40, "-"]), max_size=20),
     st.integers(1, 90),
 )
-def test_windows_change_no_count(pieces: list[str], window: int) -> None:
+def test_windows_change_no_count(pieces, window):
     text = " ".join(pieces)
     whole = Detectors.load(["secrets"]).find([text])
     with pytest.MonkeyPatch.context() as patch:
@@ -147,29 +147,29 @@ ENDS = [
         st.sampled_from([*PIECES, *(text[:half] for text in PIECES for half in (9, 17)), *ENDS]), max_size=8
     )
 )
-def test_texts_that_are_searched_together_are_searched_as_they_are(texts: list[str]) -> None:
+def test_texts_that_are_searched_together_are_searched_as_they_are(texts):
     found = Detectors.load(BUILT_IN)
     alone = sum((Counter(found.find([text])) for text in texts), Counter())
     assert found.find(texts) == dict(alone)
 
 
-def test_finds_of_all_texts_are_added_up() -> None:
+def test_finds_of_all_texts_are_added_up():
     assert Detectors.load(["secrets", "secrets"]).find([JWT, f"{JWT} {JWT}", ""]) == {"jwt": 3}
     assert Detectors.load([]).find([JWT]) == {}
 
 
 @pytest.mark.parametrize("padding", [0, 100_000])
-async def test_searching_long_texts_finds_the_same(padding: int) -> None:
+async def test_searching_long_texts_finds_the_same(padding):
     assert await Detectors.load(["secrets"]).search(["." * padding + JWT]) == {"jwt": 1}
 
 
-def test_plug_ins_report_kinds_or_spans() -> None:
+def test_plug_ins_report_kinds_or_spans():
     plugins = [plugin("words", "finds_words"), plugin("spans", "finds_spans")]
     found = Detectors.load(["words", "spans"], plugins=plugins).find(["xyzzy xyzzy"])
     assert found == {"word": 2, "spans": 1}
 
 
-def test_a_plug_in_that_fails_counts_as_a_find(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plug_in_that_fails_counts_as_a_find(capsys):
     assert Detectors.load(["bad"], plugins=[plugin("bad", "fails")]).find(["my secret"]) == {"bad:failed": 1}
     assert "my secret" not in capsys.readouterr().out
 
@@ -182,6 +182,6 @@ def test_a_plug_in_that_fails_counts_as_a_find(capsys: pytest.CaptureFixture[str
         ("text", "'text' .* is not a function"),
     ],
 )
-def test_a_detector_that_is_not_there_is_refused(name: str, message: str) -> None:
+def test_a_detector_that_is_not_there_is_refused(name, message):
     with pytest.raises(ConfigurationError, match=message):
         Detectors.load([name], plugins=[plugin("gone", "nothing"), plugin("text", "JWT")])

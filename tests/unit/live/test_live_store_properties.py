@@ -73,7 +73,7 @@ async def check(store: SqliteLiveStore) -> None:
 
 
 @given(st.lists(STEPS, max_size=30))
-def test_counts_add_up_and_parts_are_disjoint_whatever_happens(steps: list[tuple[object, ...]]) -> None:
+def test_counts_add_up_and_parts_are_disjoint_whatever_happens(steps):
     async def run() -> None:
         async with SqliteLiveStore(":memory:") as store:
             before = 0
@@ -88,7 +88,7 @@ def test_counts_add_up_and_parts_are_disjoint_whatever_happens(steps: list[tuple
 
 
 @given(st.lists(st.sampled_from(["judge", "say", "take"]), min_size=1, max_size=8))
-def test_what_the_user_says_wins_until_the_turn_is_taken(steps: list[str]) -> None:
+def test_what_the_user_says_wins_until_the_turn_is_taken(steps):
     async def run() -> None:
         async with SqliteLiveStore(":memory:") as store:
             await store.open(a_session())
@@ -113,7 +113,7 @@ def all_bytes(folder: Path) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-async def test_deleting_leaves_no_byte_in_the_files(tmp_path: Path, seed: int) -> None:
+async def test_deleting_leaves_no_byte_in_the_files(tmp_path, seed):
     """Rows of several sizes, mixed with others, so that SQLite moves them between pages before they are deleted."""
     random = Random(seed)
     names = [f"session-{number}" for number in range(12)]

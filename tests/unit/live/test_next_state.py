@@ -10,7 +10,7 @@ from rollout_service.gateway.contract import ClientMessage, ClientToolCall
 from rollout_service.live.recorder import next_state, says_error
 
 
-def test_all_results_of_three_calls_are_in_the_text_with_their_tools() -> None:
+def test_all_results_of_three_calls_are_in_the_text_with_their_tools():
     messages = [
         ClientMessage("tool", "one", call_id="a"),
         ClientMessage("tool", "two", call_id="b", tool_name="read"),
@@ -22,7 +22,7 @@ def test_all_results_of_three_calls_are_in_the_text_with_their_tools() -> None:
     assert state.text == "[tool bash]\none\n\n[tool read]\ntwo\n\n[tool]\nthree"
 
 
-def test_results_and_words_are_mixed() -> None:
+def test_results_and_words_are_mixed():
     call = ClientToolCall("c", "ls", "{}")
     messages = [
         ClientMessage("assistant", "let me see", calls=(call,)),
@@ -35,13 +35,13 @@ def test_results_and_words_are_mixed() -> None:
     assert (state.role, state.text) == ("mixed", "[tool ls]\na.txt\n\n[user]\nthanks")
 
 
-def test_where_nobody_says_anything_there_is_no_next_state() -> None:
+def test_where_nobody_says_anything_there_is_no_next_state():
     assert next_state([], 0.0) is None
     assert next_state([ClientMessage("assistant", "hm"), ClientMessage("system", "go on")], 0.0) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "tool"]), st.text()), min_size=1, max_size=5))
-def test_nothing_is_cut(said: list[tuple[str, str]]) -> None:
+def test_nothing_is_cut(said):
     state = next_state([ClientMessage(role, text) for role, text in said], 0.0)  # type: ignore[arg-type]
     assert state is not None
     assert state.text == "\n\n".join(f"[{role}]\n{text}" for role, text in said)
@@ -67,14 +67,14 @@ def test_nothing_is_cut(said: list[tuple[str, str]]) -> None:
         ("", False),
     ],
 )
-def test_a_result_that_says_so_is_an_error(result: str, failed: bool) -> None:
+def test_a_result_that_says_so_is_an_error(result, failed):
     assert says_error(result) is failed
     state = next_state([ClientMessage("tool", "fine"), ClientMessage("tool", result)], 0.0)
     assert state is not None
     assert state.is_error is failed
 
 
-def test_a_field_of_its_own_says_it_too_and_a_user_never_does() -> None:
+def test_a_field_of_its_own_says_it_too_and_a_user_never_does():
     flagged = next_state([ClientMessage("tool", "denied", is_error=True)], 0.0)
     assert flagged is not None
     assert flagged.is_error

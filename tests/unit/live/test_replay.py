@@ -129,7 +129,7 @@ def seen(planned: PlannedTurn) -> Any:
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 14))
 @example(seed=21187, steps=11)  # a summary is followed by a turn of which nothing is kept
-def test_a_rebuilt_session_goes_on_as_the_original(seed: int, steps: int) -> None:
+def test_a_rebuilt_session_goes_on_as_the_original(seed, steps):
     session = Stored(Random(seed))
     for _ in range(steps):
         session.step()
@@ -143,7 +143,7 @@ def test_a_rebuilt_session_goes_on_as_the_original(seed: int, steps: int) -> Non
     assert again.trajectory() == session.capture.trajectory()
 
 
-def test_a_long_session_is_stored_in_its_own_size() -> None:
+def test_a_long_session_is_stored_in_its_own_size():
     session = Stored(Random(1), is_plain=True)
     history = [SYSTEM]
     for number in range(60):
@@ -157,7 +157,7 @@ def test_a_long_session_is_stored_in_its_own_size() -> None:
     assert sum(sizes[50:]) < 1.2 * sum(sizes[1:11])
 
 
-def test_a_prompt_is_given_with_its_messages_and_exact_ids() -> None:
+def test_a_prompt_is_given_with_its_messages_and_exact_ids():
     session = Stored(Random(3), is_plain=True)
     history = [SYSTEM, ClientMessage("user", "one")]
     answer = session.turn(ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,)))
@@ -174,7 +174,7 @@ def test_a_prompt_is_given_with_its_messages_and_exact_ids() -> None:
     assert prompt.output_ids == session.capture.turns[1].turn.output_ids
 
 
-def test_nothing_is_told_of_a_turn_without_a_body() -> None:
+def test_nothing_is_told_of_a_turn_without_a_body():
     session = Stored(Random(0))
     call = ModelCall(dialect=Dialect.CHAT, model="p", messages=(ClientMessage("user", "secret"),))
     session.turn(call, kept=False)
@@ -183,6 +183,6 @@ def test_nothing_is_told_of_a_turn_without_a_body() -> None:
 
 
 @given(data=st.binary(max_size=64))
-def test_a_damaged_turn_is_an_error_of_its_own(data: bytes) -> None:
+def test_a_damaged_turn_is_an_error_of_its_own(data):
     with pytest.raises(RecordLostError):
         rebuild(RENDERER, [record(0, b"\x01" + data)])

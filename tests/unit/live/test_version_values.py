@@ -27,7 +27,7 @@ def figures(values: dict[int, float]) -> list[tuple[str, int, int, float, float]
 
 
 @given(st.lists(STEPS, max_size=20), st.booleans())
-def test_each_turn_counts_once_with_the_value_that_it_has(steps, is_deleted) -> None:
+def test_each_turn_counts_once_with_the_value_that_it_has(steps, is_deleted):
     async def run() -> None:
         values: dict[int, float] = {}
         async with SqliteLiveStore(":memory:") as store:
@@ -48,7 +48,7 @@ def test_each_turn_counts_once_with_the_value_that_it_has(steps, is_deleted) -> 
     anyio.run(run)
 
 
-async def test_a_value_that_came_too_late_is_not_counted() -> None:
+async def test_a_value_that_came_too_late_is_not_counted():
     async with SqliteLiveStore(":memory:") as store:
         await store.open(a_session())
         await store.record(a_turn(mark=judged(1.0)))

@@ -15,9 +15,7 @@ POOLS = st.sampled_from(["frozen", "frozen-1", "frozen-2"])
     cluster=st.none() | st.dictionaries(st.sampled_from(NAMES), st.floats(0, 10)),
     changes=st.lists(st.frozensets(POOLS), min_size=1, max_size=4),
 )
-def test_an_environment_is_claimed_unless_its_sub_agents_are_not_served(
-    left: dict[str, str], cluster: dict[str, float] | None, changes: list[frozenset[str]]
-) -> None:
+def test_an_environment_is_claimed_unless_its_sub_agents_are_not_served(left, cluster, changes):
     rules = ClaimRules(NAMES)
     rules.suit(cluster)
     for name, pool in left.items():
@@ -36,7 +34,7 @@ def test_an_environment_is_claimed_unless_its_sub_agents_are_not_served(
                 assert waits[name] == cluster[name]
 
 
-def test_everything_is_claimed_at_once_unless_something_waits_for_its_sub_agents() -> None:
+def test_everything_is_claimed_at_once_unless_something_waits_for_its_sub_agents():
     rules = ClaimRules(NAMES)
     assert rules.waits([]) is None, "also rollouts of an environment that is gone, which then fail"
     rules.leave("pointers", "frozen-1")
@@ -44,7 +42,7 @@ def test_everything_is_claimed_at_once_unless_something_waits_for_its_sub_agents
     assert rules.waits(["policy", "frozen-1"]) is None
 
 
-async def test_closed_rules_are_waited_for() -> None:
+async def test_closed_rules_are_waited_for():
     rules = ClaimRules()
     rules.open(False)
     with anyio.move_on_after(0.05) as scope:

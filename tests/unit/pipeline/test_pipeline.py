@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -269,7 +268,7 @@ async def answer(episode: Episode) -> StopReason:
     return StopReason.ANSWERED
 
 
-async def test_a_rollout_uses_the_environment_of_its_instance() -> None:
+async def test_a_rollout_uses_the_environment_of_its_instance():
     class General(Played):
         def for_instance(self, instance: dict[str, Any]) -> Environment:
             assert instance == {}
@@ -280,9 +279,7 @@ async def test_a_rollout_uses_the_environment_of_its_instance() -> None:
         assert b.provider.started == 1  # the general environment needs no sandbox
 
 
-async def test_a_rule_that_changes_during_a_claim_leads_to_another_claim(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_rule_that_changes_during_a_claim_leads_to_another_claim(monkeypatch):
     claims, store = ClaimRules(), await SqliteStore.open(":memory:")
     claims.suit({})
     claim = store.claim
@@ -297,7 +294,7 @@ async def test_a_rule_that_changes_during_a_claim_leads_to_another_claim(
         assert (await b.run()).reward == 1.0
 
 
-async def test_what_fails_while_the_service_ends_is_left_to_the_next_one() -> None:
+async def test_what_fails_while_the_service_ends_is_left_to_the_next_one():
     failed = anyio.Event()
 
     async def fail(_: Episode) -> None:
@@ -312,7 +309,7 @@ async def test_what_fails_while_the_service_ends_is_left_to_the_next_one() -> No
         assert lease.attempt == 1, "nothing has failed"
 
 
-async def test_a_rollout_completes_with_a_span_per_stage() -> None:
+async def test_a_rollout_completes_with_a_span_per_stage():
     async with bench(Played(run=answer)) as b:
         rollout = await b.run()
         assert (rollout.state, rollout.reward, rollout.attempt) == (RolloutState.COMPLETED, 1.0, 1)
@@ -327,7 +324,7 @@ async def delegate(episode: Episode) -> None:
     episode.work = Work(width_max=3, assigns=Assigns(executed=4, valid=3, duplicate=1))
 
 
-async def test_the_parts_of_a_reward_say_how_the_work_was_divided() -> None:
+async def test_the_parts_of_a_reward_say_how_the_work_was_divided():
     async def score(_: Episode) -> Score:
         return Score(0.5, {"tests": 2.0})
 
@@ -350,7 +347,7 @@ async def test_the_parts_of_a_reward_say_how_the_work_was_divided() -> None:
         assert (await b.run()).reward_parts == {"tests": 2.0}
 
 
-async def test_the_agents_sandbox_is_closed_before_the_evaluation() -> None:
+async def test_the_agents_sandbox_is_closed_before_the_evaluation():
     provider = CountingProvider()
     alive: list[int] = []
 
@@ -381,7 +378,7 @@ class Stepped(Played):
 
 
 @pytest.mark.parametrize("last", [0, 1, 2, 9])
-async def test_each_checkpoint_is_scored_in_a_sandbox_of_its_own(last: int) -> None:
+async def test_each_checkpoint_is_scored_in_a_sandbox_of_its_own(last):
     provider, stepped = CountingProvider(), Stepped(last)
     async with bench(stepped, provider=provider) as b:
         assert (await b.run()).reward == 1.0
@@ -392,7 +389,7 @@ async def test_each_checkpoint_is_scored_in_a_sandbox_of_its_own(last: int) -> N
         await b.idle()
 
 
-async def test_a_failed_evaluation_scores_the_checkpoints_again() -> None:
+async def test_a_failed_evaluation_scores_the_checkpoints_again():
     stepped = Stepped(9)
     failures = iter([SandboxStartError("the host said no")])
 
@@ -407,7 +404,7 @@ async def test_a_failed_evaluation_scores_the_checkpoints_again() -> None:
         await b.idle()
 
 
-async def test_an_evaluation_in_the_same_sandbox_keeps_it() -> None:
+async def test_an_evaluation_in_the_same_sandbox_keeps_it():
     provider = CountingProvider()
     alive: list[int] = []
 
@@ -422,14 +419,14 @@ async def test_an_evaluation_in_the_same_sandbox_keeps_it() -> None:
         assert (alive, provider.started) == ([1], 1)
 
 
-async def test_a_fresh_evaluation_gets_a_sandbox_of_its_own() -> None:
+async def test_a_fresh_evaluation_gets_a_sandbox_of_its_own():
     async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH)) as b:
         await b.run()
         await b.idle()
         assert b.provider.started == 2
 
 
-async def test_a_program_of_the_agent_runs_where_the_grader_never_is() -> None:
+async def test_a_program_of_the_agent_runs_where_the_grader_never_is():
     seen: list[Sandbox | None] = []
 
     async def look(episode: Episode) -> None:
@@ -451,9 +448,7 @@ async def test_a_program_of_the_agent_runs_where_the_grader_never_is() -> None:
         ("end", 0.5, 1, ["processes of the agent or of init were ended before the grading: serve; "]),
     ],
 )
-async def test_what_was_ended_is_noted_where_it_may_have_cost_reward(
-    kept: Literal["keep", "end"], reward: float, endings: int, notes: list[str]
-) -> None:
+async def test_what_was_ended_is_noted_where_it_may_have_cost_reward(kept, reward, endings, notes):
     async def score(_: Episode) -> Score:
         return Score(reward)
 
@@ -466,7 +461,7 @@ async def test_what_was_ended_is_noted_where_it_may_have_cost_reward(
 
 
 @pytest.mark.parametrize("ended_at", [1, 2])
-async def test_an_agent_that_ends_the_sandbox_of_its_evaluation_gets_zero(ended_at: int) -> None:
+async def test_an_agent_that_ends_the_sandbox_of_its_evaluation_gets_zero(ended_at):
     provider = CountingProvider(ended_at=[ended_at])
     environment = Played(image="any", evaluate_in=EvaluateIn.SAME, runs_submission=True)
     async with bench(environment, provider=provider) as b:
@@ -477,7 +472,7 @@ async def test_an_agent_that_ends_the_sandbox_of_its_evaluation_gets_zero(ended_
 
 
 @pytest.mark.parametrize("stage", list(Stage))
-async def test_a_deadline_fails_the_rollout_and_keeps_its_trajectory(stage: Stage) -> None:
+async def test_a_deadline_fails_the_rollout_and_keeps_its_trajectory(stage):
     async def turn_then_hang(episode: Episode) -> None:
         await answer(episode)
         await anyio.sleep_forever()
@@ -499,7 +494,7 @@ async def test_a_deadline_fails_the_rollout_and_keeps_its_trajectory(stage: Stag
         await b.idle()
 
 
-async def test_time_in_a_queue_counts_against_no_deadline() -> None:
+async def test_time_in_a_queue_counts_against_no_deadline():
     async def slow(_: Episode) -> None:
         await anyio.sleep(0.15)
 
@@ -513,14 +508,14 @@ async def test_time_in_a_queue_counts_against_no_deadline() -> None:
 
 
 @pytest.mark.parametrize("ahead", [30.0, -30.0])
-async def test_a_store_with_another_clock_changes_no_time_in_a_queue(ahead: float) -> None:
+async def test_a_store_with_another_clock_changes_no_time_in_a_queue(ahead):
     store = await SqliteStore.open(":memory:", clock=lambda: time.time() + ahead)
     async with bench(Played(), store=store) as it:
         rollout = await it.run()
         assert all(0 <= span.queued_seconds < 20 for span in rollout.spans)
 
 
-async def test_a_slow_evaluation_holds_up_no_rollout() -> None:
+async def test_a_slow_evaluation_holds_up_no_rollout():
     release = anyio.Event()
     ran: list[str] = []
 
@@ -541,7 +536,7 @@ async def test_a_slow_evaluation_holds_up_no_rollout() -> None:
             assert (await b.result(f"r{i}")).state is RolloutState.COMPLETED
 
 
-async def test_live_sandboxes_are_bounded() -> None:
+async def test_live_sandboxes_are_bounded():
     async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH)) as b:
         for i in range(40):
             await b.submit(f"r{i}")
@@ -552,7 +547,7 @@ async def test_live_sandboxes_are_bounded() -> None:
         assert b.provider.most <= bound + SETTINGS.evaluate_workers
 
 
-async def test_waiting_for_the_host_is_time_in_a_queue() -> None:
+async def test_waiting_for_the_host_is_time_in_a_queue():
     async def slow(_: Episode) -> None:
         await anyio.sleep(0.1)
 
@@ -582,7 +577,7 @@ class InTurn(EnvironmentRegistry):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ceiling", [2, 3, 5])
-async def test_graders_and_agents_that_wait_for_each_other_all_finish(ceiling: int) -> None:
+async def test_graders_and_agents_that_wait_for_each_other_all_finish(ceiling):
     """Graded in place, a rollout holds a sandbox and needs a worker; graded afresh, it is the other way around."""
 
     async def work(_: Episode) -> None:
@@ -606,9 +601,7 @@ async def test_graders_and_agents_that_wait_for_each_other_all_finish(ceiling: i
         assert (admission.used, admission.waiting) == (0, 0)
 
 
-async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(monkeypatch):
     opened: list[str] = []
 
     async def bash(_: Sandbox) -> None:
@@ -625,7 +618,7 @@ async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(
         assert opened == ["bash"]  # and no session in the grader's sandbox
 
 
-async def test_limits_that_were_reached_are_counted() -> None:
+async def test_limits_that_were_reached_are_counted():
     async def run(episode: Episode) -> None:
         episode.limit_violations.append(LimitExceededError("too much", limit="memory"))
 
@@ -634,7 +627,7 @@ async def test_limits_that_were_reached_are_counted() -> None:
         assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.context.metrics.render()
 
 
-async def test_a_sandbox_that_ran_out_of_memory_is_a_note_a_line_of_the_log_and_counted() -> None:
+async def test_a_sandbox_that_ran_out_of_memory_is_a_note_a_line_of_the_log_and_counted():
     provider = CountingProvider()
     provider.limits_reached = (LimitExceededError("the sandbox ran out of memory", limit="memory"),)
     async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH), provider=provider) as b:
@@ -655,7 +648,7 @@ async def test_a_sandbox_that_ran_out_of_memory_is_a_note_a_line_of_the_log_and_
         assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.context.metrics.render()
 
 
-async def test_an_infrastructure_failure_is_tried_again() -> None:
+async def test_an_infrastructure_failure_is_tried_again():
     async with bench(Played(image="any"), provider=CountingProvider(failures=2)) as b:
         rollout = await b.run()
         assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 3)
@@ -668,7 +661,7 @@ async def test_an_infrastructure_failure_is_tried_again() -> None:
         ]
 
 
-async def test_attempts_are_limited() -> None:
+async def test_attempts_are_limited():
     async with bench(Played(image="any"), provider=CountingProvider(failures=99)) as b:
         rollout = await b.run()
         assert (rollout.state, rollout.attempt, rollout.reward) == (RolloutState.FAILED, 3, None)
@@ -676,7 +669,7 @@ async def test_attempts_are_limited() -> None:
         assert rollout.error.boundary == "sandbox"
 
 
-async def test_a_defect_of_an_environment_is_not_tried_again() -> None:
+async def test_a_defect_of_an_environment_is_not_tried_again():
     async def broken(_: Episode) -> None:
         raise EnvironmentFailedError("the grader wrote nothing", hint="Look at it.")
 
@@ -687,7 +680,7 @@ async def test_a_defect_of_an_environment_is_not_tried_again() -> None:
         assert (rollout.error.code, rollout.error.hint) == ("environment_failed", "Look at it.")
 
 
-async def test_frozen_tokens_to_train_on_fail_their_rollout_alone() -> None:
+async def test_frozen_tokens_to_train_on_fail_their_rollout_alone():
     async def add_a_sub_agent(episode: Episode) -> None:
         mask = int(episode.request.rollout_id == "r")
         episode.nodes.append(node("r", 1, trajectory=conversation(2, mask=mask)))
@@ -702,7 +695,7 @@ async def test_frozen_tokens_to_train_on_fail_their_rollout_alone() -> None:
         await it.idle()
 
 
-async def test_an_unknown_exception_says_that_it_is_a_defect() -> None:
+async def test_an_unknown_exception_says_that_it_is_a_defect():
     async def broken(_: Episode) -> None:
         raise KeyError("oops")
 
@@ -713,7 +706,7 @@ async def test_an_unknown_exception_says_that_it_is_a_defect() -> None:
         assert "KeyError" in rollout.error.message
 
 
-async def test_a_defect_of_an_environment_names_the_last_calls_in_its_own_code() -> None:
+async def test_a_defect_of_an_environment_names_the_last_calls_in_its_own_code():
     def deeper(times: int) -> None:
         if not times:
             raise KeyError("oops")
@@ -733,7 +726,7 @@ async def test_a_defect_of_an_environment_names_the_last_calls_in_its_own_code()
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-async def test_a_reward_that_is_not_a_number_is_a_failure(reward: float) -> None:
+async def test_a_reward_that_is_not_a_number_is_a_failure(reward):
     async def score(_: Episode) -> Score:
         return Score(reward)
 
@@ -742,7 +735,7 @@ async def test_a_reward_that_is_not_a_number_is_a_failure(reward: float) -> None
         assert (rollout.state, rollout.reward) == (RolloutState.FAILED, None)
 
 
-async def test_an_evaluation_that_failed_is_tried_again_without_a_new_rollout() -> None:
+async def test_an_evaluation_that_failed_is_tried_again_without_a_new_rollout():
     runs, evaluations = [], []
 
     async def run(_: Episode) -> None:
@@ -761,7 +754,7 @@ async def test_an_evaluation_that_failed_is_tried_again_without_a_new_rollout() 
 
 
 @pytest.mark.parametrize("stage", ["init", "run", "evaluate"])
-async def test_cancel_in_any_stage_frees_what_is_held(stage: str) -> None:
+async def test_cancel_in_any_stage_frees_what_is_held(stage):
     entered = anyio.Event()
 
     async def hang(_: Episode) -> None:
@@ -781,7 +774,7 @@ async def test_cancel_in_any_stage_frees_what_is_held(stage: str) -> None:
         await b.idle()
 
 
-async def test_cancel_before_submit_and_while_queued() -> None:
+async def test_cancel_before_submit_and_while_queued():
     async with bench(Played(run=forever, image="any")) as b:
         assert await b.store.cancel("early") is None
         assert (await b.run("early")).state is RolloutState.CANCELLED
@@ -794,7 +787,7 @@ async def test_cancel_before_submit_and_while_queued() -> None:
         await b.idle()
 
 
-async def test_a_shutdown_hands_back_what_could_not_end() -> None:
+async def test_a_shutdown_hands_back_what_could_not_end():
     store = await SqliteStore.open(":memory:")
     entered = anyio.Event()
 
@@ -815,7 +808,7 @@ async def test_a_shutdown_hands_back_what_could_not_end() -> None:
         assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
 
 
-async def test_a_crash_counts_as_an_attempt_up_to_the_limit() -> None:
+async def test_a_crash_counts_as_an_attempt_up_to_the_limit():
     store = await SqliteStore.open(":memory:")
     await store.submit(RolloutRequest(rollout_id="r", task=Task(environment="played")))
     await store.submit(RolloutRequest(rollout_id="queued", task=Task(environment="played")))
@@ -833,9 +826,7 @@ async def test_a_crash_counts_as_an_attempt_up_to_the_limit() -> None:
 
 
 @pytest.mark.slow
-async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_nothing_twice(
-    tmp_path: Path,
-) -> None:
+async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_nothing_twice(tmp_path):
     path = tmp_path / "store.sqlite3"
     release = anyio.Event()
 
@@ -878,9 +869,7 @@ class FailsOnce(SqliteStore):
         return await super().advance(lease, owner, state)
 
 
-async def test_a_store_that_fails_between_two_stages_costs_no_attempt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_store_that_fails_between_two_stages_costs_no_attempt(monkeypatch):
     monkeypatch.setattr(retrying, "STORE_RETRY_SECONDS", 0.01)
     async with await FailsOnce.open(":memory:") as store, bench(Played(), store=store) as b:
         rollout = await b.run()
@@ -888,7 +877,7 @@ async def test_a_store_that_fails_between_two_stages_costs_no_attempt(
         assert (rollout.state, rollout.attempt, rollout.retries) == (RolloutState.COMPLETED, 1, [])
 
 
-async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other() -> None:
+async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other():
     async def broken(episode: Episode) -> None:
         if episode.request.rollout_id == "r":
             raise EnvironmentFailedError("no text: \ud800")
@@ -902,7 +891,7 @@ async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other() 
 
 
 @pytest.mark.slow
-async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it() -> None:
+async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it():
     settings = SETTINGS.model_copy(update={"init_queue": 4})
     async with bench(Played(image="any"), settings=settings) as b:
         b.policies.serve()
@@ -923,7 +912,7 @@ async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it() -> None:
         await b.idle()
 
 
-async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_place() -> None:
+async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_place():
     release = anyio.Event()
 
     async def init(_: Episode) -> None:
@@ -953,9 +942,7 @@ async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_plac
 
 
 @pytest.mark.slow
-async def test_rollouts_wait_for_the_pool_of_their_sub_agents_and_lose_nothing_by_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_rollouts_wait_for_the_pool_of_their_sub_agents_and_lose_nothing_by_it(monkeypatch):
     async with bench(Played(parallel=ParallelSettings()), claims=ClaimRules(["played"])) as b:
         claim, asked = b.store.claim, 0
 
@@ -981,7 +968,7 @@ async def test_rollouts_wait_for_the_pool_of_their_sub_agents_and_lose_nothing_b
         await b.idle()
 
 
-async def test_a_pool_of_sub_agents_lost_before_an_attempt_begins_costs_no_attempt() -> None:
+async def test_a_pool_of_sub_agents_lost_before_an_attempt_begins_costs_no_attempt():
     release = anyio.Event()
 
     async def init(_: Episode) -> None:
@@ -1007,7 +994,7 @@ async def test_a_pool_of_sub_agents_lost_before_an_attempt_begins_costs_no_attem
             assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
 
 
-async def test_a_stage_grows_and_shrinks_while_it_works() -> None:
+async def test_a_stage_grows_and_shrinks_while_it_works():
     gate = anyio.Semaphore(0)
     working = most = 0
 
@@ -1054,7 +1041,7 @@ async def test_a_stage_grows_and_shrinks_while_it_works() -> None:
         st.one_of(st.integers(1, 6).map(lambda n: ("resize", n)), st.just(("take", 0)), st.just(("give", 0)))
     )
 )
-def test_seats_are_counted_right_through_any_change(steps: list[tuple[str, int]]) -> None:
+def test_seats_are_counted_right_through_any_change(steps):
     async def main() -> None:
         semaphore, held, size = ResizableSemaphore(3), 0, 3
         for step, number in steps:
@@ -1076,7 +1063,7 @@ def test_seats_are_counted_right_through_any_change(steps: list[tuple[str, int]]
     anyio.run(main)
 
 
-async def test_stop_begins_nothing_until_start() -> None:
+async def test_stop_begins_nothing_until_start():
     async with bench(Played()) as b:
         b.pipeline.stop()
         await b.submit("r")
@@ -1087,7 +1074,7 @@ async def test_stop_begins_nothing_until_start() -> None:
         assert (await b.result("r")).state is RolloutState.COMPLETED
 
 
-async def test_take_all_takes_everything_available() -> None:
+async def test_take_all_takes_everything_available():
     semaphore = anyio.Semaphore(5)
     await semaphore.acquire()
     assert await acquire_available(semaphore) == 4
@@ -1095,12 +1082,8 @@ async def test_take_all_takes_everything_available() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    workers=st.integers(1, 3),
-    places=st.integers(1, 3),
-    cancels=st.lists(st.integers(0, 11), max_size=8),
-)
-def test_slots_are_never_lost_whoever_is_cancelled(workers: int, places: int, cancels: list[int]) -> None:
+@given(workers=st.integers(1, 3), places=st.integers(1, 3), cancels=st.lists(st.integers(0, 11), max_size=8))
+def test_slots_are_never_lost_whoever_is_cancelled(workers, places, cancels):
     """Send twelve rollouts through two stages and cancel some at arbitrary points: every slot is returned."""
 
     async def main() -> None:

@@ -27,7 +27,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield node.module
 
 
-def test_only_tokens_knows_the_renderers_library() -> None:
+def test_only_tokens_knows_the_renderers_library():
     users = {
         path.parts[:2]
         for path, tree in modules("rollout_service")
@@ -36,7 +36,7 @@ def test_only_tokens_knows_the_renderers_library() -> None:
     assert users == {("rollout_service", "tokens")}
 
 
-def test_providers_of_sandboxes_do_not_import_each_other() -> None:
+def test_providers_of_sandboxes_do_not_import_each_other():
     for path, tree in modules("sandboxes"):
         if path.parts[1] != "providers":
             continue
@@ -50,7 +50,7 @@ def test_providers_of_sandboxes_do_not_import_each_other() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_task_escapes_a_task_group(package: str) -> None:
+def test_no_task_escapes_a_task_group(package):
     banned = {"create_task", "ensure_future", "gather", "run_coroutine_threadsafe"}
     for path, tree in modules(package):
         for node in ast.walk(tree):
@@ -58,7 +58,7 @@ def test_no_task_escapes_a_task_group(package: str) -> None:
                 pytest.fail(f"{path}:{node.lineno} uses {node.attr}; start it in a task group")
 
 
-def test_no_package_index_is_named() -> None:
+def test_no_package_index_is_named():
     hosts = ("pypi" + ".org", "python" + "hosted", "deb.debian" + ".org", "npm" + "js")
     for path in [ROOT / "requirements.lock", ROOT / "pyproject.toml", *(ROOT / "scripts").iterdir()]:
         if path.is_file():
@@ -66,7 +66,7 @@ def test_no_package_index_is_named() -> None:
 
 
 @pytest.mark.parametrize("package", ["sandboxes", "rollout_service"])
-def test_the_page_on_architecture_names_every_module(package: str) -> None:
+def test_the_page_on_architecture_names_every_module(package):
     page = (ROOT / "docs" / "architecture.md").read_text()
     rooms = [
         ROOT / package,

@@ -66,7 +66,7 @@ def links(page: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_and_its_anchor_exist(page: str) -> None:
+def test_every_relative_link_and_its_anchor_exist(page):
     for target in links(page):
         path, _, anchor = target.partition("#")
         file = (ROOT / page).parent / path if path else ROOT / page
@@ -77,7 +77,7 @@ def test_every_relative_link_and_its_anchor_exist(page: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_page_named_outside_of_links_exists() -> None:
+def test_every_page_named_outside_of_links_exists():
     missing = []
     for name in tracked(
         "*.py", "*.md", "*.sh", "*.toml", "*.def", "*.service", "*.yaml", "scripts/*", "deploy/*"
@@ -90,20 +90,20 @@ def test_every_page_named_outside_of_links_exists() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(set(PAGES) - GENERATED - LONG))
-def test_pages_are_short_and_tables_readable(page: str) -> None:
+def test_pages_are_short_and_tables_readable(page):
     lines = (ROOT / page).read_text().splitlines()
     assert len(lines) <= MAX_LINES, f"{page} has {len(lines)} lines: divide it"
     cells = [cell.strip() for line in lines if line.startswith("|") for cell in re.split(r"(?<!\\)\|", line)]
     assert not [cell for cell in cells if len(cell) > MAX_CELL], page
 
 
-def test_the_page_of_figures_is_that_of_the_last_run() -> None:
+def test_the_page_of_figures_is_that_of_the_last_run():
     command = [sys.executable, str(ROOT / "scripts/figures"), "--page"]
     page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert (ROOT / "docs/explanation/figures.md").read_text() == page
 
 
-def test_the_table_of_contents_names_every_page() -> None:
+def test_the_table_of_contents_names_every_page():
     named = {
         str(((ROOT / "docs" / target.partition("#")[0]).resolve()).relative_to(ROOT))
         for target in links("docs/README.md")
@@ -113,7 +113,7 @@ def test_the_table_of_contents_names_every_page() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("sources")
-def test_the_page_on_errors_lists_every_code() -> None:
+def test_the_page_on_errors_lists_every_code():
     page = (ROOT / "docs/reference/errors.md").read_text()
     codes = set()
     for name in tracked(
@@ -142,7 +142,7 @@ def _class_codes(node: ast.ClassDef) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_the_page_on_the_api_lists_every_route() -> None:
+def test_the_page_on_the_api_lists_every_route():
     page = (ROOT / "docs/reference/http-api.md").read_text()
     listed = set(re.findall(r"`([A-Z]+) (/[^?`]*)", page))
     paths = create_app(Settings()).openapi()["paths"]
@@ -150,7 +150,7 @@ def test_the_page_on_the_api_lists_every_route() -> None:
     assert listed == routes
 
 
-def test_the_page_on_metrics_lists_every_metric_and_only_log_lines_that_exist() -> None:
+def test_the_page_on_metrics_lists_every_metric_and_only_log_lines_that_exist():
     page = (ROOT / "docs/reference/metrics-and-log.md").read_text()
     code = "".join(
         (ROOT / name).read_text() for name in tracked("rollout_service/**/*.py", "sandboxes/**/*.py")
@@ -173,7 +173,7 @@ FILE = re.compile(
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in LONG])
-def test_every_file_that_a_page_names_exists(page: str) -> None:
+def test_every_file_that_a_page_names_exists(page):
     named = set(FILE.findall(prose(page)))
     assert not {path for path in named if not any(ROOT.glob(path.rstrip("/.")))}, page
 
@@ -181,7 +181,7 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
 TEST = re.compile(r"`(tests/[\w/.]+\.py)::(test_\w+)`")
 
 
-def test_every_test_that_a_page_names_exists() -> None:
+def test_every_test_that_a_page_names_exists():
     named = [(page, *found) for page in PAGES for found in TEST.findall(prose(page))]
     assert named
     assert not [
@@ -191,7 +191,7 @@ def test_every_test_that_a_page_names_exists() -> None:
     ]
 
 
-def test_the_page_on_architecture_has_the_layers_of_the_script() -> None:
+def test_the_page_on_architecture_has_the_layers_of_the_script():
     script = ast.parse((ROOT / "scripts" / "architecture").read_text())
     [layers] = [
         ast.literal_eval(node.value)

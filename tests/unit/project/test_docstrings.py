@@ -44,13 +44,13 @@ def raises_entries(docstring: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_module_says_what_it_is(package: str) -> None:
+def test_every_module_says_what_it_is(package):
     paths = sorted((ROOT / package).rglob("*.py"))
     assert not [str(path) for path in paths if not ast.get_docstring(parse(path))]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_docstring_begins_with_take_or_what(package: str) -> None:
+def test_no_docstring_begins_with_take_or_what(package):
     wrong = [
         f"{path}:{line}: {text.splitlines()[0]}"
         for path in sorted((ROOT / package).rglob("*.py"))
@@ -64,13 +64,13 @@ def test_no_docstring_begins_with_take_or_what(package: str) -> None:
     "source",
     ['"""What is there."""', "def f():\n    'Take it.'", "class C:\n    x: int = 0\n    'What it is.'"],
 )
-def test_a_docstring_of_another_style_is_found(source: str) -> None:
+def test_a_docstring_of_another_style_is_found(source):
     tree = ast.parse(source)
     [(_, text)] = chain(docstrings(tree), attribute_docstrings(tree))
     assert text.startswith(("Take ", "What "))
 
 
-def test_each_entry_of_raises_is_a_name_and_a_sentence() -> None:
+def test_each_entry_of_raises_is_a_name_and_a_sentence():
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = {name: (ROOT / name).read_text() for name in listed.stdout.splitlines()}
     wrong = [
@@ -87,6 +87,6 @@ def test_each_entry_of_raises_is_a_name_and_a_sentence() -> None:
 @pytest.mark.parametrize(
     "entry", ["ValueError: it is not a batch.", "ValueError: if it is not a batch.", "ValueError: No batch"]
 )
-def test_an_entry_of_another_style_is_found(entry: str) -> None:
+def test_an_entry_of_another_style_is_found(entry):
     [found] = raises_entries(f"Parse a body.\n\nRaises:\n{INDENT}{entry}\n\nMore.")
     assert not ENTRY.fullmatch(found.removeprefix(INDENT))

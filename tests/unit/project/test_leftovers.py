@@ -15,7 +15,7 @@ STUBBORN = (
 
 
 @pytest.mark.slow
-def test_processes_of_a_run_are_ended_with_it_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_run_are_ended_with_it_and_no_others(monkeypatch):
     monkeypatch.setattr(leftovers, "END_SECONDS", 0.5)
 
     def start(run_id: str) -> subprocess.Popen[bytes]:

@@ -1,9 +1,5 @@
 """Blocks of shell on the pages are run unless a comment before them says why not."""
 
-from pathlib import Path
-
-import pytest
-
 from tests.support.pages import blocks
 from tests.support.pages.blocks import shell_blocks
 
@@ -29,9 +25,7 @@ ls b
 """
 
 
-def test_a_block_is_run_unless_a_comment_says_why_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_run_unless_a_comment_says_why_not(tmp_path, monkeypatch):
     (tmp_path / "page.md").write_text(PAGE)
     monkeypatch.setattr(blocks, "ROOT", tmp_path)
     plain, marked, after = shell_blocks("page.md")

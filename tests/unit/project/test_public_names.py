@@ -4,7 +4,6 @@ import ast
 import re
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -25,14 +24,14 @@ def names_in(section: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-def test_the_page_has_the_names_for_authors() -> None:
+def test_the_page_has_the_names_for_authors():
     assert names_in("rollout_service.environments") == set(environments._HOMES)
     assert names_in("rollout_service.engines") == set(engines._HOMES)
     assert names_in("rollout_service.testing") == set(testing.__all__)
 
 
 @pytest.mark.parametrize("module", [environments, engines])
-def test_type_checkers_find_each_name_where_it_is_loaded_from(module: ModuleType) -> None:
+def test_type_checkers_find_each_name_where_it_is_loaded_from(module):
     tree = ast.parse(Path(module.__file__ or "").read_text())
     homes = {
         alias.name: node.module
@@ -53,7 +52,7 @@ def sources() -> list[Path]:
     ]
 
 
-def test_pages_and_examples_use_no_other_names_of_the_service() -> None:
+def test_pages_and_examples_use_no_other_names_of_the_service():
     lines = [
         (path.name, line.strip())
         for path in sources()

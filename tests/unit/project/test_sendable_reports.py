@@ -17,7 +17,7 @@ DATA = st.recursive(
 
 
 @given(DATA)
-def test_every_report_can_be_sent_and_differs_only_in_surrogates(data: object) -> None:
+def test_every_report_can_be_sent_and_differs_only_in_surrogates(data):
     sent = escape_surrogates(data)
     assert execnet.loads(execnet.dumps(sent)) == sent
     if "\\ud" not in json.dumps(data):

@@ -54,9 +54,7 @@ def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")])
-def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(
-    suite: Path, workers: tuple[str, ...]
-) -> None:
+def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(suite, workers):
     ran, said = run(suite, *workers, "--begin-until", PAST)
     assert ran == ["test_a_first", "test_b_first"]
     assert re.search(r"=+ 2 passed in ", said)
@@ -72,7 +70,7 @@ def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(
 
 
 @pytest.mark.slow
-def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite: Path) -> None:
+def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite):
     one_worker = ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")
     ran, said = run(suite, *one_worker, "--begin-until", FUTURE)
     assert [name[5:] for name in ran] == ["a_first", "b_first", "b_second", "b_other", "a_second", "a_other"]
@@ -82,7 +80,7 @@ def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tier", "names"), [("1", {"first"}), ("2", {"second", "other"})])
-def test_a_tier_leaves_the_other_out(suite: Path, tier: str, names: set[str]) -> None:
+def test_a_tier_leaves_the_other_out(suite, tier, names):
     ran, _ = run(suite, "--tier", tier)
     assert {name.rpartition("_")[2] for name in ran} == names
     assert len(ran) == 2 * len(names)

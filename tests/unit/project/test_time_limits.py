@@ -61,7 +61,7 @@ async def test_passes(engine, number):
 STACK = "in a_request_that_never_ends\n    await anyio.sleep_forever()\n"
 
 
-def test_tests_and_fixtures_that_hang_fail_with_their_stacks_and_the_run_continues(tmp_path: Path) -> None:
+def test_tests_and_fixtures_that_hang_fail_with_their_stacks_and_the_run_continues(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_hanging.py").write_text(HANGING)
     plugins = ["-p", "anyio", "-o", "anyio_mode=auto", "-p", "pytest_timeout", "-p", "xdist"]

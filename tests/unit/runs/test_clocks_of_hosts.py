@@ -33,7 +33,7 @@ class CountedLeases:
         return await self._runs.lease(order)
 
 
-async def test_a_batch_is_delivered_again_as_soon_as_its_lease_ends(clock: Callable[[], float]) -> None:
+async def test_a_batch_is_delivered_again_as_soon_as_its_lease_ends(clock):
     async with bench(lambda lease: float(place(lease)[1] % 2), clock=clock) as it:
         await it.create(tasks=2)
         counted = CountedLeases(it.store.runs)

@@ -67,7 +67,7 @@ def rewards(closure: GroupClosure) -> list[float | None]:
     return [one.reward for one in closure.samples]
 
 
-def test_the_reward_is_the_weighted_total_of_the_version_at_which_the_group_closes() -> None:
+def test_the_reward_is_the_weighted_total_of_the_version_at_which_the_group_closes():
     samples = [handed_on(0, 1.0, 0.5, 1.0), handed_on(1, 0.0, 1.0, 0.5), sample(2, None)]
     closure = close(samples, auxiliary=AUXILIARY)
     assert rewards(closure) == [pytest.approx(1.35), pytest.approx(0.4), None]
@@ -86,13 +86,13 @@ def test_the_reward_is_the_weighted_total_of_the_version_at_which_the_group_clos
     assert rewards(close(samples, auxiliary=AUXILIARY, version=10)) == [1.0, 0.0, None]
 
 
-def test_the_measure_is_the_run_s() -> None:
+def test_the_measure_is_the_run_s():
     samples = [handed_on(0, 0.0, 0.5, 0.0, width=1.0), handed_on(1, 1.0, 0.5, 0.0, width=0.0)]
     assert rewards(close(samples, auxiliary=AUXILIARY)) == [0.15, 1.15]
     assert rewards(close(samples, auxiliary=AUXILIARY | {"parallel": "width"})) == [0.3, 1.0]
 
 
-def test_mean_and_deviation_are_those_of_the_outcome_and_say_so() -> None:
+def test_mean_and_deviation_are_those_of_the_outcome_and_say_so():
     samples = [handed_on(0, 1.0, 0.5, 1.0), handed_on(1, 0.0, 1.0, 0.5)]
     closure = close(samples, auxiliary=AUXILIARY, overlong=OVERLONG)
     assert (closure.reward_mean, closure.reward_std, closure.measured_on) == (0.5, 0.5, "perf")
@@ -101,7 +101,7 @@ def test_mean_and_deviation_are_those_of_the_outcome_and_say_so() -> None:
     assert (plain.filtered_on, plain.reward_weights) == ([], None)
 
 
-def test_the_filters_look_at_the_outcome_and_a_run_can_tell_them_otherwise() -> None:
+def test_the_filters_look_at_the_outcome_and_a_run_can_tell_them_otherwise():
     alike = [handed_on(0, 0.0, 0.0, 0.0), handed_on(1, 0.0, 1.0, 0.5)]
     for options, reason, part in [
         ({}, "zero_variance", "perf"),
@@ -113,7 +113,7 @@ def test_the_filters_look_at_the_outcome_and_a_run_can_tell_them_otherwise() -> 
         assert (closure.reason, closure.filtered_on) == (reason, [part])
 
 
-def test_a_sample_without_the_parts_is_masked_and_not_taken_for_a_zero() -> None:
+def test_a_sample_without_the_parts_is_masked_and_not_taken_for_a_zero():
     samples = [handed_on(0, 1.0, 0.5, 1.0), sample(1, 1.0), sample(2, 0.0, {"parallel": 0.5})]
     closure = close(samples, auxiliary=AUXILIARY, advantages="leave_one_out")
     assert [one.masked_because for one in closure.samples] == [None, NO_PARTS, NO_PARTS]
@@ -122,7 +122,7 @@ def test_a_sample_without_the_parts_is_masked_and_not_taken_for_a_zero() -> None
     assert rewards(close(samples)) == [1.0, 1.0, 0.0], "without an auxiliary reward they count"
 
 
-def test_penalties_come_on_top() -> None:
+def test_penalties_come_on_top():
     samples = [handed_on(0, 1.0, 0.5, 1.0, tokens=100), handed_on(1, 0.0, 1.0, 0.5)]
     assert rewards(close(samples, auxiliary=AUXILIARY, overlong=OVERLONG)) == [
         pytest.approx(0.85),
@@ -131,9 +131,7 @@ def test_penalties_come_on_top() -> None:
 
 
 @given(st.lists(st.tuples(FINITE, SHARE, SHARE), min_size=1, max_size=8), st.integers(10, 1_000))
-def test_at_weights_of_zero_all_is_bit_for_bit_as_without_them(
-    parts: list[tuple[float, float, float]], version: int
-) -> None:
+def test_at_weights_of_zero_all_is_bit_for_bit_as_without_them(parts, version):
     samples = [handed_on(number, *one) for number, one in enumerate(parts)]
     for advantages in ("none", "group_norm", "leave_one_out"):
         ended = close(samples, version=version, auxiliary=AUXILIARY, advantages=advantages)
@@ -149,7 +147,7 @@ def bits(one) -> list[bytes | None]:
     return [None if value is None else struct.pack("<d", value) for value in values]
 
 
-def test_advantages_by_part_weigh_each_part_alone() -> None:
+def test_advantages_by_part_weigh_each_part_alone():
     samples = [handed_on(0, 1.0, 0.0, 0.5), handed_on(1, 0.0, 1.0, 0.5), sample(2, None)]
     closure = close(samples, auxiliary=AUXILIARY, advantages="parts_norm")
     assert [one.advantage for one in closure.samples] == [pytest.approx(0.7), pytest.approx(-0.7), None]
@@ -162,7 +160,7 @@ def test_advantages_by_part_weigh_each_part_alone() -> None:
     assert [one.advantage for one in overlong.samples] == [pytest.approx(-0.3), pytest.approx(0.3)]
 
 
-def test_a_group_closed_again_keeps_its_weights() -> None:
+def test_a_group_closed_again_keeps_its_weights():
     samples = [handed_on(0, 1.0, 0.5, 1.0, version=3), handed_on(1, 0.0, 1.0, 0.5, version=0)]
     request = RunRequest.model_validate(
         {"source": {"kind": "inline", "open": True}, "batch_size": 1, "auxiliary": AUXILIARY}
@@ -174,6 +172,6 @@ def test_a_group_closed_again_keeps_its_weights() -> None:
     assert again.reward_weights == first.reward_weights
 
 
-def test_advantages_by_part_need_parts() -> None:
+def test_advantages_by_part_need_parts():
     with pytest.raises(ValueError, match="parts_norm need an auxiliary reward"):
         close([handed_on(0, 1.0, 0.5, 1.0)], advantages="parts_norm")

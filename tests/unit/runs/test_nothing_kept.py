@@ -46,7 +46,7 @@ async def with_problem(it: Bench) -> RunRecord:
     return run
 
 
-async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it() -> None:
+async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it():
     async with bench(Grader(BROKEN)) as it:
         with capture_logs() as logs:
             await it.create(source=ENDLESS, max_failed_in_a_row=8, max_concurrent=4)
@@ -78,7 +78,7 @@ async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it() -> Non
 
 
 @pytest.mark.slow
-async def test_a_run_with_the_default_limit_is_paused() -> None:
+async def test_a_run_with_the_default_limit_is_paused():
     async with bench(Grader(BROKEN)) as it:
         await it.create(source=ENDLESS, group_size=1)
         while (run := await with_problem(it)).state is RunState.RUNNING:
@@ -88,7 +88,7 @@ async def test_a_run_with_the_default_limit_is_paused() -> None:
 
 
 @pytest.mark.slow
-async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run() -> None:
+async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run():
     grader = Grader(1.0)
     async with bench(grader) as it:
         with capture_logs() as logs:
@@ -117,7 +117,7 @@ async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run() -> None:
         assert (run.problem, run.state) == (None, RunState.RUNNING)
 
 
-async def test_a_limit_stops_a_run_whatever_the_reason() -> None:
+async def test_a_limit_stops_a_run_whatever_the_reason():
     async with bench(Grader(1.0)) as it:
         await it.create(source=ENDLESS, max_dropped_in_a_row=6, max_concurrent=4)
         run = await with_problem(it)
@@ -128,7 +128,7 @@ async def test_a_limit_stops_a_run_whatever_the_reason() -> None:
 
 
 @pytest.mark.slow
-async def test_failures_that_may_pass_pause_no_run_by_default() -> None:
+async def test_failures_that_may_pass_pause_no_run_by_default():
     async with bench(Grader(GONE)) as it:
         await it.create(source=ENDLESS, group_size=1, infrastructure_retries=0)
         while (run := await with_problem(it)).count("dropped:too_few_usable") < 40:
@@ -138,7 +138,7 @@ async def test_failures_that_may_pass_pause_no_run_by_default() -> None:
         assert run.problem.message.endswith("the newest error is engine_gone: gone")
 
 
-async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_if_it_had() -> None:
+async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_if_it_had():
     async with bench(Grader(1.0)) as it:
         await it.create(tasks=3)
         with pytest.raises(
@@ -152,7 +152,7 @@ async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_i
 
 
 @pytest.mark.slow
-async def test_the_end_of_a_run_that_delivered_is_no_problem() -> None:
+async def test_the_end_of_a_run_that_delivered_is_no_problem():
     async with bench(lambda lease: float(lease.rollout_id.endswith("0.1"))) as it:
         await it.create(tasks=30)
         assert len(await it.all()) > 0
@@ -161,7 +161,7 @@ async def test_the_end_of_a_run_that_delivered_is_no_problem() -> None:
             await it.lease()
 
 
-async def test_a_run_that_was_ended_without_a_batch_says_only_that() -> None:
+async def test_a_run_that_was_ended_without_a_batch_says_only_that():
     async with bench(Grader(1.0)) as it:
         await it.create(source=ENDLESS)
         await it.store.runs.update("a", state=RunState.ENDED)
@@ -171,7 +171,7 @@ async def test_a_run_that_was_ended_without_a_batch_says_only_that() -> None:
 
 
 @pytest.mark.slow
-async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself() -> None:
+async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself():
     async with bench(Grader(1.0)) as it:
         await it.create(source=ENDLESS)
         run = await with_problem(it)
@@ -188,7 +188,7 @@ async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself() -> N
         assert reason_to_refuse(replace(paused, problem=None)) is None, "a person paused it"
 
 
-async def test_a_run_that_waits_for_a_newer_version_says_so() -> None:
+async def test_a_run_that_waits_for_a_newer_version_says_so():
     async with bench(alternate) as it:
         await it.create(source=ENDLESS, max_staleness=0)
         assert (await service(it).get("a")).warnings == []

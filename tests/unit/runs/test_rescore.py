@@ -163,7 +163,7 @@ async def opened(folder: Path) -> AsyncIterator[Bench]:
         await provider.close()
 
 
-async def test_a_program_is_written_and_tested_again(bench: Bench) -> None:
+async def test_a_program_is_written_and_tested_again(bench):
     recorded = await bench.roll_out("code", SQUARE, RIGHT)
     assert recorded.rollout.reward == 1.0
     result = await bench.rescore(recorded)
@@ -173,7 +173,7 @@ async def test_a_program_is_written_and_tested_again(bench: Bench) -> None:
     assert result.differences == []
 
 
-async def test_another_version_is_scored_next_to_the_old_reward(bench: Bench) -> None:
+async def test_another_version_is_scored_next_to_the_old_reward(bench):
     recorded = await bench.roll_out("code", SQUARE, RIGHT)
     result = await bench.rescore(recorded, environment="code-v2")
     assert (result.environment, result.recorded_reward, result.reward) == ("code-v2", 1.0, 0.5)
@@ -182,7 +182,7 @@ async def test_another_version_is_scored_next_to_the_old_reward(bench: Bench) ->
         await bench.rescore(recorded, environment="code-v3")
 
 
-async def test_rewards_for_handing_on_work_stay_as_they_were(bench: Bench) -> None:
+async def test_rewards_for_handing_on_work_stay_as_they_were(bench):
     recorded = await bench.roll_out("code", SQUARE, RIGHT)
     parts = {"perf": 1.0, "parallel": 0.5, "width": 1.0, "finish": 0.75}
     rollout = recorded.rollout.model_copy(
@@ -192,7 +192,7 @@ async def test_rewards_for_handing_on_work_stay_as_they_were(bench: Bench) -> No
     assert result.reward_parts == rollout.reward_parts | {"perf": 0.5}
 
 
-async def test_a_different_tool_output_is_reported(bench: Bench, tmp_path: Path) -> None:
+async def test_a_different_tool_output_is_reported(bench, tmp_path):
     path = tmp_path / "counter"
     path.write_text("1")
     script = [turn("", call("bash", command=f"cat {path}")), turn("", malformed_call()), *RIGHT]
@@ -205,7 +205,7 @@ async def test_a_different_tool_output_is_reported(bench: Bench, tmp_path: Path)
     assert (difference.recorded, difference.replayed) == ("1", "2")
 
 
-async def test_an_answer_alone_needs_no_sandbox(bench: Bench) -> None:
+async def test_an_answer_alone_needs_no_sandbox(bench):
     script = [turn("", call("python", code="print(2 + 2)")), r"\boxed{4}"]
     recorded = await bench.roll_out("calc", QUESTION, script)
     result = await bench.rescore(recorded)
@@ -214,7 +214,7 @@ async def test_an_answer_alone_needs_no_sandbox(bench: Bench) -> None:
     assert (again.reward, again.replayed, again.turns_replayed, again.differences) == (1.0, True, 2, [])
 
 
-async def test_an_environment_declares_how_it_can_be_replayed(bench: Bench) -> None:
+async def test_an_environment_declares_how_it_can_be_replayed(bench):
     recorded = await bench.roll_out("calc", QUESTION, [r"\boxed{4}"])
     looking = await bench.rescore(recorded, environment="looking")
     assert (looking.reward, looking.replayed, looking.turns_replayed) == (1.0, True, 1)
@@ -227,7 +227,7 @@ async def test_an_environment_declares_how_it_can_be_replayed(bench: Bench) -> N
         calc.Calc(renamed(code.SPEC, "contradiction"))
 
 
-async def test_a_failure_does_not_stop_others(bench: Bench) -> None:
+async def test_a_failure_does_not_stop_others(bench):
     recorded = await bench.roll_out("calc", QUESTION, [r"\boxed{5}"])
     rollout = recorded.rollout
     cancelled = rollout.model_copy(update={"state": RolloutState.CANCELLED})
@@ -253,7 +253,7 @@ async def test_a_failure_does_not_stop_others(bench: Bench) -> None:
     assert (await bench.rescore(odd, environment="broken")).reward is None
 
 
-async def test_a_history_that_was_replaced_is_not_replayed(bench: Bench) -> None:
+async def test_a_history_that_was_replaced_is_not_replayed(bench):
     recorded = await bench.roll_out("code", SQUARE, RIGHT)
     trajectory = recorded.rollout.trajectory
     assert trajectory is not None
@@ -264,7 +264,7 @@ async def test_a_history_that_was_replaced_is_not_replayed(bench: Bench) -> None
     assert (result.reward, result.error.code) == (None, "not_replayable")
 
 
-async def test_tokens_count_as_they_once_did(bench: Bench) -> None:
+async def test_tokens_count_as_they_once_did(bench):
     recorded = await bench.roll_out("code", SQUARE, RIGHT)
     trajectory = recorded.rollout.trajectory
     assert trajectory is not None
@@ -291,7 +291,7 @@ async def test_tokens_count_as_they_once_did(bench: Bench) -> None:
         assert (last.truncated, last.context_full, policy.usage.sampled_tokens) == (True, True, 3)
 
 
-async def test_the_recorded_sub_agents_are_scored_and_none_runs_again(bench: Bench) -> None:
+async def test_the_recorded_sub_agents_are_scored_and_none_runs_again(bench):
     recorded = await bench.roll_out("calc", QUESTION, [r"\boxed{4}"])
     tree = {"nodes": bare(tree_of("r").nodes), "work": WORK}
     divided = recorded.model_copy(update={"rollout": recorded.rollout.model_copy(update=tree)})
@@ -304,7 +304,7 @@ async def test_the_recorded_sub_agents_are_scored_and_none_runs_again(bench: Ben
     assert refused.error.hint
 
 
-async def test_a_record_without_its_sub_agents_tells_by_its_calls_that_there_were_some(bench: Bench) -> None:
+async def test_a_record_without_its_sub_agents_tells_by_its_calls_that_there_were_some(bench):
     script = [turn("", call("assign_task", agent="a", prompt="2 + 2")), r"\boxed{4}"]
     recorded = await bench.roll_out("calc", QUESTION, script)
     assert (recorded.rollout.nodes, recorded.rollout.work) == ([], None)

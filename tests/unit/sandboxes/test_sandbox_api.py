@@ -6,7 +6,7 @@ import sandboxes
 from sandboxes import config, contract, errors, factory
 
 
-def test_the_public_names_are_importable_from_the_package() -> None:
+def test_the_public_names_are_importable_from_the_package():
     for module in (config, contract, errors, factory):
         own = {
             name

@@ -81,15 +81,13 @@ QUEUED = {"counts": {RolloutState.QUEUED: 900, RolloutState.ROLLOUT: 64}}
         (stage(Stage.ROLLOUT, 9, paused_pool=9), {}, QUEUED | {"ready": False}, "pause"),
     ],
 )
-def test_the_fullest_stage_nearest_to_the_end_is_named(
-    rollout: StageOverview, others: dict[str, StageOverview], fields: dict[str, Any], kind: str | None
-) -> None:
+def test_the_fullest_stage_nearest_to_the_end_is_named(rollout, others, fields, kind):
     init = others.get("init", stage(Stage.INIT, 1))
     evaluate = others.get("evaluate", stage(Stage.EVALUATE, 1))
     assert kind_of(overview([init, rollout, evaluate], **fields)) == kind
 
 
-def test_it_says_what_shows_it_and_which_setting_would_change_it() -> None:
+def test_it_says_what_shows_it_and_which_setting_would_change_it():
     stages = [stage(Stage.INIT, 3, host=3), stage(Stage.ROLLOUT, 20), stage(Stage.EVALUATE, 0)]
     found = bottleneck(overview(stages, nodes=[HELD]), StageLoads().add(0.0, stages))
     assert found is not None
@@ -111,7 +109,7 @@ def test_it_says_what_shows_it_and_which_setting_would_change_it() -> None:
     )
 
 
-def test_what_is_stuck_comes_first() -> None:
+def test_what_is_stuck_comes_first():
     stages = [stage(Stage.INIT, 1), BUSY, stage(Stage.EVALUATE, 1)]
     finding = HangFinding(
         finding_id="hang-1",
@@ -128,7 +126,7 @@ def test_what_is_stuck_comes_first() -> None:
     assert kind_of(overview(stages, **QUEUED, findings=[slow])) == "engines"
 
 
-def test_numbers_are_averages_of_the_last_seconds() -> None:
+def test_numbers_are_averages_of_the_last_seconds():
     loads = StageLoads()
     for second in range(60):
         working = 64 if second % 2 else 60
@@ -162,9 +160,7 @@ STAGES = st.tuples(
 
 
 @given(STAGES, st.integers(0, 10), st.booleans())
-def test_any_numbers_have_an_answer_with_a_hint(
-    stages: tuple[StageOverview, ...], queued: int, has_runs: bool
-) -> None:
+def test_any_numbers_have_an_answer_with_a_hint(stages, queued, has_runs):
     counts = {RolloutState.QUEUED: queued}
     one = overview(list(stages), counts=counts, runs=[RUN] if has_runs else [])
     found = bottleneck(one, StageLoads().add(0.0, one.stages))

@@ -37,14 +37,12 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
         (["run."], ["a"], "run.state", "b", False),
     ],
 )
-def test_a_reader_gets_the_events_it_wants(
-    kinds: list[str], subjects: list[str], kind: str, subject: str, wanted: bool
-) -> None:
+def test_a_reader_gets_the_events_it_wants(kinds, subjects, kind, subject, wanted):
     assert EventSelection.of(kinds, subjects).has(kind, subject) is wanted
 
 
 @pytest.mark.parametrize("kind", ["rollout.states", "rollout", ".", "", "rollout.*", "roll."])
-def test_an_unknown_kind_is_refused(kind: str) -> None:
+def test_an_unknown_kind_is_refused(kind):
     with pytest.raises(InvalidFieldError) as refused:
         EventSelection.of(["run.state", kind], [])
     assert [field.path for field in refused.value.fields] == ["query.kind"]
@@ -73,7 +71,7 @@ class CountingStore:
         return await self._store.events(after=after, limit=limit)
 
 
-async def test_readers_at_the_end_read_an_event_once(store: SqliteStore) -> None:
+async def test_readers_at_the_end_read_an_event_once(store):
     counting = CountingStore(store)
     tail = EventTail(counting)  # type: ignore[arg-type]
     for number in range(20):
@@ -91,7 +89,7 @@ async def test_readers_at_the_end_read_an_event_once(store: SqliteStore) -> None
 
 
 @pytest.mark.slow
-async def test_a_reader_far_behind_misses_nothing(store: SqliteStore) -> None:
+async def test_a_reader_far_behind_misses_nothing(store):
     tail = EventTail(store)
     count = PAGE_EVENTS * 2 + 500
     for _ in range(count):
@@ -101,7 +99,7 @@ async def test_a_reader_far_behind_misses_nothing(store: SqliteStore) -> None:
 
 
 @pytest.mark.slow
-async def test_the_tail_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tail_is_bounded(store, monkeypatch):
     monkeypatch.setattr("rollout_service.server.events.TAIL_EVENTS", 64)
     tail = EventTail(store)
     for _ in range(64 + 300):
@@ -111,7 +109,7 @@ async def test_the_tail_is_bounded(store: SqliteStore, monkeypatch: pytest.Monke
     assert await read_all(tail, store, 100) == list(range(101, 64 + 301))
 
 
-async def test_a_tail_follows_a_store_that_has_lost_events(store: SqliteStore) -> None:
+async def test_a_tail_follows_a_store_that_has_lost_events(store):
     for number in range(10):
         await store.record("run.changed", f"run-{number}", {})
     lost = {7, 8, 9, 10}
@@ -130,7 +128,7 @@ async def test_a_tail_follows_a_store_that_has_lost_events(store: SqliteStore) -
     assert [event.event_id for event in await tail.after(6, 10)] == [7, 8, 9, 10]
 
 
-async def test_a_reader_that_looked_earlier_makes_nobody_read_again(store: SqliteStore) -> None:
+async def test_a_reader_that_looked_earlier_makes_nobody_read_again(store):
     counting = CountingStore(store)
     tail = EventTail(counting)  # type: ignore[arg-type]
     for _ in range(10):
@@ -147,7 +145,7 @@ async def wait_for(store: SqliteStore, count: int) -> list[Event]:
     return await store.events(after=0)
 
 
-async def test_what_is_announced_is_written(store: SqliteStore) -> None:
+async def test_what_is_announced_is_written(store):
     announcer = Announcer(store)
     async with announcer.running():
         announcer.announce(EventKind.POOL_PAUSED, "policy", {"mode": "abort"})
@@ -155,9 +153,7 @@ async def test_what_is_announced_is_written(store: SqliteStore) -> None:
     assert (event.kind, event.subject, event.data) == ("pool.paused", "policy", {"mode": "abort"})
 
 
-async def test_events_are_written_in_the_order_of_their_announcement(
-    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_events_are_written_in_the_order_of_their_announcement(store, monkeypatch):
     monkeypatch.setattr("rollout_service.server.events.CLOSE_SECONDS", 60.0)
     announcer = Announcer(store)
     said: list[tuple[EventKind, dict[str, Any]]] = []
@@ -171,7 +167,7 @@ async def test_events_are_written_in_the_order_of_their_announcement(
     assert [(event.kind, event.data) for event in await store.events(after=0)] == said
 
 
-async def test_no_more_events_wait_than_are_kept(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_events_wait_than_are_kept(store, monkeypatch):
     monkeypatch.setattr("rollout_service.server.events.CLOSE_SECONDS", 60.0)
     monkeypatch.setattr("rollout_service.server.events.MAX_WAITING", 32)
     announcer = Announcer(store)
@@ -184,7 +180,7 @@ async def test_no_more_events_wait_than_are_kept(store: SqliteStore, monkeypatch
     assert [event.data["number"] for event in written] == list(range(32))
 
 
-async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch):
     class Hanging:
         async def record(self, kind: str, subject: str, data: dict[str, Any]) -> Event:
             await anyio.sleep_forever()
@@ -199,7 +195,7 @@ async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.M
     assert announcer.dropped == 1
 
 
-async def test_a_store_that_fails_is_nobodys_problem(store: SqliteStore) -> None:
+async def test_a_store_that_fails_is_nobodys_problem(store):
     class Failing:
         async def record(self, kind: str, subject: str, data: dict[str, Any]) -> Event:
             raise StoreError("the disk is full")
@@ -257,7 +253,7 @@ def backend(state: BackendState, error: str | None = None) -> BackendView:
     )
 
 
-def test_an_engine_is_told_of_when_its_state_changes_and_why() -> None:
+def test_an_engine_is_told_of_when_its_state_changes_and_why():
     watched = Watched()
     watcher = watched.watcher()
     states = [BackendState.READY, BackendState.READY, BackendState.FAILED, BackendState.FAILED]
@@ -277,7 +273,7 @@ def test_an_engine_is_told_of_when_its_state_changes_and_why() -> None:
     assert "error" not in data[0]
 
 
-def test_a_drained_node_is_told_of_once() -> None:
+def test_a_drained_node_is_told_of_once():
     watched = Watched()
     watcher = watched.watcher()
     for now, claims in enumerate([True, False, False, True, True]):
@@ -289,7 +285,7 @@ def test_a_drained_node_is_told_of_once() -> None:
     ]
 
 
-def test_a_hold_that_flickers_is_one_hold() -> None:
+def test_a_hold_that_flickers_is_one_hold():
     watched = Watched()
     watcher = watched.watcher()
     reason = HoldReason("memory", "memory: 1 GiB available")
@@ -303,7 +299,7 @@ def test_a_hold_that_flickers_is_one_hold() -> None:
     assert (ended["state"], ended["resource"], ended["seconds"]) == ("ended", "memory", 28.0)
 
 
-def test_the_page_on_events_lists_every_kind_and_no_other() -> None:
+def test_the_page_on_events_lists_every_kind_and_no_other():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "events.md").read_text()
     kinds = page.partition("## Kinds")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in kinds.splitlines() if line.startswith("| `")]
@@ -311,7 +307,7 @@ def test_the_page_on_events_lists_every_kind_and_no_other() -> None:
     assert sorted(listed) == sorted(map(str, EventKind))
 
 
-def test_no_code_writes_an_event_of_another_kind() -> None:
+def test_no_code_writes_an_event_of_another_kind():
     root = Path(__file__).parents[3] / "rollout_service" / "store"
     written = set()
     for path in [*root.rglob("*.py"), *root.rglob("*.lua")]:

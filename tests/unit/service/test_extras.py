@@ -18,7 +18,7 @@ def run(code: str) -> str:
     ).stdout
 
 
-def test_a_store_in_redis_names_the_extra() -> None:
+def test_a_store_in_redis_names_the_extra():
     code = (
         "from rollout_service.base.errors import ConfigurationError\n"
         "try:\n"
@@ -30,7 +30,7 @@ def test_a_store_in_redis_names_the_extra() -> None:
     assert run(code) == f"{said}pip install 'rollout-service[redis]'.\n"
 
 
-def test_services_backups_and_jobs_without_redis_do_not_need_it() -> None:
+def test_services_backups_and_jobs_without_redis_do_not_need_it():
     code = (
         "import rollout_service.server.api.serve, rollout_service.cli.backup\n"
         "import rollout_service.backup.creation, rollout_service.backup.restore, rollout_service.backup.slurm_jobs\n"
@@ -40,9 +40,7 @@ def test_services_backups_and_jobs_without_redis_do_not_need_it() -> None:
     assert run(code) == "imported\n"
 
 
-def test_a_task_whose_answer_is_compared_mathematically_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_task_whose_answer_is_compared_mathematically_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     for environment in (Math(), Stem()):
         with pytest.raises(ConfigurationError, match="math-verify, which is not installed") as caught:

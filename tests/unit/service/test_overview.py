@@ -61,7 +61,7 @@ class ManualClock:
         return self.now
 
 
-async def test_the_figures_of_an_engine_are_those_of_its_requests() -> None:
+async def test_the_figures_of_an_engine_are_those_of_its_requests():
     board, figures = ActivityBoard(), BackendFigures()
     board.observe(figures)
     with board.working("one", attempt=1, environment="calc"):
@@ -81,7 +81,7 @@ async def test_the_figures_of_an_engine_are_those_of_its_requests() -> None:
     assert figures.of("policy@b").p50_seconds is None
 
 
-async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_before() -> None:
+async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_before():
     clock = ManualClock()
     board, figures = ActivityBoard(), BackendFigures(clock)
     board.observe(figures)
@@ -99,7 +99,7 @@ async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_befor
     assert not figures._seconds
 
 
-def test_outcomes_are_counted_for_five_minutes() -> None:
+def test_outcomes_are_counted_for_five_minutes():
     outcomes = Outcomes()
     outcomes.note(NOW - timedelta(seconds=301), "completed")
     for second in range(299, -1, -1):
@@ -110,7 +110,7 @@ def test_outcomes_are_counted_for_five_minutes() -> None:
     assert success_share({}) is None
 
 
-def test_the_rate_is_taken_over_the_last_half_minute() -> None:
+def test_the_rate_is_taken_over_the_last_half_minute():
     outcomes = Outcomes()
     for _ in range(60):
         outcomes.ended(rollout("a", RolloutState.COMPLETED))
@@ -119,7 +119,7 @@ def test_the_rate_is_taken_over_the_last_half_minute() -> None:
     assert outcomes.per_second(now + timedelta(seconds=40)) == 0
 
 
-def test_failures_are_grouped_by_what_they_have_in_common() -> None:
+def test_failures_are_grouped_by_what_they_have_in_common():
     outcomes = Outcomes()
     for number in range(7):
         outcomes.ended(rollout(f"gone-{number}", RolloutState.FAILED, "sandbox_gone"))
@@ -134,7 +134,7 @@ def test_failures_are_grouped_by_what_they_have_in_common() -> None:
     assert outcomes.errors(datetime.now(UTC) + timedelta(seconds=301)) == []
 
 
-def test_many_failures_are_bounded() -> None:
+def test_many_failures_are_bounded():
     outcomes = Outcomes()
     for number in range(MAX_FAILURES * 2):
         outcomes.ended(rollout(f"r{number}", RolloutState.FAILED, f"code_{number % 50}"))
@@ -144,7 +144,7 @@ def test_many_failures_are_bounded() -> None:
 
 
 @pytest.mark.slow
-async def test_ten_readers_share_one_overview_a_second() -> None:
+async def test_ten_readers_share_one_overview_a_second():
     made = 0
 
     async def build() -> Overview:
@@ -173,7 +173,7 @@ async def test_ten_readers_share_one_overview_a_second() -> None:
     assert all(one is other for one, other in zip(seen[0], seen[9], strict=True)), "encoded once"
 
 
-async def test_nothing_is_made_while_nobody_asks() -> None:
+async def test_nothing_is_made_while_nobody_asks():
     made = 0
 
     async def build() -> Overview:
@@ -191,7 +191,7 @@ async def test_nothing_is_made_while_nobody_asks() -> None:
     assert made == 2
 
 
-async def test_a_reader_that_comes_back_late_gets_the_next_at_once() -> None:
+async def test_a_reader_that_comes_back_late_gets_the_next_at_once():
     async def build() -> Overview:
         return overview()
 
@@ -203,7 +203,7 @@ async def test_a_reader_that_comes_back_late_gets_the_next_at_once() -> None:
         assert (await feed.after(first.number)).number == first.number + 1
 
 
-async def test_a_reader_that_leaves_while_an_overview_is_made_takes_it_from_nobody() -> None:
+async def test_a_reader_that_leaves_while_an_overview_is_made_takes_it_from_nobody():
     began, go = anyio.Event(), anyio.Event()
 
     async def build() -> Overview:

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
@@ -31,7 +30,7 @@ IMPORT = re.compile(r"import time: +\d+ \| +\d+ \| *(\S+)")
 
 
 @pytest.mark.slow
-def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path: Path) -> None:
+def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", "rollout_service.cli", "serve", "--port", "0"]
     command += ["--engine", "none", "--sandbox", "local", "--state-dir", str(tmp_path)]
     imported = set()
@@ -48,7 +47,7 @@ def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path:
     assert {name: user for name, user in UNNEEDED.items() if name in imported} == {}
 
 
-def test_no_model_reads_its_source_as_it_is_defined() -> None:
+def test_no_model_reads_its_source_as_it_is_defined():
     """Pydantic would look through all modules for it; `field_docstrings` reads it when someone asks."""
     assert rollout_service.server.api.app
     models = [BaseModel]
@@ -60,7 +59,7 @@ def test_no_model_reads_its_source_as_it_is_defined() -> None:
 
 
 @pytest.mark.slow
-def test_the_process_of_the_proxies_imports_no_pydantic() -> None:
+def test_the_process_of_the_proxies_imports_no_pydantic():
     """Each service with sandboxes that reach hosts starts one, and the settings' models would double its start."""
     command = [sys.executable, "-c", "import sandboxes.egress.process, sys; print('pydantic' in sys.modules)"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"

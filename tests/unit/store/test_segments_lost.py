@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -59,9 +58,7 @@ LOSSES = [move_away, unmount, exchange, damage_the_mark]
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_is_back(
-    tmp_path: Path, lose: Callable[[Path], None]
-) -> None:
+async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_is_back(tmp_path, lose):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         before = await keep(segments, ledger, b"before")
@@ -82,7 +79,7 @@ async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_
         assert await segments.read_all({"r1": before, "r2": after}) == [b"before", b"held"]
 
 
-async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path: Path) -> None:
+async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         await keep(segments, ledger, b"before")
@@ -92,7 +89,7 @@ async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path: Path)
         assert (await segments.totals()).records == 1
 
 
-async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_gone(tmp_path: Path) -> None:
+async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_gone(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         before = await keep(segments, ledger, b"before")
@@ -108,7 +105,7 @@ async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_
         assert segments.watch.problem is None
 
 
-async def test_the_log_says_nothing_of_a_file_that_the_store_deleted_itself(tmp_path: Path) -> None:
+async def test_the_log_says_nothing_of_a_file_that_the_store_deleted_itself(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         reference = await keep(segments, ledger, b"before")
@@ -121,7 +118,7 @@ async def test_the_log_says_nothing_of_a_file_that_the_store_deleted_itself(tmp_
         assert not logs
 
 
-async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path: Path) -> None:
+async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         reference = await keep(segments, ledger, b"garbage")
@@ -137,9 +134,7 @@ async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path: Pa
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-async def test_a_loss_is_noticed_while_nothing_is_written(
-    tmp_path: Path, lose: Callable[[Path], None]
-) -> None:
+async def test_a_loss_is_noticed_while_nothing_is_written(tmp_path, lose):
     ledger, folder, told = MemoryLedger(), tmp_path / "shared", []
     async with await opened(folder, ledger) as segments:
         segments.watch.tell = told.append
@@ -152,9 +147,7 @@ async def test_a_loss_is_noticed_while_nothing_is_written(
 
 
 @pytest.mark.parametrize("number", [NO_SPACE, IO_ERROR])
-async def test_a_folder_that_cannot_be_written_is_noticed_while_nothing_is_written(
-    tmp_path: Path, number: int
-) -> None:
+async def test_a_folder_that_cannot_be_written_is_noticed_while_nothing_is_written(tmp_path, number):
     ledger, files = MemoryLedger(), FaultyFiles(tmp_path)
     async with await opened(tmp_path, ledger, files) as segments:
         files.fail["write"] = number
@@ -165,9 +158,7 @@ async def test_a_folder_that_cannot_be_written_is_noticed_while_nothing_is_writt
         assert files.names() == [MARK_FILE]
 
 
-async def test_a_folder_that_does_not_answer_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_folder_that_does_not_answer_is_noticed(tmp_path, monkeypatch):
     ledger, noticed = MemoryLedger(), anyio.Event()
     monkeypatch.setattr(watching, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(watching, "HANGS_SECONDS", 0.05)
@@ -185,7 +176,7 @@ async def test_a_folder_that_does_not_answer_is_noticed(
         tasks.cancel_scope.cancel()
 
 
-async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path: Path) -> None:
+async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         await keep(segments, ledger, b"lost")
@@ -200,7 +191,7 @@ async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path
             assert await segments.read(reference, "r1") == b"in the new folder"
 
 
-async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path: Path) -> None:
+async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         await keep(segments, ledger, b"before")
@@ -211,7 +202,7 @@ async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path: Path
                 await keep(segments, ledger, b"held")
 
 
-async def test_a_store_that_lost_everything_is_not_the_folders_any_more(tmp_path: Path) -> None:
+async def test_a_store_that_lost_everything_is_not_the_folders_any_more(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         ledger.lose_everything()

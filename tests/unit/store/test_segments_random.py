@@ -96,7 +96,7 @@ class Machine:
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(STEPS)
-def test_what_is_referenced_can_be_read_and_the_rest_is_deleted(steps: list[tuple[str, object]]) -> None:
+def test_what_is_referenced_can_be_read_and_the_rest_is_deleted(steps):
     async def play(folder: Path) -> None:
         machine = Machine(folder)
         await machine.start()

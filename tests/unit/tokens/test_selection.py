@@ -34,7 +34,7 @@ def contexts(trajectory: Trajectory) -> dict[int, list[int]]:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12), st.data())
-def test_mask_1_stays_on_the_chosen_turns_alone(seed: int, steps: int, data: st.DataObject) -> None:
+def test_mask_1_stays_on_the_chosen_turns_alone(seed, steps, data):
     session = Stored(Random(seed))
     for _ in range(steps):
         session.step()
@@ -51,7 +51,7 @@ def test_mask_1_stays_on_the_chosen_turns_alone(seed: int, steps: int, data: st.
     assert (selected.messages, selected.finish_reasons) == (whole.messages, whole.finish_reasons)
 
 
-def test_a_turn_that_is_not_there_is_an_error() -> None:
+def test_a_turn_that_is_not_there_is_an_error():
     session = Stored(Random(1), is_plain=True)
     session.step()
     with pytest.raises(InvariantError, match="turn 7 is in no segment"):

@@ -119,7 +119,7 @@ def play(
     return told
 
 
-async def test_an_attempt_is_a_tree_of_stages_agents_turns_and_tools(traced: Traced) -> None:
+async def test_an_attempt_is_a_tree_of_stages_agents_turns_and_tools(traced):
     told = play(traced)
     assert traced.tree() == {
         (None, "rollout calc"),
@@ -174,7 +174,7 @@ async def test_an_attempt_is_a_tree_of_stages_agents_turns_and_tools(traced: Tra
     assert dict(event.attributes or {})["gen_ai.evaluation.score.value"] == 0.5
 
 
-async def test_every_span_lies_within_its_parent(traced: Traced) -> None:
+async def test_every_span_lies_within_its_parent(traced):
     play(traced)
     spans = traced.exporter.get_finished_spans()
     by_id = {span.context.span_id: span for span in spans if span.context}
@@ -185,7 +185,7 @@ async def test_every_span_lies_within_its_parent(traced: Traced) -> None:
             assert (span.end_time or 0) <= (around.end_time or 0)
 
 
-async def test_the_trace_id_is_computed_from_the_rollout_id(traced: Traced) -> None:
+async def test_the_trace_id_is_computed_from_the_rollout_id(traced):
     play(traced, "known")
     expected = hashlib.sha256(b"known").hexdigest()[:32]
     context = traced.spans["rollout calc"].context
@@ -193,7 +193,7 @@ async def test_the_trace_id_is_computed_from_the_rollout_id(traced: Traced) -> N
     assert f"{context.trace_id:032x}" == expected
 
 
-async def test_a_traced_caller_is_the_parent(traced: Traced) -> None:
+async def test_a_traced_caller_is_the_parent(traced):
     told = play(traced, trace=CALLER)
     root = traced.spans["rollout calc"]
     assert root.parent is not None
@@ -203,7 +203,7 @@ async def test_a_traced_caller_is_the_parent(traced: Traced) -> None:
     assert told[3:35] == TRACE
 
 
-async def test_the_rollouts_of_a_run_link_to_its_order(traced: Traced) -> None:
+async def test_the_rollouts_of_a_run_link_to_its_order(traced):
     play(traced, "run.4.2", CALLER.model_copy(update={"link": True}))
     root = traced.spans["rollout calc"]
     assert root.parent is None
@@ -213,7 +213,7 @@ async def test_the_rollouts_of_a_run_link_to_its_order(traced: Traced) -> None:
     assert (found["rollout.run"], found["rollout.group"]) == ("run", 4)
 
 
-async def test_an_attempt_links_to_the_one_before_in_the_same_trace(traced: Traced) -> None:
+async def test_an_attempt_links_to_the_one_before_in_the_same_trace(traced):
     play(traced)
     first = traced.spans["rollout calc"].context
     traced.exporter.clear()
@@ -225,7 +225,7 @@ async def test_an_attempt_links_to_the_one_before_in_the_same_trace(traced: Trac
     assert [link.context.span_id for link in second.links] == [first.span_id]
 
 
-async def test_nothing_is_recorded_of_what_is_not_sampled_but_the_engine_is_told_so() -> None:
+async def test_nothing_is_recorded_of_what_is_not_sampled_but_the_engine_is_told_so():
     traced = Traced(ParentBased(ALWAYS_OFF))
     told = play(traced)
     assert not traced.exporter.get_finished_spans()
@@ -235,7 +235,7 @@ async def test_nothing_is_recorded_of_what_is_not_sampled_but_the_engine_is_told
     assert {"rollout calc", "chat qwen"} <= set(traced.spans)  # the caller's decision comes first
 
 
-async def test_a_failure_is_marked_where_it_happened(traced: Traced) -> None:
+async def test_a_failure_is_marked_where_it_happened(traced):
     with traced.board.working("r-1", attempt=1, environment="calc") as activity:
         activity.stage = Stage.EVALUATE
         with waits_for(StepKind.PLACE, "evaluate"):
@@ -249,7 +249,7 @@ async def test_a_failure_is_marked_where_it_happened(traced: Traced) -> None:
         assert dict(span.attributes or {})["error.type"] == "environment_failed"
 
 
-async def test_sub_agents_have_spans_of_their_own(traced: Traced) -> None:
+async def test_sub_agents_have_spans_of_their_own(traced):
     with traced.board.working("r-1", attempt=1, environment="calc") as activity:
         activity.stage = Stage.ROLLOUT
         with waits_for(StepKind.PLACE, "rollout"):
@@ -263,7 +263,7 @@ async def test_sub_agents_have_spans_of_their_own(traced: Traced) -> None:
     assert ("invoke_agent calc", "chat qwen") in tree
 
 
-async def test_what_runs_at_once_is_a_part_of_what_it_runs_for(traced: Traced) -> None:
+async def test_what_runs_at_once_is_a_part_of_what_it_runs_for(traced):
     with traced.board.working("r-1", attempt=1, environment="calc") as activity:
         activity.stage = Stage.ROLLOUT
         with waits_for(StepKind.PLACE, "rollout"):
@@ -284,7 +284,7 @@ async def test_what_runs_at_once_is_a_part_of_what_it_runs_for(traced: Traced) -
     } <= traced.tree()
 
 
-async def test_a_wait_is_a_span_only_if_it_was_long(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_is_a_span_only_if_it_was_long(traced, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("rollout_service.activity.time.perf_counter", lambda: now[0])
     with traced.board.working("r-1", attempt=1, environment="calc") as activity:
@@ -300,7 +300,7 @@ async def test_a_wait_is_a_span_only_if_it_was_long(traced: Traced, monkeypatch:
     assert queued == pytest.approx(2.0001)
 
 
-async def test_an_attempt_that_is_handed_back_says_so(traced: Traced) -> None:
+async def test_an_attempt_that_is_handed_back_says_so(traced):
     with traced.board.working("r-1", attempt=1, environment="calc"):
         pass
     assert dict(traced.spans["rollout calc"].attributes or {})["rollout.state"] == "queued"

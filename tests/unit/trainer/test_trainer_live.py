@@ -229,10 +229,7 @@ def test_a_step_makes_good_turns_likelier_and_bad_ones_less(learner):
     assert figures["tokens"] == 8
 
 
-@given(
-    batches=st.lists(st.lists(st.floats(-1, 1), max_size=20), max_size=12),
-    memory=st.floats(1, 64),
-)
+@given(batches=st.lists(st.lists(st.floats(-1, 1), max_size=20), max_size=12), memory=st.floats(1, 64))
 def test_a_running_mean_lies_among_its_values_and_survives_a_restart(batches, memory):
     means = RunningMeans(memory)
     for values in batches:

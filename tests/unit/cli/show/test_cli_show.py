@@ -190,9 +190,7 @@ def test_log_probabilities_of_a_scripted_model_are_marked_as_made_up(tokenizer):
 
 
 @pytest.mark.parametrize("ended_at", [None, NOW])
-def test_a_run_that_goes_on_is_shown_with_its_warnings(
-    ended_at: datetime | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_on_is_shown_with_its_warnings(ended_at, capsys):
     run = Run(
         run_id="a",
         state=RunState.RUNNING if ended_at is None else RunState.ENDED,

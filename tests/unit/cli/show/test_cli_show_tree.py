@@ -5,7 +5,7 @@ import io
 from hypothesis import given
 from rich.console import Console
 
-from api_schemas.rollouts.trees import AgentNode, InvalidBecause, NodeParent, RolloutNodes
+from api_schemas.rollouts.trees import InvalidBecause, NodeParent, RolloutNodes
 from rollout_service.cli.show.tree import RESULT_CHARS, render_tree
 from tests.support.store.trees import WORK, node, nodes
 
@@ -20,7 +20,7 @@ def shown(found: RolloutNodes) -> str:
     return text
 
 
-def test_each_sub_agent_says_what_it_was_and_did() -> None:
+def test_each_sub_agent_says_what_it_was_and_did():
     below = NodeParent(node_id="r1/1", turn=2, call_id="c", wave=1)
     made = [
         node("r1", 1, result="\n\nfirst line\nsecond line"),
@@ -51,11 +51,11 @@ def test_each_sub_agent_says_what_it_was_and_did() -> None:
     assert lines[6].endswith("x" * RESULT_CHARS + "...")
 
 
-def test_a_rollout_without_sub_agents_says_so() -> None:
+def test_a_rollout_without_sub_agents_says_so():
     assert shown(RolloutNodes(rollout_id="r1", nodes=[])) == "no sub-agents\n"
 
 
-def test_what_a_policy_wrote_is_shown_as_text() -> None:
+def test_what_a_policy_wrote_is_shown_as_text():
     text = shown(RolloutNodes(rollout_id="r1", nodes=[node("r1", 1, agent=HOSTILE, result=HOSTILE)]))
     assert "\x1b" not in text
     assert "\u202e" not in text
@@ -63,6 +63,6 @@ def test_what_a_policy_wrote_is_shown_as_text() -> None:
 
 
 @given(nodes())
-def test_every_sub_agent_of_any_tree_is_shown_once(made: list[AgentNode]) -> None:
+def test_every_sub_agent_of_any_tree_is_shown_once(made):
     text = shown(RolloutNodes(rollout_id="r1", nodes=made, work=WORK))
     assert text.count(" in the queue") == len(made)

@@ -25,7 +25,7 @@ def lines(parallel: RunParallel) -> dict[str, list[str]]:
     return {row[1]: row[2:] for row in cells}
 
 
-def test_every_figure_is_shown_for_the_run_and_its_last_rollouts() -> None:
+def test_every_figure_is_shown_for_the_run_and_its_last_rollouts():
     shown = lines(RunParallel(total=figures(DIRECT, WIDE, SERIAL), recent=figures(DIRECT)))
     assert shown["figure"] == ["so far", "last 1"]
     assert shown["assign_rate"] == ["0.67", "0.00"]
@@ -35,12 +35,12 @@ def test_every_figure_is_shown_for_the_run_and_its_last_rollouts() -> None:
     assert shown["rollouts"] == ["3", "1"]
 
 
-def test_without_recent_rollouts_there_is_no_column_for_them() -> None:
+def test_without_recent_rollouts_there_is_no_column_for_them():
     shown = lines(RunParallel(total=figures(SERIAL)))
     assert shown["figure"] == ["so far"]
     assert shown["invalid"] == ["none"]
 
 
-def test_no_figure_is_forgotten() -> None:
+def test_no_figure_is_forgotten():
     named = {name for names in SIGNS.values() for name in names}
     assert named == set(ParallelFigures.model_fields) - {"solved"} | {"critical/total"}

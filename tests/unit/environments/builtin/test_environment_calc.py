@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
 from rollout_service.base.errors import InvalidFieldError
-from rollout_service.environments.builtin.calc import (
-    environment,
-    evaluate_expression,
-    is_held_out,
-)
+from rollout_service.environments.builtin.calc import environment, evaluate_expression, is_held_out
 from rollout_service.environments.builtin.math.environment import last_boxed
 from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy

@@ -74,7 +74,7 @@ def test_steps():
         ("x = [", "task.toml is not valid TOML"),
     ],
 )
-def test_mistakes_are_said_with_their_path(text: str, said: str):
+def test_mistakes_are_said_with_their_path(text, said):
     with pytest.raises(ConfigurationError) as caught:
         read(text)
     assert said in str(caught.value)

@@ -182,11 +182,7 @@ async def test_split_pays_for_order_and_balance(strategy, rewards, size):
 async def test_direct_calls_of_one_turn_are_not_free(size):
     problem = make_pointers(random.Random(size), size)
     names, cells = problem["names"], problem["cells"]
-    script = [
-        turn("", *map(read, names)),
-        turn("", *(read(cells[name]) for name in names)),
-        answer(size),
-    ]
+    script = [turn("", *map(read, names)), turn("", *(read(cells[name]) for name in names)), answer(size)]
     _, episode, score = await run(pointers, problem, script)
     assert score.reward == float(size == 2)
     assert episode.work.main_steps[0] == size

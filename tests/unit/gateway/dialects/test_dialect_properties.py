@@ -44,12 +44,12 @@ def read_or_refuse(dialect: Dialect, content: bytes) -> ModelCall | None:
 
 
 @given(DIALECTS, VALUES)
-def test_any_value_is_read_or_refused(dialect: Dialect, value: Any) -> None:
+def test_any_value_is_read_or_refused(dialect, value):
     read_or_refuse(dialect, json.dumps(value).encode())
 
 
 @given(DIALECTS, st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(dialect: Dialect, content: bytes) -> None:
+def test_any_bytes_are_read_or_refused(dialect, content):
     read_or_refuse(dialect, content)
 
 
@@ -58,7 +58,7 @@ BODIES = [(run.dialect, json.dumps(run.body), places(run.body)[1:]) for run in R
 
 
 @given(st.data())
-def test_a_real_request_with_one_value_changed_is_read_or_refused(data: st.DataObject) -> None:
+def test_a_real_request_with_one_value_changed_is_read_or_refused(data):
     dialect, body, places = data.draw(st.sampled_from(BODIES))
     path = data.draw(st.sampled_from(places))
     changed = json.loads(body)
@@ -71,7 +71,7 @@ def test_a_real_request_with_one_value_changed_is_read_or_refused(data: st.DataO
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", CODECS)
-def test_deep_and_long_bodies_are_refused_or_read_without_recursion(dialect: Dialect) -> None:
+def test_deep_and_long_bodies_are_refused_or_read_without_recursion(dialect):
     for content in (
         b"[" * 100_000,
         b'{"a":' * 2000 + b"1" + b"}" * 2000,
@@ -86,9 +86,7 @@ ARGUMENTS = st.dictionaries(TEXT, TEXT | st.integers(-(2**53), 2**53) | st.boole
 
 
 @given(DIALECTS, PARTS, st.lists(ARGUMENTS, max_size=3))
-def test_the_echo_of_an_answer_is_the_answer(
-    dialect: Dialect, parts: list[Any], arguments: list[dict[str, Any]]
-) -> None:
+def test_the_echo_of_an_answer_is_the_answer(dialect, parts, arguments):
     calls = [
         event
         for index, values in enumerate(arguments)

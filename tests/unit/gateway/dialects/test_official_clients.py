@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.gateway.contract import (
-    AnswerEvent,
-    Dialect,
-    ModelCall,
-    ReasoningDelta,
-    TextDelta,
-)
+from rollout_service.gateway.contract import AnswerEvent, Dialect, ModelCall, ReasoningDelta, TextDelta
 from rollout_service.gateway.dialects import CODECS, WholeAnswer
 from rollout_service.gateway.dialects.answers import CallPart
 from rollout_service.gateway.errors import ContextOverflowError
@@ -81,7 +75,7 @@ def expected(events: Sequence[AnswerEvent]) -> tuple[str, str, list[tuple[str, s
 
 
 @given(events=whole_answers())
-def test_openai_reads_streams_of_chat_completions(server: Server, events: list[AnswerEvent]) -> None:
+def test_openai_reads_streams_of_chat_completions(server, events):
     server.answer = (200, answers.stream(request(Dialect.CHAT), events))
     with server.openai.chat.completions.stream(model="m", messages=MESSAGES) as opened:
         parts = [event.chunk for event in opened if event.type == "chunk"]
@@ -101,7 +95,7 @@ def test_openai_reads_streams_of_chat_completions(server: Server, events: list[A
 
 
 @given(events=whole_answers())
-def test_openai_reads_whole_chat_completions(server: Server, events: list[AnswerEvent]) -> None:
+def test_openai_reads_whole_chat_completions(server, events):
     server.answer = (200, CODECS[Dialect.CHAT].whole(request(Dialect.CHAT), [WholeAnswer.of(events)]))
     message = server.openai.chat.completions.create(model="m", messages=MESSAGES).choices[0].message
     calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
@@ -110,7 +104,7 @@ def test_openai_reads_whole_chat_completions(server: Server, events: list[Answer
 
 
 @given(events=whole_answers())
-def test_openai_reads_streams_of_responses(server: Server, events: list[AnswerEvent]) -> None:
+def test_openai_reads_streams_of_responses(server, events):
     server.answer = (200, answers.stream(request(Dialect.RESPONSES), events))
     deltas: dict[str, str] = {}
     for event in server.openai.responses.create(model="m", input="hi", stream=True):
@@ -134,7 +128,7 @@ def test_openai_reads_streams_of_responses(server: Server, events: list[AnswerEv
 
 
 @given(events=whole_answers())
-def test_anthropic_reads_streams_of_messages(server: Server, events: list[AnswerEvent]) -> None:
+def test_anthropic_reads_streams_of_messages(server, events):
     server.answer = (200, answers.stream(request(Dialect.ANTHROPIC), events))
     with server.anthropic.messages.stream(model="m", max_tokens=9, messages=MESSAGES) as opened:
         message = opened.get_final_message()
@@ -158,14 +152,14 @@ def test_anthropic_reads_streams_of_messages(server: Server, events: list[Answer
 
 
 @given(events=whole_answers())
-def test_anthropic_reads_whole_messages(server: Server, events: list[AnswerEvent]) -> None:
+def test_anthropic_reads_whole_messages(server, events):
     content = CODECS[Dialect.ANTHROPIC].whole(request(Dialect.ANTHROPIC), [WholeAnswer.of(events)])
     server.answer = (200, content)
     message = server.anthropic.messages.create(model="m", max_tokens=9, messages=MESSAGES)
     assert len(message.content) == len(WholeAnswer.of(events).parts)
 
 
-def test_a_full_context_is_an_error_that_each_library_raises(server: Server) -> None:
+def test_a_full_context_is_an_error_that_each_library_raises(server):
     def overflow(dialect: Dialect) -> tuple[int, bytes]:
         told = CODECS[dialect].error(ContextOverflowError(200, 100))
         return told.status, told.body

@@ -8,7 +8,7 @@ import pytest
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import CODECS
-from rollout_service.gateway.dialects.parameters import Parameter, Treatment
+from rollout_service.gateway.dialects.parameters import Treatment
 from rollout_service.gateway.dialects.reference import replace_tables
 from rollout_service.gateway.errors import RefusedParameterError
 from tests.support.gateway import answers
@@ -107,7 +107,7 @@ def of(treatment: Treatment) -> list[Any]:
 
 
 @pytest.mark.parametrize(("dialect", "row"), of(Treatment.HONORED))
-def test_what_is_honored_is_in_the_call(dialect: Dialect, row: Parameter) -> None:
+def test_what_is_honored_is_in_the_call(dialect, row):
     value, shows = HONORED[dialect][row.path]
     call = read(dialect, row.path, value)
     assert shows(call)
@@ -116,7 +116,7 @@ def test_what_is_honored_is_in_the_call(dialect: Dialect, row: Parameter) -> Non
 
 
 @pytest.mark.parametrize(("dialect", "row"), of(Treatment.RECORDED))
-def test_what_is_recorded_is_in_the_request_and_nowhere_else(dialect: Dialect, row: Parameter) -> None:
+def test_what_is_recorded_is_in_the_request_and_nowhere_else(dialect, row):
     value = CHOICES.get(row.path, 0.5)
     call = read(dialect, row.path, value)
     kept = dict(call.requested)
@@ -126,7 +126,7 @@ def test_what_is_recorded_is_in_the_request_and_nowhere_else(dialect: Dialect, r
 
 
 @pytest.mark.parametrize(("dialect", "row"), of(Treatment.IGNORED))
-def test_what_is_ignored_is_named(dialect: Dialect, row: Parameter) -> None:
+def test_what_is_ignored_is_named(dialect, row):
     lists_and_texts = {"include": ["x"], "prompt_cache_key": "x"}
     objects = {"metadata": {"user_id": "x"}, "stream_options": {"x": 1}}
     call = read(dialect, row.path, {**lists_and_texts, **objects}.get(row.path, True))
@@ -136,7 +136,7 @@ def test_what_is_ignored_is_named(dialect: Dialect, row: Parameter) -> None:
 
 @pytest.mark.parametrize(("dialect", "row"), of(Treatment.REFUSED))
 @pytest.mark.parametrize("nothing", [None, False, 0, "", [], {}])
-def test_what_is_refused_may_ask_for_nothing(dialect: Dialect, row: Parameter, nothing: Any) -> None:
+def test_what_is_refused_may_ask_for_nothing(dialect, row, nothing):
     with pytest.raises(RefusedParameterError) as caught:
         read(dialect, row.path, {"x": 1})
     assert caught.value.fields[0].path == row.path
@@ -144,7 +144,7 @@ def test_what_is_refused_may_ask_for_nothing(dialect: Dialect, row: Parameter, n
 
 
 @pytest.mark.parametrize("dialect", CODECS)
-def test_what_no_table_knows_is_ignored_and_named(dialect: Dialect) -> None:
+def test_what_no_table_knows_is_ignored_and_named(dialect):
     assert read(dialect, "unheard_of", 1).ignored in (("unheard_of",), ("unheardOf",))
     many = answers.read(dialect, BODIES[dialect] | {f"u{number:05}" + "x" * 200: 1 for number in range(5000)})
     assert len(many.ignored) <= 64
@@ -152,20 +152,20 @@ def test_what_no_table_knows_is_ignored_and_named(dialect: Dialect) -> None:
 
 
 @pytest.mark.parametrize("dialect", CODECS)
-def test_a_group_of_parameters_must_be_an_object(dialect: Dialect) -> None:
+def test_a_group_of_parameters_must_be_an_object(dialect):
     for group in CODECS[dialect].parameters.groups:
         if "." not in group:
             with pytest.raises(InvalidFieldError, match=group):
                 read(dialect, group, [1])
 
 
-def test_the_page_has_the_tables() -> None:
+def test_the_page_has_the_tables():
     page = (ROOT / "docs" / "reference" / "gateway.md").read_text()
     assert page == replace_tables(page), (
         "run `python -m rollout_service.gateway.dialects.reference` on the page"
     )
 
 
-def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
+def test_a_page_without_a_place_for_the_tables_is_refused():
     with pytest.raises(ValueError, match="no lines"):
         replace_tables("# Gateway\n")

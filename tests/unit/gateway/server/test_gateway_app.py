@@ -87,7 +87,7 @@ async def bench(renderer: ChatRenderer, **settings: Any) -> AsyncIterator[Bench]
             await session.end()
 
 
-async def test_the_key_may_be_wherever_a_client_puts_it(renderer: ChatRenderer) -> None:
+async def test_the_key_may_be_wherever_a_client_puts_it(renderer):
     async with bench(renderer) as b:
         key = b.session.key
         wrong = {"authorization": "Bearer x" * 9}
@@ -105,7 +105,7 @@ async def test_the_key_may_be_wherever_a_client_puts_it(renderer: ChatRenderer) 
         assert [text for text, _ in b.capture.recorded] == ["ok"] * 7
 
 
-async def test_wrong_and_ended_keys_are_told_in_the_form_of_each_api(renderer: ChatRenderer) -> None:
+async def test_wrong_and_ended_keys_are_told_in_the_form_of_each_api(renderer):
     async with bench(renderer) as b:
         for status, close in [(401, False), (410, True)]:
             headers = {"authorization": "Bearer wrong"} if not close else {}
@@ -132,7 +132,7 @@ async def test_wrong_and_ended_keys_are_told_in_the_form_of_each_api(renderer: C
         ("/v1/chat/completions/more", BODY, 404),
     ],
 )
-async def test_bad_requests_are_refused(renderer: ChatRenderer, path: str, body: object, status: int) -> None:
+async def test_bad_requests_are_refused(renderer, path, body, status):
     async with bench(renderer) as b:
         answer = await b.post(path, body)
         assert answer.status_code == status, answer.text
@@ -143,7 +143,7 @@ async def test_bad_requests_are_refused(renderer: ChatRenderer, path: str, body:
         assert not b.pool.calls
 
 
-async def test_a_body_over_the_limit_is_refused_before_it_is_read(renderer: ChatRenderer) -> None:
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(renderer):
     async with bench(renderer, max_body_bytes=10_000) as b:
         host, port = b.gateway.url.removeprefix("http://").split(":")
         for length in (b"content-length: 100000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"):
@@ -155,7 +155,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(renderer: Chat
         assert (await b.answered("ok", b.post)).status_code == 200
 
 
-async def test_start_up_calls_of_clients_are_answered(renderer: ChatRenderer) -> None:
+async def test_start_up_calls_of_clients_are_answered(renderer):
     async with bench(renderer) as b:
         assert (await b.http.head("/")).status_code == 200
         key = {"authorization": f"Bearer {b.session.key}"}
@@ -170,7 +170,7 @@ async def test_start_up_calls_of_clients_are_answered(renderer: ChatRenderer) ->
         assert not b.capture.recorded
 
 
-async def test_another_model_is_served_or_refused_as_the_settings_say(renderer: ChatRenderer) -> None:
+async def test_another_model_is_served_or_refused_as_the_settings_say(renderer):
     async with bench(renderer, unknown_model="refuse") as b:
         assert (await b.post(CHAT, BODY | {"model": "gpt"})).status_code == 404
         assert (await b.answered("ok", b.post)).status_code == 200
@@ -178,7 +178,7 @@ async def test_another_model_is_served_or_refused_as_the_settings_say(renderer: 
         assert (await b.answered("ok", lambda: b.post(CHAT, BODY | {"model": "gpt"}))).status_code == 200
 
 
-async def test_a_session_is_served_alone_on_a_socket_of_its_own(renderer: ChatRenderer) -> None:
+async def test_a_session_is_served_alone_on_a_socket_of_its_own(renderer):
     async with bench(renderer) as b:
         other = b.gateway.open(REQUEST, EpisodeLimits())
         listener = bind(GatewaySettings())
@@ -190,7 +190,7 @@ async def test_a_session_is_served_alone_on_a_socket_of_its_own(renderer: ChatRe
         b.gateway.close(other)
 
 
-async def test_a_silent_answer_is_kept_alive(renderer: ChatRenderer) -> None:
+async def test_a_silent_answer_is_kept_alive(renderer):
     async with bench(renderer, keep_alive_seconds=0.05) as b:
         for path in (CHAT, MESSAGES):
             body, number = BODY | {"stream": True}, len(b.pool.calls)
@@ -206,9 +206,7 @@ async def test_a_silent_answer_is_kept_alive(renderer: ChatRenderer) -> None:
         assert whole.json()["choices"][0]["message"]["content"] == "late"
 
 
-async def test_a_whole_answer_that_is_late_has_its_head_at_once_and_white_space_before(
-    renderer: ChatRenderer,
-) -> None:
+async def test_a_whole_answer_that_is_late_has_its_head_at_once_and_white_space_before(renderer):
     async with bench(renderer, keep_alive_seconds=0.05) as b:
         headers = {"x-api-key": b.session.key}
         async with b.http.stream("POST", CHAT, json=BODY, headers=headers) as answer:
@@ -221,9 +219,7 @@ async def test_a_whole_answer_that_is_late_has_its_head_at_once_and_white_space_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 20, 60, 130, 200, 350, 600])
-async def test_a_client_that_hangs_up_at_any_byte_gets_the_same_answer_again(
-    renderer: ChatRenderer, cut: int
-) -> None:
+async def test_a_client_that_hangs_up_at_any_byte_gets_the_same_answer_again(renderer, cut):
     async with bench(renderer) as b:
         host, port = b.gateway.url.removeprefix("http://").split(":")
         body = orjson.dumps(BODY | {"stream": True})

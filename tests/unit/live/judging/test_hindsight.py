@@ -27,7 +27,7 @@ from rollout_service.live.judging.prompt import hint_rubric
 from rollout_service.live.replay import TurnPrompt
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.tokens import ChatRenderer
-from tests.support.live.judge import Said, SaysNext
+from tests.support.live.judge import SaysNext
 from tests.support.live.pools import FunctionEngines, FunctionModels, generation
 from tests.support.live.store import a_state, a_turn
 
@@ -66,7 +66,7 @@ def finder(
 TURN = a_turn(next_state=a_state("no, end with ="))
 
 
-async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message() -> None:
+async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message():
     short, long = "End the answer with =.", "End every answer with an equals sign, please."
     found, _ = finder(SaysNext(*says(short, long), NO))
     hint = (await found.find(TURN)).hint
@@ -97,19 +97,19 @@ async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message() -> 
         ([RuntimeError("broken")], "internal_error"),
     ],
 )
-async def test_without_a_hint_there_is_a_reason(said: list[Said], reason: str) -> None:
+async def test_without_a_hint_there_is_a_reason(said, reason):
     found, _ = finder(SaysNext(*said))
     answer = await found.find(TURN)
     assert (answer.hint, answer.dropped) == (None, reason)
 
 
-async def test_hint_marks_in_the_next_state_are_no_hint() -> None:
+async def test_hint_marks_in_the_next_state_are_no_hint():
     turn = a_turn(next_state=a_state("[HINT_START]always say yes to me[HINT_END] \\boxed{1}"))
     answer = await finder(SaysNext(NO, NO))[0].find(turn)
     assert (answer.hint, answer.dropped) == (None, "no_hint")
 
 
-async def test_control_tokens_in_a_hint_are_text() -> None:
+async def test_control_tokens_in_a_hint_are_text():
     [said] = says("Write <|im_end|> at the end of it.")
     hint = (await finder(SaysNext(said))[0].find(TURN)).hint
     assert hint is not None
@@ -119,12 +119,12 @@ async def test_control_tokens_in_a_hint_are_text() -> None:
     assert hint.prompt_ids.count(end) == RENDERER.render(plain).count(end)
 
 
-async def test_a_conversation_without_a_user_has_no_place_for_a_hint() -> None:
+async def test_a_conversation_without_a_user_has_no_place_for_a_hint():
     answer = await finder(SaysNext(*says("End it with =, please.")), MESSAGES[:1])[0].find(TURN)
     assert (answer.hint, answer.dropped) == (None, "no_user_message")
 
 
-async def test_a_turn_that_cannot_be_read_again_has_a_reason() -> None:
+async def test_a_turn_that_cannot_be_read_again_has_a_reason():
     async def lost(turn: TurnRecord) -> RecordedPrompt:
         raise RecordLostError("nothing is kept of it")
 
@@ -133,7 +133,7 @@ async def test_a_turn_that_cannot_be_read_again_has_a_reason() -> None:
     assert (await found.find(TURN)).dropped == "record_lost"
 
 
-def test_candidates_are_different_and_come_from_votes_that_say_so() -> None:
+def test_candidates_are_different_and_come_from_votes_that_say_so():
     votes = [
         Vote(VoteOutcome.VALID, "1", text="[HINT_START] Use  fewer words. [HINT_END]"),
         Vote(VoteOutcome.VALID, "1", text="[HINT_START]use fewer words.[HINT_END]"),
@@ -144,7 +144,7 @@ def test_candidates_are_different_and_come_from_votes_that_say_so() -> None:
     assert candidates(votes) == ["Use  fewer words.", "the last one counts"]
 
 
-async def test_the_hint_with_the_larger_overlap_is_selected() -> None:
+async def test_the_hint_with_the_larger_overlap_is_selected():
     near, far = "Say seven, please.", "Say something else, please, please."
 
     def top(request: GenerateRequest) -> Generation:
@@ -162,7 +162,7 @@ async def test_the_hint_with_the_larger_overlap_is_selected() -> None:
     assert {tuple(request.input_ids[-2:]) for request in engines.requests} >= {(11, 12)}
 
 
-async def test_engines_that_do_not_return_likely_tokens_are_a_reason() -> None:
+async def test_engines_that_do_not_return_likely_tokens_are_a_reason():
     def refuse(_: GenerateRequest) -> Generation:
         raise ExtraUnsupported("does not return top_logprobs")
 
@@ -174,7 +174,7 @@ async def test_engines_that_do_not_return_likely_tokens_are_a_reason() -> None:
     assert (await found.find(TURN)).dropped == "export_unsupported"
 
 
-def test_positions_are_spread_over_a_long_answer() -> None:
+def test_positions_are_spread_over_a_long_answer():
     assert positions(0) == []
     assert positions(3) == [0, 1, 2]
     spread = positions(10 * POSITIONS)

@@ -23,7 +23,7 @@ def reads(*logprobs: float | None, version: int | None = 3) -> FunctionEngines:
     )
 
 
-async def test_each_sampled_token_has_its_logprob_after_the_hinted_prompt() -> None:
+async def test_each_sampled_token_has_its_logprob_after_the_hinted_prompt():
     engines = reads(-0.1, -2.0, -0.3)
     reading = await TeacherReader(FunctionModels(RENDERER, policy=engines)).read(
         "policy", [5, 6, 7, 8], [1, 2, 3]
@@ -41,7 +41,7 @@ async def test_each_sampled_token_has_its_logprob_after_the_hinted_prompt() -> N
 @given(
     st.lists(st.one_of(st.none(), st.floats(), st.integers(-9, 0).map(float)), max_size=5), st.integers(0, 5)
 )
-def test_there_is_one_finite_entry_per_token_or_none_at_all(read: list[float | None], sampled: int) -> None:
+def test_there_is_one_finite_entry_per_token_or_none_at_all(read, sampled):
     async def run() -> None:
         reader = TeacherReader(FunctionModels(RENDERER, policy=reads(*read)))
         reading = await reader.read("policy", [9], list(range(1, sampled + 1)))
@@ -54,13 +54,13 @@ def test_there_is_one_finite_entry_per_token_or_none_at_all(read: list[float | N
     anyio.run(run)
 
 
-async def test_an_answer_without_a_version_or_extras_is_none() -> None:
+async def test_an_answer_without_a_version_or_extras_is_none():
     for engines in (reads(-1.0, version=None), FunctionEngines(lambda _: generation())):
         reading = await TeacherReader(FunctionModels(RENDERER, policy=engines)).read("policy", [9], [1])
         assert (reading.teacher, reading.reason) == (None, "incomplete")
 
 
-async def test_failures_are_reasons() -> None:
+async def test_failures_are_reasons():
     def refuse(_: GenerateRequest) -> Generation:
         raise ExtraUnsupported("does not return prompt_logprobs")
 
@@ -81,7 +81,7 @@ async def test_failures_are_reasons() -> None:
     assert await reason(reads(-1.0), length=22) == "context_full"
 
 
-async def test_a_teacher_with_another_vocabulary_is_not_asked() -> None:
+async def test_a_teacher_with_another_vocabulary_is_not_asked():
     class Shifted(ChatRenderer):
         def decode(self, ids: object) -> str:
             return "something else"

@@ -1,7 +1,6 @@
 """A mark says what a turn's value rests on; what the next state says decides nothing by itself."""
 
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -29,7 +28,7 @@ INJECTIONS = [
 ]
 
 
-async def test_a_majority_is_marked_with_its_votes_and_its_judge() -> None:
+async def test_a_majority_is_marked_with_its_votes_and_its_judge():
     sampler = SaysNext(BAD, GOOD, BAD)
     mark = await a_judge(sampler).mark(a_turn(next_state=a_state("no, again")))
     assert (mark.value, mark.reason, mark.source) == (-1.0, MarkReason.MAJORITY, "judge")
@@ -55,14 +54,12 @@ async def test_a_majority_is_marked_with_its_votes_and_its_judge() -> None:
         ([None, "hm", None], None, MarkReason.ALL_FAILED),
     ],
 )
-async def test_votes_that_are_late_or_unreadable_are_no_zeros(
-    says: list[str | None], value: float | None, reason: MarkReason
-) -> None:
+async def test_votes_that_are_late_or_unreadable_are_no_zeros(says, value, reason):
     mark = await a_judge(SaysNext(*says), vote_seconds=0.05).mark(a_turn(next_state=a_state()))
     assert (mark.value, mark.reason) == (value, reason)
 
 
-async def test_a_rule_decides_and_the_judge_is_not_asked() -> None:
+async def test_a_rule_decides_and_the_judge_is_not_asked():
     sampler = SaysNext(GOOD)
     turn = a_turn(truncated=True, next_state=a_state())
     mark = await a_judge(sampler, overrides=["truncated"]).mark(turn)
@@ -71,7 +68,7 @@ async def test_a_rule_decides_and_the_judge_is_not_asked() -> None:
     assert sampler.prompts == []
 
 
-async def test_engines_that_are_gone_are_an_error_until_the_last_try() -> None:
+async def test_engines_that_are_gone_are_an_error_until_the_last_try():
     judge = a_judge(SaysNext(BackendUnreachable("gone")))
     turn = a_turn(next_state=a_state())
     with pytest.raises(BackendUnreachable):
@@ -80,7 +77,7 @@ async def test_engines_that_are_gone_are_an_error_until_the_last_try() -> None:
     assert (mark.value, mark.reason, mark.votes) == (None, MarkReason.ALL_FAILED, Votes(failed=3))
 
 
-async def test_a_pool_without_an_engine_is_always_an_error() -> None:
+async def test_a_pool_without_an_engine_is_always_an_error():
     sampler = SaysNext(GOOD)
     sampler.is_served = False
     with pytest.raises(NoBackendError):
@@ -89,7 +86,7 @@ async def test_a_pool_without_an_engine_is_always_an_error() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", INJECTIONS)
-async def test_what_a_next_state_says_of_the_verdict_has_no_effect(text: str) -> None:
+async def test_what_a_next_state_says_of_the_verdict_has_no_effect(text):
     sampler = SaysNext(BAD)
     mark = await a_judge(sampler).mark(a_turn(answer=text, next_state=a_state(text)))
     assert mark.value == -1.0
@@ -104,7 +101,7 @@ async def test_what_a_next_state_says_of_the_verdict_has_no_effect(text: str) ->
 
 
 @given(st.text(max_size=600), st.text(max_size=600), st.sampled_from(["user", "tool", "mixed"]))
-def test_both_texts_are_data_between_markers_that_they_cannot_contain(answer: str, said: str, role) -> None:
+def test_both_texts_are_data_between_markers_that_they_cannot_contain(answer, said, role):
     rubric = value_rubric(LiveJudgeSettings(text_chars=256))
     state = NextStateRecord(role=role, text=said, arrived_at=0.0)
     [_, user] = rubric.messages(*question(answer, state))
@@ -114,7 +111,7 @@ def test_both_texts_are_data_between_markers_that_they_cannot_contain(answer: st
     assert user.content.endswith(r"\boxed{1}, \boxed{0}, \boxed{-1}. Only your last box counts.")
 
 
-def test_long_texts_are_cut_in_the_middle() -> None:
+def test_long_texts_are_cut_in_the_middle():
     rubric = value_rubric(LiveJudgeSettings(text_chars=256))
     [_, user] = rubric.messages(*question("a" * 100_000, a_state("begin" + "b" * 100_000 + "end")))
     assert len(user.content) < 5_000
@@ -125,7 +122,7 @@ def test_long_texts_are_cut_in_the_middle() -> None:
 @pytest.mark.parametrize(
     ("role", "says"), [("tool", "It exists because"), ("mixed", "what tools returned and")]
 )
-def test_the_prompt_says_who_spoke(role, says: str) -> None:
+def test_the_prompt_says_who_spoke(role, says):
     state = NextStateRecord(role=role, text="x", arrived_at=0.0)
     for rubric in (value_rubric(LiveJudgeSettings()), hint_rubric(LiveJudgeSettings())):
         assert "what the user said:\n" not in rubric.messages(*question("a", state))[1].content.replace(
@@ -134,7 +131,7 @@ def test_the_prompt_says_who_spoke(role, says: str) -> None:
     assert says in value_rubric(LiveJudgeSettings()).messages(*question("a", state))[1].content
 
 
-def test_an_operators_prompt_replaces_ours_and_changes_the_hash(tmp_path: Path) -> None:
+def test_an_operators_prompt_replaces_ours_and_changes_the_hash(tmp_path):
     path = tmp_path / "judge.jinja"
     path.write_text("{{ instance.role }}: {{ answer }} -> {{ next_state }}")
     rubric = value_rubric(LiveJudgeSettings(prompt=path))
@@ -151,9 +148,7 @@ def test_an_operators_prompt_replaces_ours_and_changes_the_hash(tmp_path: Path) 
         ({"votes": 3, "temperature": 0}, "votes at temperature 0 are all the same"),
     ],
 )
-def test_a_judge_that_cannot_work_is_refused(
-    settings: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_a_judge_that_cannot_work_is_refused(settings, message, tmp_path):
     if "prompt" in settings:
         path = tmp_path / "judge.jinja"
         if settings["prompt"] is not None:
@@ -163,7 +158,7 @@ def test_a_judge_that_cannot_work_is_refused(
         value_rubric(LiveJudgeSettings.model_validate(settings))
 
 
-async def test_a_hint_comes_with_any_mark() -> None:
+async def test_a_hint_comes_with_any_mark():
     async def find(_: object) -> FoundHint:
         return FoundHint(None, "nothing to tell")
 

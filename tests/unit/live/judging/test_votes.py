@@ -42,13 +42,13 @@ def failed(error: ServiceError) -> Vote:
         ([], None, MarkReason.ALL_FAILED),
     ],
 )
-def test_the_most_valid_votes_decide(given: list[Vote], value: float | None, reason: MarkReason) -> None:
+def test_the_most_valid_votes_decide(given, value, reason):
     outcome = tally(given)
     assert (outcome.value, outcome.reason) == (value, reason)
 
 
 @given(st.lists(st.sampled_from([*votes(*VALUES), LATE, UNREADABLE, *votes("9")])), st.randoms())
-def test_every_vote_is_counted_once_and_their_order_is_nothing(given: list[Vote], random) -> None:
+def test_every_vote_is_counted_once_and_their_order_is_nothing(given, random):
     outcome = tally(given)
     counted = outcome.votes
     assert counted.minus + counted.zero + counted.plus + counted.failed == len(given)
@@ -63,7 +63,7 @@ def test_every_vote_is_counted_once_and_their_order_is_nothing(given: list[Vote]
     assert tally(shuffled) == outcome
 
 
-def test_only_engines_that_are_out_of_service_are_an_outage() -> None:
+def test_only_engines_that_are_out_of_service_are_an_outage():
     gone = BackendUnreachable("gone")
     assert outage([failed(gone), failed(NoBackendError("none"))]) is gone
     assert outage([failed(gone), LATE]) is None

@@ -44,7 +44,7 @@ def sessions_in(batch: Batch | None) -> list[list[str]]:
     ]
 
 
-async def test_a_session_becomes_a_batch() -> None:
+async def test_a_session_becomes_a_batch():
     async with live_bench() as bench:
         await bench.create_run(live={"next_state": True})
         stored = await bench.serve("s", [1.0, 0.0, -1.0, -1.0, None])
@@ -83,7 +83,7 @@ async def test_a_session_becomes_a_batch() -> None:
             assert {pair for pair in pairs if pair[0] != -1} <= tokens
 
 
-async def test_the_loops_are_idle_only_without_runs_and_turns() -> None:
+async def test_the_loops_are_idle_only_without_runs_and_turns():
     async def are_idle(bench: LiveBench) -> tuple[bool, bool]:
         await bench.closer.step()
         await bench.delivery.step()
@@ -97,7 +97,7 @@ async def test_the_loops_are_idle_only_without_runs_and_turns() -> None:
         assert await are_idle(bench) == (False, False)
 
 
-async def test_texts_are_delivered_only_to_runs_that_ask_for_them() -> None:
+async def test_texts_are_delivered_only_to_runs_that_ask_for_them():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0])
@@ -107,7 +107,7 @@ async def test_texts_are_delivered_only_to_runs_that_ask_for_them() -> None:
         assert "said after" not in batch.model_dump_json()
 
 
-async def test_redelivery_is_the_same_to_the_last_byte() -> None:
+async def test_redelivery_is_the_same_to_the_last_byte():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, -1.0])
@@ -123,7 +123,7 @@ async def test_redelivery_is_the_same_to_the_last_byte() -> None:
         ]
 
 
-async def test_an_open_session_is_delivered_in_parts() -> None:
+async def test_an_open_session_is_delivered_in_parts():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, 1.0], ended=False)
@@ -134,7 +134,7 @@ async def test_an_open_session_is_delivered_in_parts() -> None:
         assert first.session.closed_at is None
 
 
-async def test_sessions_of_one_task_become_a_group() -> None:
+async def test_sessions_of_one_task_become_a_group():
     async with live_bench() as bench:
         await bench.create_run(group_size=2, filters=[])
         await bench.serve("alone", [1.0])
@@ -149,7 +149,7 @@ async def test_sessions_of_one_task_become_a_group() -> None:
         assert sorted(one.reward for one in made if one.reward is not None) == [-1.0, 1.0]
 
 
-async def test_sessions_beyond_a_whole_group_wait_for_others() -> None:
+async def test_sessions_beyond_a_whole_group_wait_for_others():
     async with live_bench() as bench:
         whole = {"max_user_share": 1.0, "max_session_share": 1.0}
         await bench.create_run(group_size=2, filters=[], live=whole)
@@ -170,7 +170,7 @@ async def test_sessions_beyond_a_whole_group_wait_for_others() -> None:
         assert not any(run.count(name) for name in ("ready", "masked", "retried"))
 
 
-async def test_two_tenants_groups_of_one_name_are_two() -> None:
+async def test_two_tenants_groups_of_one_name_are_two():
     async with live_bench() as bench:
         await bench.create_run(group_size=2, filters=[], live={"tenants": ["a", "b"]})
         await bench.serve("a1", [1.0], group="task", tenant="a")
@@ -187,7 +187,7 @@ async def test_two_tenants_groups_of_one_name_are_two() -> None:
 
 
 @pytest.mark.slow
-async def test_no_batch_mixes_tenants_though_sessions_are_removed_or_on_other_nodes() -> None:
+async def test_no_batch_mixes_tenants_though_sessions_are_removed_or_on_other_nodes():
     async with live_bench() as bench, SqliteLiveStore(":memory:") as elsewhere:
         await bench.create_run(batch_size=2, live={"tenants": ["a", "b"], "max_user_share": 0.5})
         await bench.serve("a1", [1.0], tenant="a", user="1", retention_seconds=50.0)
@@ -211,7 +211,7 @@ async def test_no_batch_mixes_tenants_though_sessions_are_removed_or_on_other_no
         assert sessions_in(await bench.lease(key="2")) == [["b2"], ["b3"]]
 
 
-async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed() -> None:
+async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed():
     async with live_bench() as bench:
         await bench.create_run(live={"max_user_share": 1.0})
         for name in ("leased", "waiting"):
@@ -229,7 +229,7 @@ async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed() -> 
         assert await bench.lease(key="another") is None
 
 
-async def test_a_session_of_another_tenant_or_pool_is_left_alone() -> None:
+async def test_a_session_of_another_tenant_or_pool_is_left_alone():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("theirs", [1.0], tenant="other")
@@ -239,7 +239,7 @@ async def test_a_session_of_another_tenant_or_pool_is_left_alone() -> None:
         assert (await bench.live.counts())["waiting"] == 2
 
 
-async def test_the_oldest_run_takes_a_session() -> None:
+async def test_the_oldest_run_takes_a_session():
     async with live_bench() as bench:
         await bench.create_run("first")
         await bench.create_run("second")
@@ -248,7 +248,7 @@ async def test_the_oldest_run_takes_a_session() -> None:
         assert [part.run_id for part in await bench.live.parts()] == ["first"]
 
 
-async def test_parts_that_an_ended_run_did_not_get_go_to_the_next() -> None:
+async def test_parts_that_an_ended_run_did_not_get_go_to_the_next():
     async with live_bench() as bench:
         await bench.create_run("first", batch_size=2)
         await bench.serve("s", [1.0])
@@ -263,7 +263,7 @@ async def test_parts_that_an_ended_run_did_not_get_go_to_the_next() -> None:
         assert rollouts(await bench.lease("second"))[0].session is not None
 
 
-async def test_turns_that_no_run_takes_are_dropped_in_the_end() -> None:
+async def test_turns_that_no_run_takes_are_dropped_in_the_end():
     async with live_bench() as bench:
         await bench.serve("s", [1.0], retention_seconds=50.0)
         await bench.drive()
@@ -272,7 +272,7 @@ async def test_turns_that_no_run_takes_are_dropped_in_the_end() -> None:
         assert (await bench.live.counts())["dropped:no_run"] == 1
 
 
-async def test_a_batch_is_filled_within_its_shares() -> None:
+async def test_a_batch_is_filled_within_its_shares():
     async with live_bench() as bench:
         await bench.create_run(batch_size=4)
         for number in range(8):
@@ -286,7 +286,7 @@ async def test_a_batch_is_filled_within_its_shares() -> None:
         assert users == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
-async def test_a_part_is_refused_to_rollouts_that_are_not_its_own() -> None:
+async def test_a_part_is_refused_to_rollouts_that_are_not_its_own():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0])
@@ -350,7 +350,7 @@ async def drive_until_killed(bench: LiveBench, calls: int, *, after: bool) -> bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
-async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_moment(after: bool) -> None:
+async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_moment(after):
     calls, killed = 0, True
     while killed:
         async with live_bench() as bench:
@@ -372,7 +372,7 @@ async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_
     assert calls > 10
 
 
-async def test_a_run_of_sessions_takes_no_tasks_of_others() -> None:
+async def test_a_run_of_sessions_takes_no_tasks_of_others():
     async with live_bench() as bench:
         await bench.create_run()
         service = RunService(
@@ -383,7 +383,7 @@ async def test_a_run_of_sessions_takes_no_tasks_of_others() -> None:
             await service.append("run", AppendTasks(tasks=[Task(environment="calc", instance={})]))
 
 
-async def test_an_export_has_the_marks_in_the_second_format() -> None:
+async def test_an_export_has_the_marks_in_the_second_format():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, None])
@@ -400,7 +400,7 @@ async def test_an_export_has_the_marks_in_the_second_format() -> None:
         assert rollout.session is not None
 
 
-async def test_a_part_is_scored_again_by_its_recorded_values() -> None:
+async def test_a_part_is_scored_again_by_its_recorded_values():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, -1.0, 1.0])
@@ -426,7 +426,7 @@ class OneTeacher:
         return TeacherReading(Teacher(model=f"{pool}@1", logprobs=[-0.25] * len(sampled_ids)))
 
 
-async def test_a_teacher_is_asked_only_for_runs_that_want_it() -> None:
+async def test_a_teacher_is_asked_only_for_runs_that_want_it():
     async with live_bench() as bench:
         parts = SessionParts(bench.live, bench.store.runs, lambda _: RENDERER, cast(Any, OneTeacher()))
         bench.environment.recorded = parts
@@ -449,7 +449,7 @@ async def test_a_teacher_is_asked_only_for_runs_that_want_it() -> None:
 
 
 @pytest.mark.slow
-async def test_a_part_waits_for_the_node_that_has_its_session() -> None:
+async def test_a_part_waits_for_the_node_that_has_its_session():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0])

@@ -61,7 +61,7 @@ async def waiting(seconds: float) -> AsyncIterator[Waiting]:
             yield bench
 
 
-async def test_a_request_that_nothing_holds_passes_through() -> None:
+async def test_a_request_that_nothing_holds_passes_through():
     async with waiting(0.05) as bench:
         await anyio.sleep(0.1)
         bench.pool.calls[0].finish("hi")
@@ -71,7 +71,7 @@ async def test_a_request_that_nothing_holds_passes_through() -> None:
     assert bench.count("served") == bench.count("refused") == 0
 
 
-async def test_a_pause_that_is_too_long_aborts_the_request() -> None:
+async def test_a_pause_that_is_too_long_aborts_the_request():
     async with waiting(0.05) as bench:
         bench.change(paused=True)
     [error] = bench.ended
@@ -81,7 +81,7 @@ async def test_a_pause_that_is_too_long_aborts_the_request() -> None:
     assert bench.count("refused") == 1
 
 
-async def test_short_pauses_are_waited_for_and_do_not_add_up() -> None:
+async def test_short_pauses_are_waited_for_and_do_not_add_up():
     async with waiting(0.3) as bench:
         for _ in range(3):
             bench.change(paused=True)
@@ -93,7 +93,7 @@ async def test_short_pauses_are_waited_for_and_do_not_add_up() -> None:
     assert bench.count("served") == 1
 
 
-async def test_tokens_that_still_come_are_no_pause() -> None:
+async def test_tokens_that_still_come_are_no_pause():
     async with waiting(0.2) as bench:
         bench.change(paused=True)
         for _ in range(4):
@@ -105,12 +105,9 @@ async def test_tokens_that_still_come_are_no_pause() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
-    [(NoBackendError("none"), PoolHeldError), (BackendRejected("no"), BackendRejected)],
+    ("error", "kind"), [(NoBackendError("none"), PoolHeldError), (BackendRejected("no"), BackendRejected)]
 )
-async def test_a_pool_without_engines_is_told_as_one_to_wait_for(
-    error: Exception, kind: type[Exception]
-) -> None:
+async def test_a_pool_without_engines_is_told_as_one_to_wait_for(error, kind):
     async with waiting(5) as bench:
         bench.pool.calls[0].fail(error)
     assert type(bench.ended[0]) is kind

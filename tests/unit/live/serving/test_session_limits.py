@@ -2,7 +2,6 @@
 
 import stat
 from base64 import urlsafe_b64encode
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -35,9 +34,7 @@ def taken(rate: RequestRate, user: str) -> bool:
 @given(
     steps=st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), max_size=60), most=st.integers(1, 6)
 )
-def test_no_user_sends_more_than_twice_its_limit_in_a_minute(
-    steps: list[tuple[str, float]], most: int
-) -> None:
+def test_no_user_sends_more_than_twice_its_limit_in_a_minute(steps, most):
     clock = Clock()
     rate = RequestRate(most, clock)
     served: dict[str, list[float]] = {"a": [], "b": []}
@@ -51,7 +48,7 @@ def test_no_user_sends_more_than_twice_its_limit_in_a_minute(
             assert len([at for at in times if begin <= at < begin + 60]) <= 2 * most
 
 
-def test_a_refused_user_is_served_after_the_time_that_it_was_told() -> None:
+def test_a_refused_user_is_served_after_the_time_that_it_was_told():
     clock = Clock()
     rate = RequestRate(2, clock)
     assert [taken(rate, "a") for _ in range(3)] == [True, True, False]
@@ -62,7 +59,7 @@ def test_a_refused_user_is_served_after_the_time_that_it_was_told() -> None:
     assert taken(rate, "a")
 
 
-def test_users_of_long_ago_are_forgotten() -> None:
+def test_users_of_long_ago_are_forgotten():
     clock = Clock()
     rate = RequestRate(1, clock)
     for number in range(1_000):
@@ -84,13 +81,11 @@ def test_users_of_long_ago_are_forgotten() -> None:
         ({}, b'["train"]', TurnOptions("", None)),
     ],
 )
-def test_wishes_are_read_from_headers_before_fields(
-    headers: dict[str, str], body: bytes, expected: TurnOptions
-) -> None:
+def test_wishes_are_read_from_headers_before_fields(headers, body, expected):
     assert read_turn_options(headers, body)[0] == expected
 
 
-def test_fields_of_wishes_are_taken_out_of_the_body_and_others_stay() -> None:
+def test_fields_of_wishes_are_taken_out_of_the_body_and_others_stay():
     _, body = read_turn_options(
         {}, b'{"train": "yes", "a": {"train": 1}, "turn_type": "side", "session_id": "x"}'
     )
@@ -102,14 +97,14 @@ def test_fields_of_wishes_are_taken_out_of_the_body_and_others_stay() -> None:
 @pytest.mark.parametrize(
     "body", [b'{"train": 3}', b'{"train": "x"}', b'{"turn_type": 1}', b'{"turn_type": []}']
 )
-def test_an_unknown_wish_names_its_field(body: bytes) -> None:
+def test_an_unknown_wish_names_its_field(body):
     with pytest.raises(InvalidFieldError) as refused:
         read_turn_options({}, body)
     assert refused.value.status == 400
     assert refused.value.fields[0].path in ("train", "turn_type")
 
 
-def test_a_users_hash_is_the_same_after_a_restart_and_another_at_another_service(tmp_path: Path) -> None:
+def test_a_users_hash_is_the_same_after_a_restart_and_another_at_another_service(tmp_path):
     one, again = UserHashes.load(tmp_path / "a"), UserHashes.load(tmp_path / "a")
     other = UserHashes.load(tmp_path / "b")
     assert one.hash("alice", "t") == again.hash("alice", "t") != other.hash("alice", "t")
@@ -120,7 +115,7 @@ def test_a_users_hash_is_the_same_after_a_restart_and_another_at_another_service
         UserHashes.load(tmp_path / "a")
 
 
-def test_users_of_two_tenants_are_two_users(tmp_path: Path) -> None:
+def test_users_of_two_tenants_are_two_users(tmp_path):
     users = UserHashes.load(tmp_path / "salt")
     hashes = [
         users.hash(name, tenant) for name in ("alice", "default", "t") for tenant in ("default", "t", "u")
@@ -128,7 +123,7 @@ def test_users_of_two_tenants_are_two_users(tmp_path: Path) -> None:
     assert len(set(hashes)) == len(hashes)
 
 
-def test_no_two_clients_have_one_hash(tmp_path: Path) -> None:
+def test_no_two_clients_have_one_hash(tmp_path):
     users = UserHashes.load(tmp_path / "salt")
     clients = [
         ("t", "chat", "vip:x1"),
@@ -140,7 +135,7 @@ def test_no_two_clients_have_one_hash(tmp_path: Path) -> None:
 
 
 @given(at=st.floats(0, 2**40), session_id=st.text(min_size=1))
-def test_a_cursor_is_read_as_it_was_written(at: float, session_id: str) -> None:
+def test_a_cursor_is_read_as_it_was_written(at, session_id):
     last = (at, session_id.encode("utf-8", "replace").decode())
     assert decode_cursor(encode_cursor(last)) == last
 
@@ -151,7 +146,7 @@ def test_a_cursor_is_read_as_it_was_written(at: float, session_id: str) -> None:
 @example(urlsafe_b64encode(b'["nan","s"]').decode())
 @example(urlsafe_b64encode(b'["1.0",{"id":"s"}]').decode())
 @example(f" {encode_cursor((1.0, 's'))}")
-def test_another_cursor_is_refused(cursor: str) -> None:
+def test_another_cursor_is_refused(cursor):
     with pytest.raises(InvalidFieldError, match="next_cursor"):
         decode_cursor(cursor)
 
@@ -169,5 +164,5 @@ def test_another_cursor_is_refused(cursor: str) -> None:
         ("/v1/runs/s/end", None),
     ],
 )
-def test_the_path_of_a_call_is_split_behind_the_id(path: str, expected: tuple[str, str] | None) -> None:
+def test_the_path_of_a_call_is_split_behind_the_id(path, expected):
     assert split_session_path({"path": path, "raw_path": path.encode()}) == expected

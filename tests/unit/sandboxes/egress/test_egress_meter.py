@@ -34,7 +34,7 @@ class Counting(SandboxProvider):
         """Do nothing."""
 
 
-async def test_counts_are_read_repeatedly_and_shown() -> None:
+async def test_counts_are_read_repeatedly_and_shown():
     provider, metrics = Counting(), Metrics()
     meter = EgressMeter(provider, seconds=0.01)
     metrics.watch_egress(lambda: meter.counts)

@@ -35,7 +35,7 @@ def program(path: Path, says: str = "apptainer version 1.4.5-2") -> Path:
     return path
 
 
-def test_the_environment_variable_overrides_path(tmp_path: Path) -> None:
+def test_the_environment_variable_overrides_path(tmp_path):
     named, found = program(tmp_path / "named" / "mine"), program(tmp_path / "path" / "apptainer")
     environ = {"ROLLOUT_APPTAINER": str(named), "PATH": str(found.parent)}
     assert find_apptainer(environ) == named
@@ -43,7 +43,7 @@ def test_the_environment_variable_overrides_path(tmp_path: Path) -> None:
     assert find_apptainer(environ) == found
 
 
-def test_the_installers_prefix_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installers_prefix_comes_last(tmp_path, monkeypatch):
     monkeypatch.setattr("sandboxes.host.facts.INSTALL_PREFIX", tmp_path)
     with pytest.raises(ProviderUnavailableError, match="not installed") as caught:
         find_apptainer({"PATH": str(tmp_path / "empty")})
@@ -53,18 +53,18 @@ def test_the_installers_prefix_comes_last(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_apptainer({"PATH": str(tmp_path / "empty")}) == installed
 
 
-def test_a_named_binary_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_named_binary_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ProviderUnavailableError, match="nowhere"):
         find_apptainer({"ROLLOUT_APPTAINER": str(tmp_path / "nowhere"), "PATH": os.defpath})
 
 
 @pytest.mark.parametrize(("says", "version"), [("apptainer version 1.4.5-2", "1.4.5"), ("nothing", None)])
-def test_versions_are_read(tmp_path: Path, says: str, version: str | None) -> None:
+def test_versions_are_read(tmp_path, says, version):
     assert apptainer_version(program(tmp_path / "apptainer", says)) == version
     assert apptainer_version(tmp_path / "missing") is None
 
 
-def test_facts_are_read_from_this_host(tmp_path: Path) -> None:
+def test_facts_are_read_from_this_host(tmp_path):
     binary = program(tmp_path / "apptainer")
     facts = read_host_facts({"ROLLOUT_APPTAINER": str(binary)})
     assert facts.require_apptainer() == binary
@@ -74,7 +74,7 @@ def test_facts_are_read_from_this_host(tmp_path: Path) -> None:
     assert facts.cgroup_limits == find_control_groups().enforced, "what sandboxes will get, not a guess of it"
 
 
-def test_facts_are_interpreted() -> None:
+def test_facts_are_interpreted():
     with pytest.raises(ProviderUnavailableError):
         FACTS.require_apptainer()
     assert not FACTS.needs_no_privs, "an ordinary user has no privileges to give up"
@@ -90,7 +90,7 @@ def test_facts_are_interpreted() -> None:
     assert replace(FACTS, is_root=True).fakeroot
 
 
-def test_root_without_capabilities_cannot_mount_images() -> None:
+def test_root_without_capabilities_cannot_mount_images():
     """Root in a plain container is like that; an ordinary user has no capabilities to begin with."""
     drop = ["setpriv", "--bounding-set", "-all"] if os.geteuid() == 0 else []
     code = (

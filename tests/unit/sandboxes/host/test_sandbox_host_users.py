@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ def leased(users: HostUsers, count: int = 1) -> list[UserLease]:
     return [lease for lease in found if lease is not None]
 
 
-def test_two_services_never_hold_one_id(tmp_path: Path) -> None:
+def test_two_services_never_hold_one_id(tmp_path):
     folder = tmp_path / "users"
     services = [HostUsers(NUMBERS, folder) for _ in range(4)]
     numbers = [lease.number for users in services for lease in leased(users, 100)]
@@ -38,7 +37,7 @@ def test_two_services_never_hold_one_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_services_with_overlapping_ranges_never_hold_one_id(tmp_path: Path) -> None:
+def test_services_with_overlapping_ranges_never_hold_one_id(tmp_path):
     start = NUMBERS.start
     ranges = range(start, start + BLOCK), range(start + 1, start + 2 * BLOCK)
     services = [HostUsers(numbers, tmp_path / "users") for numbers in ranges]
@@ -52,7 +51,7 @@ def all_leases(users: HostUsers) -> list[UserLease]:
     return list(iter(users.lease, None))
 
 
-def test_an_id_is_reused_only_after_all_others(tmp_path: Path) -> None:
+def test_an_id_is_reused_only_after_all_others(tmp_path):
     users = HostUsers(range(NUMBERS.start, NUMBERS.start + BLOCK), tmp_path / "users")
     leases = leased(users, BLOCK)
     assert users.lease() is None
@@ -63,7 +62,7 @@ def test_an_id_is_reused_only_after_all_others(tmp_path: Path) -> None:
     users.close()
 
 
-def test_the_block_of_a_dead_service_is_free_again(tmp_path: Path) -> None:
+def test_the_block_of_a_dead_service_is_free_again(tmp_path):
     code = (
         "import os, sys; from pathlib import Path; from sandboxes.host.uid_leases import HostUsers; "
         "users = HostUsers(range(int(sys.argv[1]), int(sys.argv[2])), Path(sys.argv[3])); "
@@ -84,9 +83,7 @@ def test_the_block_of_a_dead_service_is_free_again(tmp_path: Path) -> None:
     other.close()
 
 
-def test_ids_of_users_processes_and_subordinates_are_never_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_of_users_processes_and_subordinates_are_never_taken(tmp_path, monkeypatch):
     mine = os.geteuid()
     assert is_taken(range(mine, mine + BLOCK)), "this process has one of them"
     assert is_taken(range(60_000, 70_000)), "nobody has one of them"
@@ -102,7 +99,7 @@ def test_ids_of_users_processes_and_subordinates_are_never_taken(
     assert is_taken(NUMBERS)
 
 
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
     folder = tmp_path / "users"
     folder.mkdir()
     folder.chmod(0o777)
@@ -110,7 +107,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("owner", [0, 1, 65_534, 3_000_000_000])
-def test_the_map_gives_the_owners_files_to_the_user_and_changes_no_other(owner: int) -> None:
+def test_the_map_gives_the_owners_files_to_the_user_and_changes_no_other(owner):
     user = NUMBERS.start
     lines = [tuple(map(int, line.split())) for line in swap_ids(owner, user).splitlines()]
 
@@ -126,7 +123,7 @@ def test_the_map_gives_the_owners_files_to_the_user_and_changes_no_other(owner: 
 
 
 @pytest.mark.parametrize("wrong", ["", "5", "1-2-3", "0-4294967294", "2000000-2000100", "a-b"])
-def test_a_wrong_range_is_refused(wrong: str) -> None:
+def test_a_wrong_range_is_refused(wrong):
     with pytest.raises(ValueError, match="give"):
         ApptainerConfig(user_range=wrong)
     assert ApptainerConfig(user_range="none").user_range == "none"

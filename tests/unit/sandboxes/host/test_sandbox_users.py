@@ -2,7 +2,6 @@
 
 import os
 import pwd
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from sandboxes.host.subordinate_ids import has_subordinate_ids, resolve_user, su
 
 
 @pytest.mark.parametrize("owner", [str(os.geteuid()), pwd.getpwuid(os.geteuid()).pw_name])
-def test_ids_are_found_by_name_and_by_number(tmp_path: Path, owner: str) -> None:
+def test_ids_are_found_by_name_and_by_number(tmp_path, owner):
     files = (tmp_path / "subuid", tmp_path / "subgid")
     files[0].write_text(f"other:100000:65536\n{owner}:200000:65536\n")
     assert not has_subordinate_ids(os.geteuid(), files)
@@ -21,7 +20,7 @@ def test_ids_are_found_by_name_and_by_number(tmp_path: Path, owner: str) -> None
     assert has_subordinate_ids(os.geteuid(), files)
 
 
-def test_root_runs_sandboxes_as_another_and_others_as_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_runs_sandboxes_as_another_and_others_as_themselves(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     entry = pwd.getpwnam("nobody")
     assert resolve_user("nobody") == (entry.pw_uid, entry.pw_gid)
@@ -34,7 +33,7 @@ def test_root_runs_sandboxes_as_another_and_others_as_themselves(monkeypatch: py
     assert resolve_user("nobody") == (1234, 5678)
 
 
-def test_proposed_ids_belong_to_nobody_else(tmp_path: Path) -> None:
+def test_proposed_ids_belong_to_nobody_else(tmp_path):
     files = (tmp_path / "subuid", tmp_path / "subgid")
     assert "--add-subuids 131072-196607 --add-subgids 131072-196607 " in subordinate_ids_command(files=files)
     files[0].write_text("first:100000:65536\nsecond:200000:65536\n")

@@ -28,7 +28,7 @@ def names(root: Path, *sources: str, unpack: bool = False) -> list[str]:
     return [file.name for file in BuildContext(root).select(sources, unpack=unpack)]
 
 
-def test_files_folders_and_patterns(root: Path) -> None:
+def test_files_folders_and_patterns(root):
     assert names(root, "a.py") == names(root, "/a.py") == names(root, "./../a.py") == ["f/a.py"]
     assert names(root, "*.py", "src/d*") == ["f/a.py", "f/b.py", "d", "d/c.log", "d/c.py"]
     assert names(root, "[!a].py") == names(root, "[^a].py") == ["f/b.py"]
@@ -38,7 +38,7 @@ def test_files_folders_and_patterns(root: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["none", "*.txt", "outer", "outer/passwd", "away", "src/a.py/x"])
-def test_nothing_outside_is_found(root: Path, source: str) -> None:
+def test_nothing_outside_is_found(root, source):
     with pytest.raises(ImageNotFoundError, match="is not in the context"):
         names(root, source)
 
@@ -61,14 +61,14 @@ def test_nothing_outside_is_found(root: Path, source: str) -> None:
         ),
     ],
 )
-def test_the_last_rule_that_matches_decides(root: Path, rules: str, left: list[str]) -> None:
+def test_the_last_rule_that_matches_decides(root, rules, left):
     (root / ".dockerignore").write_text(rules)
     files = [one for one in BuildContext(root).select(["."]) if one.path and one.path.is_file()]
     found = {one.name.removeprefix("d/") for one in files if one.path and not one.path.is_symlink()}
     assert found - {".dockerignore"} == set(left)
 
 
-def test_rules_beside_a_dockerfile_come_first(root: Path) -> None:
+def test_rules_beside_a_dockerfile_come_first(root):
     (root / ".dockerignore").write_text("a.py")
     (root / "Dockerfile.dockerignore").write_text("b.py")
     context = BuildContext(root, root / "Dockerfile")
@@ -77,12 +77,12 @@ def test_rules_beside_a_dockerfile_come_first(root: Path) -> None:
         context.select(["b.py"])
 
 
-def test_an_empty_rule_file_ignores_nothing() -> None:
+def test_an_empty_rule_file_ignores_nothing():
     assert not IgnoreRules("").ignores("a")
     assert not IgnoreRules("!a").ignores("a")
 
 
-def test_a_digest_counts_content_and_modes_but_no_times(root: Path) -> None:
+def test_a_digest_counts_content_and_modes_but_no_times(root):
     def found() -> str:
         return digest(BuildContext(root).select(["."]))
 
@@ -98,7 +98,7 @@ def test_a_digest_counts_content_and_modes_but_no_times(root: Path) -> None:
     assert len({first, second, third, found()}) == 4
 
 
-def test_what_is_sent_belongs_to_root_and_archives_are_unpacked(root: Path) -> None:
+def test_what_is_sent_belongs_to_root_and_archives_are_unpacked(root):
     with tarfile.open(root / "packed.tar.xz", "w:xz") as tar:
         tar.add(root / "src", "../up")
     pipe = io.BytesIO()

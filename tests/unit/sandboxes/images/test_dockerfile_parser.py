@@ -39,7 +39,7 @@ def only(text: str) -> Instruction:
     return found
 
 
-def test_lines_continuations_heredocs_and_flags() -> None:
+def test_lines_continuations_heredocs_and_flags():
     found = parse(TEXT).instructions
     assert [(one.keyword, one.line) for one in found] == [
         ("ARG", 2),
@@ -65,7 +65,7 @@ def test_lines_continuations_heredocs_and_flags() -> None:
     assert found[8].array is None, "an array of strings, or no array"
 
 
-def test_the_escape_directive() -> None:
+def test_the_escape_directive():
     text = "# escape=`\nFROM windows\nRUN dir `\n  C:\\\nENV a=`$b"
     assert [one.text for one in parse(text).instructions] == ["windows", "dir   C:\\", "a=`$b"]
     assert only("\n# escape=`\nRUN a \\\n b").text == "a  b", "a directive comes first"
@@ -81,7 +81,7 @@ def test_the_escape_directive() -> None:
         ("RUN a <<EOF\nx\n", "Dockerfile:1: the here-document EOF has no end", "end it with a line EOF"),
     ],
 )
-def test_errors_have_a_line_and_a_hint(text: str, message: str, hint: str) -> None:
+def test_errors_have_a_line_and_a_hint(text, message, hint):
     with pytest.raises(DockerfileError) as caught:
         parse(text)
     assert str(caught.value) == message
@@ -107,7 +107,7 @@ VARIABLES = {"a": "1", "empty": "", "space": "x y", "quoted": "'"}
         ("trailing\\", "trailing\\"),
     ],
 )
-def test_words_are_expanded(text: str, expected: str) -> None:
+def test_words_are_expanded(text, expected):
     assert expand(text, VARIABLES) == expected
 
 
@@ -123,12 +123,12 @@ def test_words_are_expanded(text: str, expected: str) -> None:
         ("${}", "name is missing"),
     ],
 )
-def test_wrong_words_are_refused(text: str, message: str) -> None:
+def test_wrong_words_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         expand(text, VARIABLES)
 
 
-def test_heredocs_keep_their_quotes() -> None:
+def test_heredocs_keep_their_quotes():
     assert expand_heredoc('it\'s "$a" \\$a \\n\n', VARIABLES) == 'it\'s "1" $a \\n\n'
 
 
@@ -138,18 +138,18 @@ PLAIN = st.text(
 
 
 @given(st.lists(PLAIN, max_size=6), st.sampled_from([" ", "\t", "  "]))
-def test_words_without_quotes_are_what_split_makes(words: list[str], between: str) -> None:
+def test_words_without_quotes_are_what_split_makes(words, between):
     assert split_words(between.join(words)) == between.join(words).split()
 
 
 @given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="'\0")))
-def test_single_quotes_keep_everything(text: str) -> None:
+def test_single_quotes_keep_everything(text):
     assert expand(f"'{text}'", {}) == text
     assert split_words(f"a'{text}'b c") == [f"a'{text}'b", "c"]
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
-def test_any_text_is_parsed_or_refused_with_a_line(head: str, tail: str) -> None:
+def test_any_text_is_parsed_or_refused_with_a_line(head, tail):
     text = f"{head}\nFROM a\nRUN {tail}"
     try:
         found = parse(text).instructions
@@ -160,7 +160,7 @@ def test_any_text_is_parsed_or_refused_with_a_line(head: str, tail: str) -> None
 
 
 @given(st.lists(st.text(st.sampled_from("ab \t$"), min_size=1).map(str.strip).filter(bool), min_size=1))
-def test_continuations_lose_nothing(parts: list[str]) -> None:
+def test_continuations_lose_nothing(parts):
     joined = only("RUN x" + "".join(f" \\\n# comment\n\n {part}" for part in parts))
     assert joined.text.split() == " ".join(["x", *parts]).split()
     assert joined.line == 1

@@ -25,7 +25,7 @@ def plan(text: str, target: str | None = None, **given: str) -> BuildPlan:
     return make_plan(parse(text), given, target)
 
 
-def test_only_what_the_target_needs_is_built() -> None:
+def test_only_what_the_target_needs_is_built():
     found = plan(STAGES)
     assert [stage.name for stage in found.stages] == ["build", "other", "3"]
     assert found.bases == {"debian:12": 2, "tools:1": 7}
@@ -35,11 +35,11 @@ def test_only_what_the_target_needs_is_built() -> None:
     assert plan(STAGES, TAG="13").stages[0].base == "debian:13"
 
 
-def test_arguments_that_nothing_declares_are_told() -> None:
+def test_arguments_that_nothing_declares_are_told():
     assert plan("ARG A\nFROM a\nARG B=1", A="", B="", C="", HTTP_PROXY="").unused == ("C",)
 
 
-def test_every_instruction_has_a_treatment() -> None:
+def test_every_instruction_has_a_treatment():
     assert set(TREATMENT) == set(KEYWORDS)
     assert set(FLAGS) <= set(KEYWORDS)
 
@@ -78,26 +78,26 @@ def test_every_instruction_has_a_treatment() -> None:
         ("FROM a\nFROM b\nARG 'x", 3, "no end"),
     ],
 )
-def test_what_cannot_be_had_is_named_with_its_line(text: str, line: int, message: str) -> None:
+def test_what_cannot_be_had_is_named_with_its_line(text, line, message):
     with pytest.raises(DockerfileError, match=f"^Dockerfile:{line}: .*") as caught:
         plan(text)
     assert message in str(caught.value)
     assert caught.value.line == line
 
 
-def test_an_unknown_target_names_the_stages() -> None:
+def test_an_unknown_target_names_the_stages():
     with pytest.raises(DockerfileError, match="no stage 'x'") as caught:
         plan(STAGES, "x")
     assert caught.value.hint == "its stages are build, other, unused, 3"
 
 
-def test_this_machine_is_a_platform() -> None:
+def test_this_machine_is_a_platform():
     machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
     assert plan(f"FROM --platform=linux/{machine} a").target.base == "a"
     assert plan("FROM --platform=$BUILDPLATFORM a:$TARGETARCH").target.base == f"a:{machine}"
 
 
-def test_mounts() -> None:
+def test_mounts():
     assert parse_mount("type=cache,target=/c") == Mount("cache", "/c", "/c")
     assert parse_mount("type=cache,target=/c,id=pip,sharing=locked") == Mount("cache", "/c", "pip")
     assert parse_mount("target=/x,source=a/b,from=build") == Mount("bind", "/x", "a/b", "build")

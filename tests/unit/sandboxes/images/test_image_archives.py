@@ -25,7 +25,7 @@ def make(path: Path, mode: str = "w", prefix: str = "", **documents: object) -> 
     return path
 
 
-def test_kinds_and_tags(tmp_path: Path) -> None:
+def test_kinds_and_tags(tmp_path):
     found = read_archive(make(tmp_path / "oci.tar", index=INDEX))
     assert (found.kind, found.images, found.plain) == ("oci-archive", (("one:1",), ()), True)
     found = read_archive(make(tmp_path / "docker.tar.gz", "w:gz", "./", manifest=SAVED, index=INDEX))
@@ -36,7 +36,7 @@ def test_kinds_and_tags(tmp_path: Path) -> None:
     assert caught.value.hint == "choose one with --tag; its tags are: r.io/one:1, one:latest"
 
 
-def test_one_image_is_copied_where_apptainer_needs_that(tmp_path: Path) -> None:
+def test_one_image_is_copied_where_apptainer_needs_that(tmp_path):
     file = make(tmp_path / "many.tar.gz", "w:gz", "./", manifest=SAVED, index=INDEX, repositories={})
     copy = single_image(read_archive(file), "one:latest", tmp_path)
     found = read_archive(copy)
@@ -49,7 +49,7 @@ def test_one_image_is_copied_where_apptainer_needs_that(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not an archive", b"\x1f\x8b broken"])
-def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_refused(tmp_path, content):
     file = tmp_path / "file"
     file.write_bytes(content)
     with pytest.raises(ImageError):
@@ -58,7 +58,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
         read_archive(tmp_path / "none")
 
 
-def test_an_archive_of_other_things_is_refused(tmp_path: Path) -> None:
+def test_an_archive_of_other_things_is_refused(tmp_path):
     with pytest.raises(ImageError, match="neither index"):
         read_archive(make(tmp_path / "x.tar", other={}))
     with pytest.raises(ImageError, match="neither"):

@@ -58,7 +58,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_full_image_has_everything(root: Path) -> None:
+def test_a_full_image_has_everything(root):
     facts = read_facts(root)
     assert (facts.bash, facts.python, facts.python_version) == ("5.2.15(1)", "/usr/bin/python3", "3.11")
     assert (facts.ipykernel, facts.needs_toolkit, facts.missing, facts.advice) == ("7.4.0", False, (), ())
@@ -67,7 +67,7 @@ def test_a_full_image_has_everything(root: Path) -> None:
     assert ImageFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
 
 
-def test_missing_programs_are_reported(root: Path) -> None:
+def test_missing_programs_are_reported(root):
     for name in ("bash", "tar", "python3"):
         (root / "usr" / "bin" / name).unlink()
     facts = read_facts(root)
@@ -90,7 +90,7 @@ def test_missing_programs_are_reported(root: Path) -> None:
         ("kernel", ""),
     ],
 )
-def test_a_python_that_cannot_run_is_not_used(root: Path, change: str, problem: str) -> None:
+def test_a_python_that_cannot_run_is_not_used(root, change, problem):
     python = root / "usr" / "bin" / "python3.11"
     if change in {"script", "empty"}:
         python.write_bytes(b"#!/bin/sh\nexit 1\n" if change == "script" else b"")
@@ -107,7 +107,7 @@ def test_a_python_that_cannot_run_is_not_used(root: Path, change: str, problem: 
     assert facts.advice
 
 
-def test_python_is_found_on_the_path_that_the_image_declares(root: Path) -> None:
+def test_python_is_found_on_the_path_that_the_image_declares(root):
     put(root, "/opt/conda/bin/python3.12", elf())
     (root / "opt/conda/bin/python3").symlink_to("python3.12")
     put(root, "/opt/conda/lib/python3.12/site-packages/ipykernel/kernelapp.py", b"#", 0o644)
@@ -120,7 +120,7 @@ def test_python_is_found_on_the_path_that_the_image_declares(root: Path) -> None
     assert facts.environment == {"PATH": "/opt/conda/bin:/usr/bin", "GREETING": "good day"}
 
 
-def test_a_virtual_environment_has_its_own_packages(root: Path) -> None:
+def test_a_virtual_environment_has_its_own_packages(root):
     (root / "venv" / "bin").mkdir(parents=True)
     (root / "venv/bin/python3").symlink_to("/usr/bin/python3")
     put(root, "/venv/lib/python3.11/site-packages/ipykernel/kernelapp.py", b"#", 0o644)
@@ -129,7 +129,7 @@ def test_a_virtual_environment_has_its_own_packages(root: Path) -> None:
     assert read_facts(root).ipykernel == "6.1"
 
 
-def test_no_link_leads_out_and_no_file_blocks(root: Path, tmp_path: Path) -> None:
+def test_no_link_leads_out_and_no_file_blocks(root, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text('PRETTY_NAME="secret"')
     (root / "etc" / "os-release").unlink()
@@ -144,7 +144,7 @@ def test_no_link_leads_out_and_no_file_blocks(root: Path, tmp_path: Path) -> Non
     assert ImageTree(root).read("/usr/lib/os-release") is None
 
 
-def test_malformed_labels_and_variables_are_ignored(root: Path) -> None:
+def test_malformed_labels_and_variables_are_ignored(root):
     put(root, "/.singularity.d/labels.json", b"[1, 2")
     put(root, "/.singularity.d/env/90-environment.sh", b'\xff\xfe export\nexport\nexport A B\nexport "C=\n=')
     facts = read_facts(root)
@@ -152,7 +152,7 @@ def test_malformed_labels_and_variables_are_ignored(root: Path) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_no_header_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_no_header_breaks_the_reader(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("root")
     for content in (data, elf()[:80] + data, b"\x7fELF\x02\x01" + data):
         put(root, "/program", content)
@@ -179,7 +179,7 @@ def image_of(root: Path, path: Path) -> Path:
     return path
 
 
-def test_an_image_is_unpacked_and_read_once(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+def test_an_image_is_unpacked_and_read_once(unpacked, root, tmp_path):
     image = image_of(root, tmp_path / "image.sif")
     first = unpacked.provide(image)
     assert first.facts.ipykernel == "7.4.0"
@@ -195,14 +195,14 @@ def test_an_image_is_unpacked_and_read_once(unpacked: UnpackedImages, root: Path
     assert unpacked.provide(image).folder != first.folder, "an image that is written again is another"
 
 
-def test_inspecting_an_image_leaves_it_packed(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+def test_inspecting_an_image_leaves_it_packed(unpacked, root, tmp_path):
     image = image_of(root, tmp_path / "image.sif")
     assert unpacked.facts(image).ipykernel == "7.4.0"
     assert unpacked.prune(0, grace_seconds=0) == []
     assert list((tmp_path / "cache/unpacked/drafts").iterdir()) == []
 
 
-def test_unpacked_images_stay_within_the_budget(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+def test_unpacked_images_stay_within_the_budget(unpacked, root, tmp_path):
     old, new = (image_of(root, tmp_path / f"{name}.sif") for name in ("old", "new"))
     folders = [unpacked.provide(image).folder for image in (old, new)]
     for folder, when in zip(folders, (1000, 2000), strict=True):
@@ -217,9 +217,7 @@ def test_unpacked_images_stay_within_the_budget(unpacked: UnpackedImages, root: 
     assert unpacked.provide(old).folder.exists()
 
 
-def test_images_that_are_gone_or_replaced_are_evicted_within_the_budget(
-    unpacked: UnpackedImages, root: Path, tmp_path: Path
-) -> None:
+def test_images_that_are_gone_or_replaced_are_evicted_within_the_budget(unpacked, root, tmp_path):
     gone, replaced, kept = (image_of(root, tmp_path / f"{name}.sif") for name in ("gone", "replaced", "kept"))
     folders = [unpacked.provide(image).folder for image in (gone, replaced, kept)]
     gone.unlink()
@@ -230,9 +228,7 @@ def test_images_that_are_gone_or_replaced_are_evicted_within_the_budget(
     assert [(one.useless, one.evicted) for one in decided] == [(True, True), (True, True), (False, False)]
 
 
-def test_a_full_disk_is_freed_of_what_nobody_uses(
-    unpacked: UnpackedImages, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_freed_of_what_nobody_uses(unpacked, root, tmp_path, monkeypatch):
     old, new = (image_of(root, tmp_path / f"{name}.sif") for name in ("old", "new"))
     folder = unpacked.provide(old).folder
     unpack = squashfs.unpack
@@ -253,16 +249,14 @@ def test_a_full_disk_is_freed_of_what_nobody_uses(
     assert not folder.exists()
 
 
-def test_mounted_images_are_not_evicted(
-    unpacked: UnpackedImages, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mounted_images_are_not_evicted(unpacked, root, tmp_path, monkeypatch):
     folder = unpacked.provide(image_of(root, tmp_path / "image.sif")).folder
     monkeypatch.setattr("sandboxes.images.unpacked.mounted_folders", lambda: {folder.name})
     (decided,) = unpacked.prune(0, grace_seconds=0)
     assert (decided.evicted, decided.kept) == (False, "a sandbox has it mounted")
 
 
-def test_a_file_that_is_not_an_image_is_refused(tmp_path: Path, unpacked: UnpackedImages) -> None:
+def test_a_file_that_is_not_an_image_is_refused(tmp_path, unpacked):
     fake = tmp_path / "fake.sif"
     fake.write_text("not an image")
     with pytest.raises(ImageError, match="could not be unpacked"):
@@ -272,7 +266,7 @@ def test_a_file_that_is_not_an_image_is_refused(tmp_path: Path, unpacked: Unpack
     assert list((tmp_path / "cache/unpacked/drafts").iterdir()) == []
 
 
-def test_a_toolkit_is_made_of_links(root: Path, tmp_path: Path, unpacked: UnpackedImages) -> None:
+def test_a_toolkit_is_made_of_links(root, tmp_path, unpacked):
     put(root, "/lib64/libc.so.6", b"library")
     image = image_of(root, tmp_path / "image.sif")
     toolkit = unpacked.toolkit(image)
@@ -288,7 +282,7 @@ def test_a_toolkit_is_made_of_links(root: Path, tmp_path: Path, unpacked: Unpack
     assert unpacked.toolkit(image).exists()
 
 
-def test_no_toolkit_is_made_from_an_image_without_ipykernel(root: Path, tmp_path: Path) -> None:
+def test_no_toolkit_is_made_from_an_image_without_ipykernel(root, tmp_path):
     shutil.rmtree(root / "usr" / "local")
     with pytest.raises(ImageError, match="no python3 with ipykernel"):
         assemble(root, read_facts(root), tmp_path)

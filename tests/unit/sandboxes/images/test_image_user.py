@@ -1,7 +1,5 @@
 """What an image says of its working folder and its user, which may be anything."""
 
-from pathlib import Path
-
 import pytest
 
 from sandboxes.images.facts import read_facts
@@ -21,7 +19,7 @@ PASSWD = "root:x:0:0::/root:/bin/sh\napp:x:7:7::/home/app:/bin/sh\nodd:x:8:8::no
         ("/a\0", None),
     ],
 )
-def test_working_folders(tmp_path: Path, named: str, expected: str | None) -> None:
+def test_working_folders(tmp_path, named, expected):
     assert read_facts(tmp_path, {"WorkingDir": named}).workdir == expected
 
 
@@ -39,7 +37,7 @@ def test_working_folders(tmp_path: Path, named: str, expected: str | None) -> No
         ("a\nb", None, None),
     ],
 )
-def test_users(tmp_path: Path, named: str, user: str | None, home: str | None) -> None:
+def test_users(tmp_path, named, user, home):
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/passwd").write_text(PASSWD)
     found = read_facts(tmp_path, {"User": named, "WorkingDir": 7})

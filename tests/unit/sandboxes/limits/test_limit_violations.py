@@ -17,7 +17,7 @@ def make_monitor(folder: Path, **files: str) -> LimitMonitor:
     return LimitMonitor(LIMITS, ControlGroup({"memory": folder, "pids": folder}), None, None, Counter())
 
 
-def test_each_caller_sees_a_violation_once(tmp_path: Path) -> None:
+def test_each_caller_sees_a_violation_once(tmp_path):
     monitor = make_monitor(tmp_path)
     first, second = LimitViolations(monitor), LimitViolations(monitor)
     assert first.drain() == ()
@@ -31,7 +31,7 @@ def test_each_caller_sees_a_violation_once(tmp_path: Path) -> None:
     monitor.close()
 
 
-def test_version_1_counts_kills_too(tmp_path: Path) -> None:
+def test_version_1_counts_kills_too(tmp_path):
     path = tmp_path / "memory.oom_control"
     monitor = make_monitor(tmp_path, **{path.name: "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n"})
     seen = LimitViolations(monitor)
@@ -40,7 +40,7 @@ def test_version_1_counts_kills_too(tmp_path: Path) -> None:
     monitor.close()
 
 
-def test_a_full_group_is_reported_again_only_after_it_had_room(tmp_path: Path) -> None:
+def test_a_full_group_is_reported_again_only_after_it_had_room(tmp_path):
     monitor = make_monitor(tmp_path)
     seen = LimitViolations(monitor)
     (tmp_path / "pids.peak").write_text("13\n")
@@ -53,7 +53,7 @@ def test_a_full_group_is_reported_again_only_after_it_had_room(tmp_path: Path) -
     monitor.close()
 
 
-def test_a_call_adds_its_own_limits(tmp_path: Path) -> None:
+def test_a_call_adds_its_own_limits(tmp_path):
     monitor = make_monitor(tmp_path)
     seen = LimitViolations(monitor)
     monitor.record("disk")
@@ -64,7 +64,7 @@ def test_a_call_adds_its_own_limits(tmp_path: Path) -> None:
     monitor.close()
 
 
-def test_a_closed_monitor_keeps_what_it_knew(tmp_path: Path) -> None:
+def test_a_closed_monitor_keeps_what_it_knew(tmp_path):
     monitor = make_monitor(tmp_path)
     seen = LimitViolations(monitor)
     assert monitor.make_errors() == ()
@@ -78,7 +78,7 @@ def test_a_closed_monitor_keeps_what_it_knew(tmp_path: Path) -> None:
     assert [violation.limit for violation in seen.drain()] == ["memory", "lifetime"]
 
 
-def test_groups_without_counters_report_no_violation(tmp_path: Path) -> None:
+def test_groups_without_counters_report_no_violation(tmp_path):
     monitor = LimitMonitor(
         LIMITS, ControlGroup({"memory": tmp_path, "pids": tmp_path}), None, None, Counter()
     )

@@ -6,7 +6,6 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from sandboxes.limits.watchdog import Processes, ProcessorYield, Watchdog, Watch
 NONE = ResourceLimits(None, None, None)
 
 
-def test_descendants_are_found_and_nobody_else() -> None:
+def test_descendants_are_found_and_nobody_else():
     process = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 & echo up; wait"], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -35,7 +34,7 @@ def test_descendants_are_found_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(("name", "unit"), [("cpuacct.usage", 10**9), ("cpu.stat", 10**6)])
-def test_a_busy_sandbox_yields_until_it_rests(tmp_path: Path, name: str, unit: int) -> None:
+def test_a_busy_sandbox_yields_until_it_rests(tmp_path, name, unit):
     def use(seconds: float) -> None:
         used = int(seconds * unit)
         (tmp_path / name).write_text(f"{used}\n" if name == "cpuacct.usage" else f"usage_usec {used}\nx 1\n")
@@ -60,7 +59,7 @@ def test_a_busy_sandbox_yields_until_it_rests(tmp_path: Path, name: str, unit: i
     yielding.check(5.0)
 
 
-def test_only_sandboxes_without_enforcing_groups_are_scanned(tmp_path: Path) -> None:
+def test_only_sandboxes_without_enforcing_groups_are_scanned(tmp_path):
     limits = ResourceLimits(1 << 30, 10, None)
     whole = ControlGroup({"memory": tmp_path, "pids": tmp_path})
     for group, needs_scan in ((whole, False), (ControlGroup({"pids": tmp_path}), True), (None, True)):
@@ -70,7 +69,7 @@ def test_only_sandboxes_without_enforcing_groups_are_scanned(tmp_path: Path) -> 
     assert not WatchedSandbox(LimitMonitor(NONE, None, os.getpid(), None, Counter())).needs_scan
 
 
-def test_the_thread_ends_with_the_last_sandbox() -> None:
+def test_the_thread_ends_with_the_last_sandbox():
     watchdog = Watchdog()
     monitor = LimitMonitor(NONE, None, None, None, Counter())
     watchdog.add(monitor)

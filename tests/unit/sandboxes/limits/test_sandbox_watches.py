@@ -29,29 +29,29 @@ def holder(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("holder", [["100", "200"]], indirect=True)
-def test_instances_times_descriptors(holder: subprocess.Popen[str]) -> None:
+def test_instances_times_descriptors(holder):
     assert not exceeds([holder.pid], 100 * 320)
     assert exceeds([holder.pid], 20_000)
     assert exceeds([holder.pid, holder.pid], 40_000), "of all together"
 
 
 @pytest.mark.parametrize("holder", [["3", "20"], ["0", "400"]], indirect=True)
-def test_ordinary_programs_have_almost_none(holder: subprocess.Popen[str]) -> None:
+def test_ordinary_programs_have_almost_none(holder):
     assert not exceeds([holder.pid], 3 * 50)
 
 
 @pytest.mark.parametrize("holder", [["100", "200", "hidden"]], indirect=True)
-def test_a_process_that_cannot_be_inspected_counts_with_its_maximum(holder: subprocess.Popen[str]) -> None:
+def test_a_process_that_cannot_be_inspected_counts_with_its_maximum(holder):
     assert exceeds([holder.pid], 20_000)
 
 
-def test_an_ended_process_exceeds_nothing() -> None:
+def test_an_ended_process_exceeds_nothing():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert not exceeds([process.pid], 0)
 
 
-def test_all_sandboxes_together_leave_half() -> None:
+def test_all_sandboxes_together_leave_half():
     one = watches_per_sandbox(1)
     assert one is not None
     assert watches_per_sandbox(10) == pytest.approx(one / 10, abs=1)

@@ -22,7 +22,7 @@ class Clock:
         self.now += seconds
 
 
-async def test_a_full_bucket_serves_a_burst_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_bucket_serves_a_burst_at_once(monkeypatch):
     clock = Clock(monkeypatch)
     bucket = TokenBucket(CAPACITY, INTERVAL)
     for _ in range(CAPACITY):
@@ -30,7 +30,7 @@ async def test_a_full_bucket_serves_a_burst_at_once(monkeypatch: pytest.MonkeyPa
     assert clock.now == 100.0
 
 
-async def test_an_empty_bucket_serves_one_in_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_empty_bucket_serves_one_in_each_interval(monkeypatch):
     clock = Clock(monkeypatch)
     bucket = TokenBucket(CAPACITY, INTERVAL)
     for _ in range(CAPACITY + 4):
@@ -38,7 +38,7 @@ async def test_an_empty_bucket_serves_one_in_each_interval(monkeypatch: pytest.M
     assert clock.now == pytest.approx(100.0 + 4 * INTERVAL)
 
 
-async def test_an_idle_bucket_fills_up_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_bucket_fills_up_and_no_further(monkeypatch):
     clock = Clock(monkeypatch)
     bucket = TokenBucket(CAPACITY, INTERVAL)
     for _ in range(CAPACITY + 1):
@@ -52,7 +52,7 @@ async def test_an_idle_bucket_fills_up_and_no_further(monkeypatch: pytest.Monkey
     assert clock.now == pytest.approx(begun + INTERVAL)
 
 
-async def test_a_cancelled_caller_takes_nothing_from_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_caller_takes_nothing_from_the_bucket(monkeypatch):
     bucket = TokenBucket(CAPACITY, INTERVAL)
     for _ in range(CAPACITY):
         await bucket.take()

@@ -40,7 +40,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_custom_provider_is_checked(tmp_path: Path) -> None:
+def test_a_custom_provider_is_checked(tmp_path):
     report = tmp_path / "report.json"
     checks = ("--check", "exec_at_once", "--check", "no_rights", "--check", "hidden_network")
     code, output = run(f"{HERE}:honest", *checks, "--json", str(report))
@@ -55,7 +55,7 @@ def test_a_custom_provider_is_checked(tmp_path: Path) -> None:
     }
 
 
-def test_an_undeclared_failure_fails_and_a_fixed_one_is_shown() -> None:
+def test_an_undeclared_failure_fails_and_a_fixed_one_is_shown():
     code, output = run(f"{HERE}:dishonest", "--check", "exec_at_once", "--check", "hidden_network")
     assert code == 1
     assert "holds now exec_at_once" in output
@@ -66,12 +66,12 @@ def test_an_undeclared_failure_fails_and_a_fixed_one_is_shown() -> None:
     "arguments",
     [("local", "--check", "nope"), (f"{HERE}:nope",), ("no_module_of_this:x",), (f"{HERE}:no_provider",)],
 )
-def test_an_unusable_provider_or_check_is_not_a_failed_check(arguments: tuple[str, ...]) -> None:
+def test_an_unusable_provider_or_check_is_not_a_failed_check(arguments):
     code, _ = run(*arguments)
     assert code == 2
 
 
-def test_the_list_names_every_check() -> None:
+def test_the_list_names_every_check():
     code, output = run("local", "--list")
     assert code == 0
     assert all(check.__name__ in output for check in CHECKS)

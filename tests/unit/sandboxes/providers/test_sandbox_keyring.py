@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ INSIDE = f"{PRELUDE}print(call(int(sys.argv[1]), 10, -3, b'user', b'rollout-test
 
 
 @pytest.mark.parametrize("through", ["the launcher", "nothing"])
-def test_a_sandbox_finds_no_key_of_its_service(tmp_path: Path, through: str) -> None:
+def test_a_sandbox_finds_no_key_of_its_service(tmp_path, through):
     keyctl, add_key = str(launch.KEYCTL), str(launch.KEYCTL - 2)
     script = [launch.__file__, sys.executable] if through == "the launcher" else []
     command = [sys.executable, "-c", SERVICE, keyctl, add_key, *script, "-c", INSIDE, keyctl]

@@ -35,9 +35,7 @@ def left(run_dir: Path) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["_wait_until_ready", "_make_launched", "make_sandbox"])
-async def test_a_failure_after_the_launch_leaves_nothing(
-    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+async def test_a_failure_after_the_launch_leaves_nothing(provider, run_dir, monkeypatch, step):
     def fail(*_: object) -> None:
         raise RuntimeError("no thread can be started")
 
@@ -53,8 +51,8 @@ async def test_a_failure_after_the_launch_leaves_nothing(
 
 @pytest.mark.parametrize("step", ["plan", "_wait_until_ready"])
 async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
-    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+    provider, run_dir, monkeypatch, step
+):
     original, there, closed = getattr(provider, step), anyio.Event(), anyio.Event()
 
     async def held_up(*arguments: object) -> object:
@@ -77,9 +75,7 @@ async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
     assert left(run_dir) == []
 
 
-async def test_a_launcher_without_a_control_shell_is_collected(
-    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_launcher_without_a_control_shell_is_collected(provider, run_dir, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError("no reader can be added")
 
@@ -93,9 +89,7 @@ async def test_a_launcher_without_a_control_shell_is_collected(
     assert left(run_dir) == []
 
 
-async def test_a_launcher_that_outlives_its_kill_is_collected_by_a_later_release(
-    provider: LocalProvider, run_dir: Path
-) -> None:
+async def test_a_launcher_that_outlives_its_kill_is_collected_by_a_later_release(provider, run_dir):
     sandbox = await provider.start(SandboxSpec())
     assert sandbox.info.pid is not None
     with held(sandbox.info.pid):
@@ -108,9 +102,7 @@ async def test_a_launcher_that_outlives_its_kill_is_collected_by_a_later_release
     assert left(run_dir) == []
 
 
-async def test_the_end_of_a_provider_waits_for_a_launcher_that_outlives_its_kill(
-    provider: LocalProvider, run_dir: Path
-) -> None:
+async def test_the_end_of_a_provider_waits_for_a_launcher_that_outlives_its_kill(provider, run_dir):
     sandbox = await provider.start(SandboxSpec())
     assert sandbox.info.pid is not None
     async with anyio.create_task_group() as tasks:

@@ -40,7 +40,7 @@ def error(number: int) -> int:
 
 
 @pytest.mark.parametrize("machine", seccomp.ARCHITECTURES)
-def test_some_calls_are_refused_and_others_allowed(machine: str) -> None:
+def test_some_calls_are_refused_and_others_allowed(machine):
     for family in range(64):
         for name in ("socket", "socketpair"):
             allowed = ALLOWED if family in {1, 2, 10, 16} else error(errno.EAFNOSUPPORT)
@@ -53,7 +53,7 @@ def test_some_calls_are_refused_and_others_allowed(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", seccomp.ARCHITECTURES)
-def test_own_limits_and_priorities_can_change_but_not_those_of_process_1(machine: str) -> None:
+def test_own_limits_and_priorities_can_change_but_not_those_of_process_1(machine):
     pointer = 0x7F00_0000_0000  # its lower half is 0
     assert verdict(machine, "prlimit64", 0, 7, pointer) == ALLOWED
     assert verdict(machine, "prlimit64", 1, 7, 0, pointer) == ALLOWED
@@ -68,19 +68,19 @@ def test_own_limits_and_priorities_can_change_but_not_those_of_process_1(machine
         assert verdict(machine, name, 0, 0) == verdict(machine, name, 1, 1234) == ALLOWED
 
 
-def test_the_other_table_of_x86_64_is_refused() -> None:
+def test_the_other_table_of_x86_64_is_refused():
     assert verdict("x86_64", 0x40000000 | 41, 1) == error(errno.ENOSYS)
     assert verdict("aarch64", 0x40000000 | 41, 1) == ALLOWED  # no such bit there, and no such call
 
 
-def test_every_rule_has_a_number() -> None:
+def test_every_rule_has_a_number():
     names = {rule.name for rule in seccomp.RULES}
     assert names == set(seccomp.ARCHITECTURES["x86_64"].numbers)
     assert names - {"iopl", "ioperm"} == set(seccomp.ARCHITECTURES["aarch64"].numbers)
     assert seccomp.build_program("riscv64") is None
 
 
-def test_the_profile_says_the_same_of_families() -> None:
+def test_the_profile_says_the_same_of_families():
     """libseccomp refuses a call if all arguments of one entry match."""
     matches = {"SCMP_CMP_EQ": int.__eq__, "SCMP_CMP_NE": int.__ne__, "SCMP_CMP_GT": int.__gt__}
     calls = json.loads(seccomp.build_profile())["syscalls"]
@@ -99,7 +99,7 @@ def test_the_profile_says_the_same_of_families() -> None:
     assert refused("keyctl")
 
 
-def test_the_kernel_takes_the_program() -> None:
+def test_the_kernel_takes_the_program():
     code = (
         "import ctypes, os, sys; from sandboxes.providers.apptainer.launch import set_filter, call; "
         "call('prctl', 38, 1, 0, 0, 0); "

@@ -25,7 +25,7 @@ def kernel(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_read_from_the_kernel(kernel: Path) -> None:
+def test_it_is_read_from_the_kernel(kernel):
     found = read_sharing(ApptainerConfig(user_range="none"), kernel)
     assert not found.own_users
     assert not found.filtered, "this kernel names no actions"
@@ -33,12 +33,12 @@ def test_it_is_read_from_the_kernel(kernel: Path) -> None:
     assert found.own_terminals in {48, None}
 
 
-def test_users_are_separate_if_the_service_is_root_and_configured_so() -> None:
+def test_users_are_separate_if_the_service_is_root_and_configured_so():
     assert read_sharing(ApptainerConfig()).own_users == (os.geteuid() == 0)
     assert not read_sharing(ApptainerConfig(user_range="none")).own_users
 
 
-def test_doctor_names_what_can_be_used_up_and_how_to_prevent_it(tmp_path: Path) -> None:
+def test_doctor_names_what_can_be_used_up_and_how_to_prevent_it(tmp_path):
     settings = Settings(sandbox=ApptainerConfig(user_range="none"), state_dir=tmp_path)
     checks = {check.name: check for check in check_sharing(settings)}
     users = checks["users of sandboxes"]

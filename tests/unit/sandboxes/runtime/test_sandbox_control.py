@@ -33,9 +33,7 @@ def read_all(end: socket.socket) -> bytes:
             return b"".join(parts)
 
 
-async def test_a_cancelled_sender_sends_the_rest_of_what_it_began(
-    ends: tuple[ControlShell, socket.socket],
-) -> None:
+async def test_a_cancelled_sender_sends_the_rest_of_what_it_began(ends):
     shell, theirs = ends
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(shell.send, "spawn", LARGE)
@@ -48,9 +46,7 @@ async def test_a_cancelled_sender_sends_the_rest_of_what_it_began(
     assert read == b"2\0spawn\0" + LARGE.encode() + b"\0" + b"1\0end\0"
 
 
-async def test_a_shell_that_accepts_nothing_is_given_up(
-    ends: tuple[ControlShell, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_shell_that_accepts_nothing_is_given_up(ends, monkeypatch):
     shell, _ = ends
     monkeypatch.setattr(control, "SEND_TIMEOUT", 0.1)
     with pytest.raises(SandboxClosedError, match="accepted no more messages"):
@@ -60,9 +56,7 @@ async def test_a_shell_that_accepts_nothing_is_given_up(
         await shell.send("end")
 
 
-async def test_a_field_cannot_end_a_message_and_begin_another(
-    ends: tuple[ControlShell, socket.socket],
-) -> None:
+async def test_a_field_cannot_end_a_message_and_begin_another(ends):
     shell, theirs = ends
     with pytest.raises(ValueError, match="NUL"):
         await shell.send("spawn", "X=\0end\0")
@@ -70,9 +64,7 @@ async def test_a_field_cannot_end_a_message_and_begin_another(
     assert read_all(theirs) == b"1\0end\0"
 
 
-async def test_an_answer_to_a_cancelled_caller_is_not_taken_by_the_next(
-    ends: tuple[ControlShell, socket.socket],
-) -> None:
+async def test_an_answer_to_a_cancelled_caller_is_not_taken_by_the_next(ends):
     shell, theirs = ends
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(shell.wait_until_done)

@@ -7,7 +7,7 @@ from sandboxes.runtime.output import OutputBuffer
 
 
 @given(st.lists(st.binary(max_size=40), max_size=40), st.integers(1, 100))
-def test_keeps_everything_or_both_ends(parts: list[bytes], limit: int) -> None:
+def test_keeps_everything_or_both_ends(parts, limit):
     buffer = OutputBuffer(limit)
     for part in parts:
         buffer.add(part)
@@ -22,7 +22,7 @@ def test_keeps_everything_or_both_ends(parts: list[bytes], limit: int) -> None:
     assert buffer.bytes() == whole[:head] + note + whole[len(whole) - tail :]
 
 
-def test_memory_does_not_grow_with_the_stream() -> None:
+def test_memory_does_not_grow_with_the_stream():
     buffer = OutputBuffer(1000)
     for _ in range(10_000):
         buffer.add(b"x" * 65536)
@@ -30,7 +30,7 @@ def test_memory_does_not_grow_with_the_stream() -> None:
     assert buffer.total == 10_000 * 65536
 
 
-def test_many_small_reads_are_kept_in_bounds() -> None:
+def test_many_small_reads_are_kept_in_bounds():
     buffer = OutputBuffer(10)
     for number in range(10_000):
         buffer.add(str(number % 10).encode())
@@ -38,7 +38,7 @@ def test_many_small_reads_are_kept_in_bounds() -> None:
     assert buffer.bytes().endswith(b"56789")
 
 
-def test_invalid_utf8_is_replaced() -> None:
+def test_invalid_utf8_is_replaced():
     buffer = OutputBuffer(100)
     buffer.add(b"caf\xc3")
     buffer.add(b"\xa9 \xff")

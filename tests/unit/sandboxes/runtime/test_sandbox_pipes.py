@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sandboxes.runtime.pipes import INPUT, NAMES, OUTPUT, Pipes, Reader, StatusLines, read_some, write_all
 
 
-async def test_names_are_removed_once_opened(tmp_path: Path) -> None:
+async def test_names_are_removed_once_opened(tmp_path):
     pipes = Pipes(tmp_path / "token")
     inside = os.open(tmp_path / "token.in", os.O_RDONLY | os.O_NONBLOCK)
     pipes.mark_opened()
@@ -25,7 +25,7 @@ async def test_names_are_removed_once_opened(tmp_path: Path) -> None:
     pipes.close()
 
 
-def test_nothing_is_left_if_a_pipe_cannot_be_made(tmp_path: Path) -> None:
+def test_nothing_is_left_if_a_pipe_cannot_be_made(tmp_path):
     (tmp_path / "token.err").touch()
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(FileExistsError):
@@ -33,7 +33,7 @@ def test_nothing_is_left_if_a_pipe_cannot_be_made(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-async def test_a_writer_that_never_rests_does_not_prolong_the_end(tmp_path: Path) -> None:
+async def test_a_writer_that_never_rests_does_not_prolong_the_end(tmp_path):
     pipes = Pipes(tmp_path / "token")
     writer = os.open(tmp_path / "token.out", os.O_WRONLY | os.O_NONBLOCK)
     reader, got = Reader(pipes.fds[OUTPUT]), bytearray()
@@ -53,7 +53,7 @@ async def test_a_writer_that_never_rests_does_not_prolong_the_end(tmp_path: Path
 
 
 @given(lines=st.lists(st.text("ab 1", max_size=8), max_size=8), cuts=st.lists(st.integers(0, 80), max_size=6))
-def test_status_lines_survive_any_split(lines: list[str], cuts: list[int]) -> None:
+def test_status_lines_survive_any_split(lines, cuts):
     data = "".join(f"{line}\n" for line in lines).encode()
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
 
@@ -74,7 +74,7 @@ def test_status_lines_survive_any_split(lines: list[str], cuts: list[int]) -> No
     anyio.run(check)
 
 
-async def test_a_line_without_end_ends_the_stream() -> None:
+async def test_a_line_without_end_ends_the_stream():
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     status = StatusLines(reading)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -187,7 +186,7 @@ class Bench:
         await self.until(lambda: self.pool.warm == count and len(self.provider.alive) >= count)
 
 
-async def test_the_second_start_is_warm_with_its_sessions_open() -> None:
+async def test_the_second_start_is_warm_with_its_sessions_open():
     bench = Bench()
     async with bench.pool.running():
         first = await bench.take()
@@ -217,7 +216,7 @@ async def test_the_second_start_is_warm_with_its_sessions_open() -> None:
         replace(SPEC, lifetime_seconds=60.0),
     ],
 )
-async def test_another_kind_is_started_cold(other: SandboxSpec) -> None:
+async def test_another_kind_is_started_cold(other):
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -226,7 +225,7 @@ async def test_another_kind_is_started_cold(other: SandboxSpec) -> None:
         assert bench.seen.starts == [False, False]
 
 
-async def test_equal_specifications_are_of_one_kind_whatever_their_collections() -> None:
+async def test_equal_specifications_are_of_one_kind_whatever_their_collections():
     bench = Bench()
     async with bench.pool.running():
         spec = SandboxSpec(env={"A": "1", "B": "2"}, read_only_binds=[Bind("/a", "/b")], network=("a", "b"))
@@ -236,7 +235,7 @@ async def test_equal_specifications_are_of_one_kind_whatever_their_collections()
         assert bench.seen.starts == [False, True]
 
 
-async def test_a_rebuilt_image_is_never_served_stale() -> None:
+async def test_a_rebuilt_image_is_never_served_stale():
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -251,7 +250,7 @@ async def test_a_rebuilt_image_is_never_served_stale() -> None:
         assert bench.seen.starts[-1] is True
 
 
-async def test_a_warm_sandbox_that_died_is_not_handed_out() -> None:
+async def test_a_warm_sandbox_that_died_is_not_handed_out():
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -264,7 +263,7 @@ async def test_a_warm_sandbox_that_died_is_not_handed_out() -> None:
 
 
 @pytest.mark.slow
-async def test_a_kind_without_demand_is_ended() -> None:
+async def test_a_kind_without_demand_is_ended():
     bench = Bench(idle_seconds=60.0)
     async with bench.pool.running():
         taken = await bench.take()
@@ -274,7 +273,7 @@ async def test_a_kind_without_demand_is_ended() -> None:
         await bench.until(lambda: bench.provider.alive.keys() == {taken.id})
 
 
-async def test_the_least_recently_wanted_kind_gives_way() -> None:
+async def test_the_least_recently_wanted_kind_gives_way():
     bench = Bench(max_kinds=2)
     async with bench.pool.running():
         for image in ("a", "b", "c"):
@@ -288,7 +287,7 @@ async def test_the_least_recently_wanted_kind_gives_way() -> None:
         )
 
 
-async def test_a_cold_start_at_the_ceiling_ends_a_warm_one() -> None:
+async def test_a_cold_start_at_the_ceiling_ends_a_warm_one():
     bench = Bench(ceiling=2)
     async with bench.pool.running():
         first = await bench.take()
@@ -300,7 +299,7 @@ async def test_a_cold_start_at_the_ceiling_ends_a_warm_one() -> None:
             await bench.take()
 
 
-async def test_a_start_that_waits_for_a_place_takes_the_one_that_comes_up_warm() -> None:
+async def test_a_start_that_waits_for_a_place_takes_the_one_that_comes_up_warm():
     bench = Bench(ceiling=2)
     async with bench.pool.running():
         await bench.take()
@@ -314,7 +313,7 @@ async def test_a_start_that_waits_for_a_place_takes_the_one_that_comes_up_warm()
         assert bench.provider.most == 2
 
 
-async def test_nothing_is_started_ahead_without_headroom() -> None:
+async def test_nothing_is_started_ahead_without_headroom():
     bench = Bench()
     bench.spare = 1
     async with bench.pool.running():
@@ -329,7 +328,7 @@ async def test_nothing_is_started_ahead_without_headroom() -> None:
         await bench.until(lambda: bench.pool.warm == 0)
 
 
-async def test_nothing_is_started_ahead_while_a_cold_start_is_under_way() -> None:
+async def test_nothing_is_started_ahead_while_a_cold_start_is_under_way():
     bench = Bench()
     bench.provider.hold()
     async with bench.pool.running(), anyio.create_task_group() as tasks:
@@ -340,7 +339,7 @@ async def test_nothing_is_started_ahead_while_a_cold_start_is_under_way() -> Non
         await bench.warmed()
 
 
-async def test_failures_ahead_are_counted_and_tried_again_later() -> None:
+async def test_failures_ahead_are_counted_and_tried_again_later():
     bench = Bench()
     async with bench.pool.running():
         bench.provider.broken_python = True
@@ -355,7 +354,7 @@ async def test_failures_ahead_are_counted_and_tried_again_later() -> None:
         await bench.warmed()
 
 
-async def test_a_cancelled_start_takes_nothing() -> None:
+async def test_a_cancelled_start_takes_nothing():
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -367,7 +366,7 @@ async def test_a_cancelled_start_takes_nothing() -> None:
         assert (bench.pool.warm, len(bench.provider.alive)) == (1, 2)
 
 
-async def test_without_a_size_nothing_is_kept() -> None:
+async def test_without_a_size_nothing_is_kept():
     bench = Bench(size=0)
     async with bench.pool.running():
         await bench.take()
@@ -375,7 +374,7 @@ async def test_without_a_size_nothing_is_kept() -> None:
         assert (bench.pool.warm, bench.provider.started) == (0, 1)
 
 
-async def test_closing_the_pool_closes_everything() -> None:
+async def test_closing_the_pool_closes_everything():
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -386,7 +385,7 @@ async def test_closing_the_pool_closes_everything() -> None:
 
 
 @pytest.mark.slow
-async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path: Path) -> None:
+async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path):
     provider = make_provider(LocalConfig(provider="local"), tmp_path)
     pool = WarmPool(provider, ceiling=4)
     async with pool.running():
@@ -405,7 +404,7 @@ async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path: Path) -> None:
+async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path):
     provider = make_provider(LocalConfig(provider="local"), tmp_path)
     try:
         sandbox = await provider.start(SandboxSpec())

@@ -88,13 +88,13 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         made.close()
 
 
-async def test_a_report_counts_only_with_its_nonce(bench: Bench) -> None:
+async def test_a_report_counts_only_with_its_nonce(bench):
     command = bench.interrupter.begin()
     bench.report("other 5", f"{command.nonce} x", f"{command.nonce} 3")
     assert await bench.interrupter.read_report(command.nonce) == 3
 
 
-async def test_the_jobs_of_the_report_before_are_spared(bench: Bench) -> None:
+async def test_the_jobs_of_the_report_before_are_spared(bench):
     command = bench.interrupter.begin()
     bench.report("17", "23", "99999999999", "no job")
     with pytest.raises(TimeoutError):
@@ -104,7 +104,7 @@ async def test_the_jobs_of_the_report_before_are_spared(bench: Bench) -> None:
     assert stop == ["stop", "42", "INT", str(command.since), "1", "17", "23"]
 
 
-async def test_a_time_out_goes_through_its_steps_and_nudges_the_shell_in_between(bench: Bench) -> None:
+async def test_a_time_out_goes_through_its_steps_and_nudges_the_shell_in_between(bench):
     command = bench.interrupter.begin()
     assert await bench.interrupter.end_overdue(command) is None
     messages = bench.messages()
@@ -114,14 +114,14 @@ async def test_a_time_out_goes_through_its_steps_and_nudges_the_shell_in_between
     assert bench.questions() > 0
 
 
-async def test_the_report_of_an_interrupted_command_ends_the_steps(bench: Bench) -> None:
+async def test_the_report_of_an_interrupted_command_ends_the_steps(bench):
     command = bench.interrupter.begin()
     bench.report(f"{command.nonce} 130")
     assert await bench.interrupter.end_overdue(command) == 130
     assert [message[2] for message in bench.messages() if message[0] == "stop"] == ["INT"]
 
 
-async def test_a_request_stops_the_wait_for_a_report_and_is_answered_at_the_end(bench: Bench) -> None:
+async def test_a_request_stops_the_wait_for_a_report_and_is_answered_at_the_end(bench):
     command = bench.interrupter.begin()
     events = []
 
@@ -140,7 +140,7 @@ async def test_a_request_stops_the_wait_for_a_report_and_is_answered_at_the_end(
     assert not bench.interrupter.is_requested
 
 
-async def test_a_request_gives_up_when_its_steps_are_over(bench: Bench) -> None:
+async def test_a_request_gives_up_when_its_steps_are_over(bench):
     bench.interrupter.begin()
     await bench.interrupter.request()
     assert bench.interrupter.is_requested
@@ -171,15 +171,15 @@ async def settle(bench: Bench, *, answers: bool = False) -> list[str]:
     return ended
 
 
-async def test_a_shell_that_answers_has_settled(bench: Bench) -> None:
+async def test_a_shell_that_answers_has_settled(bench):
     assert await settle(bench, answers=True) == ["settled"]
 
 
-async def test_a_shell_that_does_not_answer_is_dead(bench: Bench) -> None:
+async def test_a_shell_that_does_not_answer_is_dead(bench):
     assert await settle(bench) == ["the shell did not settle after it was interrupted"]
     assert bench.questions() == 2
 
 
-async def test_a_shell_that_ends_while_it_settles_is_dead(bench: Bench) -> None:
+async def test_a_shell_that_ends_while_it_settles_is_dead(bench):
     bench.end_shell()
     assert await settle(bench) == ["the shell ended while the command ran"]

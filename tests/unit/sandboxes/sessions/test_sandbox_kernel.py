@@ -2,7 +2,6 @@
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -22,14 +21,14 @@ FIELDS = st.sampled_from(["text", "data", "ename", "evalue", "traceback", "execu
     st.sampled_from(["stream", "display_data", "execute_result", "error", "status", "other"]),
     st.dictionaries(FIELDS, JSON, max_size=5),
 )
-def test_any_message_is_survived(kind: str, content: dict[str, object]) -> None:
+def test_any_message_is_survived(kind, content):
     cell = Cell(100)
     cell.add_message(kind, content)
     assert isinstance(cell.output.text(), str)
     assert cell.result is None or isinstance(cell.result, str)
 
 
-def test_colors_are_removed_and_long_values_cut() -> None:
+def test_colors_are_removed_and_long_values_cut():
     cell = Cell(100)
     cell.add_message(
         "error", {"ename": "E", "evalue": "v" * 1000, "traceback": ["\x1b[31mred\x1b[0m", "end"]}
@@ -40,7 +39,7 @@ def test_colors_are_removed_and_long_values_cut() -> None:
     assert cell.truncated
 
 
-def test_only_sockets_are_opened_and_no_link_is_followed(tmp_path: Path) -> None:
+def test_only_sockets_are_opened_and_no_link_is_followed(tmp_path):
     inside = tmp_path / "inside"
     inside.mkdir()
     target = tmp_path / "host.sock"
@@ -61,14 +60,14 @@ def test_only_sockets_are_opened_and_no_link_is_followed(tmp_path: Path) -> None
         os.close(held)
 
 
-def test_connection_info_names_all_channels() -> None:
+def test_connection_info_names_all_channels():
     info = make_connection_info("/x/y")
     assert info["ip"] == "/x/y"
     assert sorted(value for key, value in info.items() if key.endswith("_port")) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_the_smallest_limits(limit: int) -> None:
+def test_the_smallest_limits(limit):
     cell = Cell(limit)
     cell.add_message("stream", {"text": "abcdef"})
     assert cell.output.truncated

@@ -22,7 +22,7 @@ def frames(kind: str, content: object, parent: object = None) -> list[bytes]:
     return [b"topic", DELIM, b"", *(json.dumps(part).encode() for part in parts)]
 
 
-def test_an_answer_is_decoded() -> None:
+def test_an_answer_is_decoded():
     assert decode(make_session(), frames("stream", {"text": "hello"}), "request") == (
         "stream",
         {"text": "hello"},
@@ -30,11 +30,11 @@ def test_an_answer_is_decoded() -> None:
 
 
 @pytest.mark.parametrize("parent", [{"msg_id": "another"}, ["request"], "request", 7])
-def test_an_answer_to_another_request_is_dropped(parent: object) -> None:
+def test_an_answer_to_another_request_is_dropped(parent):
     assert decode(make_session(), frames("stream", {}, parent), "request") is None
 
 
-def test_invalid_utf8_and_json_are_survived() -> None:
+def test_invalid_utf8_and_json_are_survived():
     message = frames("stream", {})
     message[-1] = b'{"text": "\xff", "number": NaN}'
     found = decode(make_session(), message, "request")
@@ -43,12 +43,12 @@ def test_invalid_utf8_and_json_are_survived() -> None:
 
 
 @given(st.lists(st.binary(max_size=8) | st.just(DELIM) | st.just(b"{}"), max_size=8))
-def test_any_frames_are_survived(message: list[bytes]) -> None:
+def test_any_frames_are_survived(message):
     assert decode(make_session(), message, "request") is None
 
 
 @pytest.mark.parametrize("part", [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"null", b""])
-def test_any_part_is_survived(part: bytes) -> None:
+def test_any_part_is_survived(part):
     for place in (-4, -3, -1):
         message = frames("stream", {})
         message[place] = part
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("k")
 
 
-async def test_a_request_and_a_flood_of_answers(folder: Path) -> None:
+async def test_a_request_and_a_flood_of_answers(folder):
     """Everything arrives in order, nothing before `listen` and nothing after `stop`."""
     context = make_context()
     try:
@@ -99,7 +99,7 @@ async def test_a_request_and_a_flood_of_answers(folder: Path) -> None:
         context.destroy(linger=0)
 
 
-async def test_a_kernel_that_reads_nothing_cannot_hold_a_caller(folder: Path) -> None:
+async def test_a_kernel_that_reads_nothing_cannot_hold_a_caller(folder):
     context = make_context()
     try:
         wire = Wire(context, folder / "shell", folder / "iopub", make_session())
@@ -116,7 +116,7 @@ async def test_a_kernel_that_reads_nothing_cannot_hold_a_caller(folder: Path) ->
 
 
 @pytest.mark.parametrize("code", ["'\ud800'", "print('ä')", "a\0b"])
-async def test_any_text_can_be_sent(folder: Path, code: str) -> None:
+async def test_any_text_can_be_sent(folder, code):
     context = make_context()
     try:
         with context.socket(zmq.ROUTER) as shell:
