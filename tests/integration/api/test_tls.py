@@ -1,6 +1,8 @@
-"""The API over TLS serves the configured certificate to clients that trust it, and picks up a renewed one."""
+"""The API over TLS serves the configured certificate, and the API withstands every attack."""
 
+import json
 import ssl
+from collections.abc import Iterator
 
 import anyio
 import pytest
@@ -13,6 +15,7 @@ from rollout_service.cli import app as cli
 from rollout_service.http.tls import Certificate
 from rollout_service.server.api.serve import load_certificate
 from rollout_service.settings import load_settings
+from tests.support.api.attacks import CHECKS, Target, attack
 from tests.support.api.server import api_server, make_certificate
 
 KEY = "a-key-of-enough-characters"
@@ -90,3 +93,27 @@ def served_by(context: ssl.SSLContext) -> bytes | None:
 async def test_a_client_names_a_file_that_it_cannot_read():
     with pytest.raises(CaFileError, match=r"'/nowhere.pem' cannot be used: No such file"):
         RolloutClient("https://localhost", ca_file="/nowhere.pem")
+
+
+KEYS = {role: f"{role}-key-of-enough-characters" for role in ("admin", "read", "submit")}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    keys = json.dumps([{"name": role, "role": role, "key": key} for role, key in KEYS.items()])
+    folder = tmp_path_factory.mktemp("server")
+    with api_server(folder, before=["prlimit", "--nofile=900:900"], ROLLOUT_KEYS=keys) as server:
+        yield Target(server.url, **KEYS)
+        assert server.process.poll() is None, server.log
+        assert not [role for role, key in KEYS.items() if key in server.log]
+        assert "Traceback" not in server.log
+
+
+def test_there_are_enough():
+    assert len(CHECKS) >= 20
+
+
+@pytest.mark.parametrize("name", CHECKS)
+async def test_it_holds(target, name):
+    async for outcome in attack(target, [name]):
+        assert outcome.held, outcome.why

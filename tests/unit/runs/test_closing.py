@@ -1,6 +1,8 @@
-"""A group is closed with the rewards, weights and advantages that its run asks for, and always in the same way."""
+"""Groups are planned and closed in the same way each time, whatever the clocks of hosts say."""
 
 import struct
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
@@ -12,8 +14,18 @@ from api_schemas.runs import RunRequest
 from api_schemas.tasks import Task
 from rollout_service.groups import FilterChain, FilterRegistry
 from rollout_service.groups.auxiliary import NO_PARTS, reward_weights
+from rollout_service.runs import Delivery
 from rollout_service.runs.group_closing import close_group
-from rollout_service.store.runs_contract import GroupClosure, GroupMember
+from rollout_service.runs.planning import sample_seed
+from rollout_service.store.runs_contract import (
+    BatchLease,
+    BatchLeaseRequest,
+    GroupClosure,
+    GroupMember,
+    NoBatch,
+    RunStore,
+)
+from tests.support.run_bench import bench, place
 
 AUXILIARY = {"lambda1": {"init": 0.3}, "lambda2": {"init": 0.2}, "length": 10}
 PARTS = {"perf": 1.0, "parallel": 0.5, "width": 0.25, "finish": 1.0}
@@ -175,3 +187,62 @@ def test_a_group_closed_again_keeps_its_weights():
 def test_advantages_by_part_need_parts():
     with pytest.raises(ValueError, match="parts_norm need an auxiliary reward"):
         close([handed_on(0, 1.0, 0.5, 1.0)], advantages="parts_norm")
+
+
+HELD_SECONDS = 0.5
+
+
+@pytest.fixture(params=[30.0, -30.0], ids=["store ahead", "store behind"])
+def clock(request: pytest.FixtureRequest) -> Callable[[], float]:
+    """Return the clock of a store whose host is half a minute ahead of this one, or behind it."""
+    return lambda: time.time() + request.param
+
+
+class CountedLeases:
+    """The runs of a store, and how often a batch was asked for."""
+
+    def __init__(self, runs: RunStore) -> None:
+        self._runs = runs
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runs, name)
+
+    async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
+        self.asked += 1
+        return await self._runs.lease(order)
+
+
+async def test_a_batch_is_delivered_again_as_soon_as_its_lease_ends(clock):
+    async with bench(lambda lease: float(place(lease)[1] % 2), clock=clock) as it:
+        await it.create(tasks=2)
+        counted = CountedLeases(it.store.runs)
+        delivery = Delivery(counted, it.manager)  # type: ignore[arg-type]
+        order = BatchLeaseRequest("a", "first", HELD_SECONDS)
+        assert await delivery.lease(order, version=None, timeout=10) is not None
+        counted.asked, began = 0, time.monotonic()
+        again = await delivery.lease(BatchLeaseRequest("a", "second", 60), version=None, timeout=20)
+        assert again is not None
+        assert again.delivery == 2
+        assert HELD_SECONDS - 0.1 < time.monotonic() - began < 10
+        assert counted.asked <= 5, "nothing polls"
+
+
+EPOCHS = {number: [sample_seed(7, number, sample) for sample in range(8)] for number in range(100)}
+
+
+def test_no_two_samples_of_a_run_share_a_seed_and_the_same_run_has_the_same_ones():
+    seeds = [seed for group in EPOCHS.values() for seed in group]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds), "engines may keep seeds in 32 bits"
+    assert seeds[:2] == [1_664_739_778, 1_664_739_779], "in every release"
+
+
+@pytest.mark.parametrize("seed", [-(2**62), 0, 2**62])
+def test_the_largest_group_has_distinct_seeds(seed):
+    assert len({sample_seed(seed, 2**40, sample) for sample in range(1_024)}) == 1_024
+
+
+def test_a_run_with_the_next_seed_repeats_no_sample():
+    other = {sample_seed(8, number, sample) for number in range(100) for sample in range(8)}
+    assert other.isdisjoint(seed for group in EPOCHS.values() for seed in group)

@@ -1,7 +1,11 @@
 """Downloaded data names images and files of its own folder, and no other path of this machine."""
 
+import inspect
+
 import pytest
 
+import sandboxes
+from sandboxes import config, contract, errors, factory
 from sandboxes.errors import ImagePathError
 from sandboxes.image_names import find_own_file, read_image_name
 from sandboxes.images.dockerfiles import dockerfile_at, find_bases
@@ -132,3 +136,17 @@ def test_a_dockerfile_has_no_base_of_the_host_but_those_that_are_given(tmp_path,
     assert (
         own in find_bases(ImageStore(tmp_path), dockerfile_at(file), {**given, path: str(own)}).bases.values()
     )
+
+
+def test_the_public_names_are_importable_from_the_package():
+    for module in (config, contract, errors, factory):
+        own = {
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_")
+            and (inspect.isclass(value) or inspect.isfunction(value))
+            and value.__module__.startswith("sandboxes")
+        }
+        assert own - {"parse_user_range"} <= set(sandboxes.__all__), module.__name__
+    for name in sandboxes.__all__:
+        assert hasattr(sandboxes, name)

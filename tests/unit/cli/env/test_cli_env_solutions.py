@@ -1,4 +1,4 @@
-"""A task whose solution does not get 1 comes with its reason, once."""
+"""`env check` runs the solutions of a template, and graders in a sandbox of their own."""
 
 import json
 
@@ -6,10 +6,11 @@ import pytest
 
 from rollout_service.cli.env.check import check_environment, with_solutions
 from rollout_service.cli.env.engines import PoolModels
+from rollout_service.cli.env.shell import GradersSandbox
 from rollout_service.cli.env.solutions import PRINTED_LINES, try_tasks
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from sandboxes import LocalConfig, make_provider
+from sandboxes import LocalConfig, SandboxSpec, make_provider
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +71,21 @@ def test_output_that_repeats_is_shown_once(make, tmp_path, monkeypatch):
     found = [finding for finding in report.findings if "solution" in finding or "nothing" in finding]
     assert sum("it printed" in finding or "all broken" in finding for finding in found) == 1
     assert found[-1].endswith("doing nothing gets no reward, for the same reason")
+
+
+async def test_the_first_program_after_the_files_were_copied_is_told_with_its_variables(tmp_path):
+    begun = []
+
+    async def begin(env):
+        begun.append(env)
+
+    provider = make_provider(LocalConfig(provider="local"), tmp_path)
+    async with await provider.start(SandboxSpec(image="base")) as own:
+        sandbox = GradersSandbox(own, begin)
+        await sandbox.exec(["mkdir", "tests"])
+        assert begun == []
+        await sandbox.write_file("tests/test.sh", "exit 3")
+        assert (await sandbox.exec(["bash", "tests/test.sh"], env={"RESULT": "here"})).exit_code == 3
+        assert begun == [{"RESULT": "here"}]
+        assert sandbox.workdir == own.workdir
+    await provider.close()

@@ -1,5 +1,6 @@
 """The gateway over real connections: keys, paths, bad requests, and clients that hang up at any byte."""
 
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from api_schemas.tasks import Task
 from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.gateway.gateway import Gateway, GatewayParts
+from rollout_service.gateway.gateway import ONE_PROGRAM, Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.gateway.server.listener import bind
+from rollout_service.gateway.server.listener import bind, serving
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.settings.gateway import GatewaySettings
 from rollout_service.testing.gateway import CharacterCapture, ManualPool
 from rollout_service.tokens import ChatRenderer
+from sandboxes.errors import SandboxClosedError
 
 REQUEST = RolloutRequest(rollout_id="r", task=Task(environment="calc"))
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -258,3 +260,24 @@ async def _read(stream: ByteStream, count: int) -> None:
     with anyio.move_on_after(0.2):
         while read < count:
             read += len(await stream.receive(count - read))
+
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+async def test_an_error_of_the_block_reaches_its_caller_as_it_is():
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with httpx.AsyncClient(trust_env=False) as client:
+
+        async def serve_and_fail():
+            async with serving(app, listener, GatewaySettings(), ONE_PROGRAM, lambda _: None):
+                assert (await client.get(url)).text == "here"
+                raise SandboxClosedError("the disk is full")
+
+        with pytest.raises(SandboxClosedError):
+            await serve_and_fail()
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url)

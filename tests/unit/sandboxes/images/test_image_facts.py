@@ -1,19 +1,22 @@
 """Facts are read from the files of any image, even a hostile one; unpacking and toolkits happen once."""
 
+import io
 import json
 import os
 import platform
 import shutil
 import struct
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.errors import ImageError
+from sandboxes.errors import ImageError, ImageNotFoundError
 from sandboxes.images import squashfs
+from sandboxes.images.archives import read_archive, single_image
 from sandboxes.images.facts import NEEDED_TOOLS, ImageFacts, read_facts
 from sandboxes.images.toolkit import INSIDE, assemble
 from sandboxes.images.tree import ELF_MACHINES, ImageTree
@@ -286,3 +289,99 @@ def test_no_toolkit_is_made_from_an_image_without_ipykernel(root, tmp_path):
     shutil.rmtree(root / "usr" / "local")
     with pytest.raises(ImageError, match="no python3 with ipykernel"):
         assemble(root, read_facts(root), tmp_path)
+
+
+PASSWD = "root:x:0:0::/root:/bin/sh\napp:x:7:7::/home/app:/bin/sh\nodd:x:8:8::not-a-path:/bin/sh\nshort:x:9\n"
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("/app", "/app"),
+        ("/app/../b//", "/b"),
+        ("/", None),
+        ("", None),
+        ("app", None),
+        ("/a\nb", None),
+        ("/a\0", None),
+    ],
+)
+def test_working_folders(tmp_path, named, expected):
+    assert read_facts(tmp_path, {"WorkingDir": named}).workdir == expected
+
+
+@pytest.mark.parametrize(
+    ("named", "user", "home"),
+    [
+        ("app", "app", "/home/app"),
+        ("7:7", "app", "/home/app"),
+        ("0", None, None),
+        ("root:root", None, None),
+        ("", None, None),
+        ("1000", "1000", None),
+        ("odd", "odd", None),
+        ("short", "short", None),
+        ("a\nb", None, None),
+    ],
+)
+def test_users(tmp_path, named, user, home):
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text(PASSWD)
+    found = read_facts(tmp_path, {"User": named, "WorkingDir": 7})
+    assert (found.user, found.home) == (user, home)
+    assert found.user_env == ({} if user is None else {"HOME": home or "/", "USER": user, "LOGNAME": user})
+
+
+NAME = "org.opencontainers.image.ref.name"
+INDEX = {"manifests": [{"digest": "a", "annotations": {NAME: "one:1"}}, {"digest": "b"}]}
+SAVED = [{"Config": "c", "RepoTags": ["r.io/one:1", "one:latest"]}, {"Config": "d", "RepoTags": None}]
+
+
+def make(path: Path, mode: str = "w", prefix: str = "", **documents: object) -> Path:
+    with tarfile.open(path, mode) as tar:
+        for name, content in documents.items():
+            data = json.dumps(content).encode()
+            member = tarfile.TarInfo(f"{prefix}{name}.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_kinds_and_tags(tmp_path):
+    found = read_archive(make(tmp_path / "oci.tar", index=INDEX))
+    assert (found.kind, found.images, found.plain) == ("oci-archive", (("one:1",), ()), True)
+    found = read_archive(make(tmp_path / "docker.tar.gz", "w:gz", "./", manifest=SAVED, index=INDEX))
+    assert (found.kind, found.tags, found.plain) == ("docker-archive", ("r.io/one:1", "one:latest"), False)
+    assert (found.number_of("one:1"), found.number_of("one:latest")) == (0, 0)
+    with pytest.raises(ImageNotFoundError, match="has 2 images") as caught:
+        found.number_of(None)
+    assert caught.value.hint == "choose one with --tag; its tags are: r.io/one:1, one:latest"
+
+
+def test_one_image_is_copied_where_apptainer_needs_that(tmp_path):
+    file = make(tmp_path / "many.tar.gz", "w:gz", "./", manifest=SAVED, index=INDEX, repositories={})
+    copy = single_image(read_archive(file), "one:latest", tmp_path)
+    found = read_archive(copy)
+    assert (found.kind, found.images, found.plain) == (
+        "docker-archive",
+        (("r.io/one:1", "one:latest"),),
+        True,
+    )
+    assert single_image(found, None, tmp_path) == copy, "it is used as it is"
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"\x1f\x8b broken"])
+def test_other_files_are_refused(tmp_path, content):
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    with pytest.raises(ImageError):
+        read_archive(file)
+    with pytest.raises(ImageNotFoundError):
+        read_archive(tmp_path / "none")
+
+
+def test_an_archive_of_other_things_is_refused(tmp_path):
+    with pytest.raises(ImageError, match="neither index"):
+        read_archive(make(tmp_path / "x.tar", other={}))
+    with pytest.raises(ImageError, match="neither"):
+        read_archive(make(tmp_path / "y.tar", manifest=[], index={}))
