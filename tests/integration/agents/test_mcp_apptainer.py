@@ -10,7 +10,6 @@ from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
 from rollout_service.agents.tool_calling.tools import ToolContext, by_name
 from rollout_service.agents.turns import ToolInputError
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
@@ -35,14 +34,6 @@ tools = ["add", "where"]
 command = '''echo "{\\"reward\\": $(grep -l server[.]py /proc/[0-9]*/cmdline | wc -l)}" >"$ROLLOUT_RESULT"'''
 sandbox = "same"
 """
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 from tests.support.newer_python import needs_python_312
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.bridges, needs_python_312]
@@ -147,14 +144,6 @@ EXPECTED = {
     "calls alone": 1.0,
     "turns": 1.0,
 }
-
-
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
 
 
 @pytest.fixture(scope="module")

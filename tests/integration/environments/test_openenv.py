@@ -17,18 +17,12 @@ from rollout_service.episodes import PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
-from sandboxes import LocalConfig, make_provider
 from tests.support.openenv.process import RealOpenEnv
 from tests.support.processes.relay import relay_to
 
 pytestmark = [pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
 TALK = 'text_field = "message"\n'
 GUESS = 'observation_field = "text"\nsessions = 4\n'
-
-
-@pytest.fixture
-def sandboxes(tmp_path: Path) -> SandboxSource:
-    return SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
 
 
 def declared(folder: Path, url: str, more: str = "") -> OpenEnv:

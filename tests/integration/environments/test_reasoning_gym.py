@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,6 @@ from rollout_service.episodes import Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 SEED = 11
@@ -117,13 +116,6 @@ def instances() -> dict[str, dict[str, Any]]:
             }
 
     return anyio.run(make)
-
-
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    await provider.close()
 
 
 async def score(

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from rollout_service.environments.bridges.verifiers.catalog import VERIFIERS
 from rollout_service.environments.bridges.verifiers.declaration import TasksetTable
 from rollout_service.environments.bridges.verifiers.environment import VerifiersEnvironment, load_verifiers
 from rollout_service.environments.dataset_files import count_splits
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 FOLDER = Path(__file__).parents[2] / "fixtures" / "verifiers"
@@ -149,14 +146,6 @@ POLICIES = {"with a system prompt": SamplingPolicy}
 @pytest.fixture(scope="module")
 def environment() -> VerifiersEnvironment:
     return load_verifiers(FOLDER)
-
-
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
 
 
 def instance_of(environment: VerifiersEnvironment, taskset: str, index: int) -> dict[str, JsonValue]:

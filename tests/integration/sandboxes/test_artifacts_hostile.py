@@ -11,10 +11,8 @@ from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
 pytestmark = pytest.mark.apptainer
 
@@ -31,13 +29,6 @@ for name in tar bash stat head cat realpath; do
   printf '#!/bin/sh\nsleep 1000\n' >/usr/local/sbin/$name; chmod 755 /usr/local/sbin/$name
 done
 """
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    await provider.close()
 
 
 @pytest.fixture

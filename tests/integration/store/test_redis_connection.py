@@ -4,7 +4,7 @@ import shutil
 import signal
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +31,6 @@ async def opened(config: RedisConfig) -> AsyncIterator[RedisConnection]:
         yield connection
     finally:
         await connection.close()
-
-
-@pytest.fixture
-def own_redis() -> Iterator[RedisServer]:
-    """Run a Redis that the test may break."""
-    with redis_server() as server:
-        yield server
 
 
 async def refused(config: RedisConfig) -> ServiceError:

@@ -13,7 +13,6 @@ import pytest
 from api_schemas.rollouts import RolloutState
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store.redis import RedisConfig, RedisStore
-from tests.support.redis_server import RedisServer, redis_server
 
 pytestmark = pytest.mark.redis
 
@@ -87,13 +86,6 @@ class Acknowledged:
         elif what == "finished":
             self.finished.append(rollout_id)
         return what in ("submitted", "finished")
-
-
-@pytest.fixture
-def own_redis() -> Iterator[RedisServer]:
-    """Run a Redis that the test may kill."""
-    with redis_server() as server:
-        yield server
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A store whose Redis fails loses nothing and repeats nothing: full, silent in the middle of a call, or restarted."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
@@ -11,7 +11,7 @@ from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store import Lease
 from rollout_service.store.redis import RedisStore
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import completed, order
 
 pytestmark = pytest.mark.redis
@@ -19,13 +19,6 @@ pytestmark = pytest.mark.redis
 ANSWER_SECONDS = 1.0
 LEASE_SECONDS = 100.0
 S = RolloutState
-
-
-@pytest.fixture
-def own_redis() -> Iterator[RedisServer]:
-    """Run a Redis that the test may break."""
-    with redis_server() as server:
-        yield server
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """A game that a program of a folder is: its rewards add up, and whatever it does wrong is a failure."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,8 @@ from rollout_service.base.errors import ConfigurationError, EnvironmentFailedErr
 from rollout_service.environments.bridges.games.declared_game import DeclaredGame, load_game
 from rollout_service.environments.lint import Solving
 from rollout_service.environments.registry import load_path
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import LocalConfig, make_provider
 
 DECLARATION = """
 kind = "game"
@@ -38,13 +35,6 @@ GAME = LOOP.replace(
     """print(json.dumps({"text": action, "reward": 0.5, "done": action == "end", "parts": {"length": len(action)}}))""",
 )
 INSTANCE = {"what": "chess"}
-
-
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    yield SandboxSource(provider)
-    await provider.close()
 
 
 def game(folder: Path, program: str = GAME, actions: str = "a\nend\n") -> DeclaredGame:
