@@ -122,7 +122,6 @@ async def test_a_sub_agent_has_its_own_conversation_and_tokens(page, tmp_path):
     nodes = trees.rollout(ID).nodes
     answers: dict[str, BaseModel] = {"nodes": RolloutNodes(rollout_id=ID, nodes=trees.bare(nodes))}
     trajectory = nodes[1].trajectory
-    assert trajectory is not None
     answers["messages?node=2"] = RolloutMessages(
         rollout_id=ID, node=2, messages=trajectory.messages, finish_reasons=trajectory.finish_reasons
     )

@@ -86,7 +86,6 @@ class Bench:
     async def next(self, run_id: str = "a") -> Batch:
         """Lease the next batch, acknowledge it and return it."""
         batch = await self.lease(run_id)
-        assert batch is not None
         await self.delivery.acknowledge(run_id, batch.batch_id)
         return batch
 

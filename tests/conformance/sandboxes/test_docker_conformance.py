@@ -137,7 +137,6 @@ async def test_a_service_that_is_killed_leaves_no_container(daemon, provider, tm
     with subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", ABANDON, daemon, str(tmp_path / "other")], stdout=subprocess.PIPE
     ) as service:
-        assert service.stdout is not None
         assert service.stdout.readline() == b"started\n"
         assert len(docker(daemon, "ps", "--quiet").split()) == 2
         service.kill()

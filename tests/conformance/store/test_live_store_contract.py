@@ -49,11 +49,9 @@ async def test_the_newest_session_of_a_client_is_found(store):
     for number in range(3):
         await store.open(a_session(f"s{number}", explicit=False, client="c" if number < 2 else "d"))
     latest = await store.latest_of_client("c")
-    assert latest is not None
     assert (latest.session_id, latest.client) == ("s1", "c")
     await store.delete(session_id="s1")
     earlier = await store.latest_of_client("c")
-    assert earlier is not None
     assert earlier.session_id == "s0"
 
 
@@ -119,7 +117,6 @@ async def test_a_session_closes_once(store):
     assert await store.close_session("s", ClosedBecause.EXPLICIT, 5.0)
     assert not await store.close_session("s", ClosedBecause.IDLE, 6.0)
     found = await store.session("s")
-    assert found is not None
     assert (found.closed_at, found.closed_because) == (5.0, ClosedBecause.EXPLICIT)
 
 
@@ -165,7 +162,6 @@ async def test_the_first_mask_stays(store):
     await store.mask("s", 0, MaskReason.SUPERSEDED)
     await store.mask("s", 0, MaskReason.REDACTED)
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert turn.mask is MaskReason.SUPERSEDED
 
 
@@ -192,7 +188,6 @@ async def test_the_first_next_state_stays(store):
     assert not await store.follow("s", 0, a_state("second"))
     assert not await store.follow("s", 7, a_state())
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert turn.next_state == a_state("first")
 
 
@@ -220,7 +215,6 @@ async def test_a_turn_that_a_part_has_keeps_its_value(store):
     await store.take_part("s", "run", [0], {}, 5.0)
     assert not await store.mark("s", 0, explicit(-1.0))
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert turn.mark == judged(1.0)
 
 
@@ -229,11 +223,9 @@ async def test_each_turn_is_in_one_part_at_most(store):
     for turn in range(4):
         await store.record(a_turn(turn))
     first = await store.take_part("s", "run", [0, 2], {1: MaskReason.ZERO}, 5.0)
-    assert first is not None
     assert (first.part, first.run_id, first.usable, first.offset) == (0, "run", (0, 2), None)
     assert await store.take_part("s", "run", [2, 3], {}, 6.0) is None
     second = await store.take_part("s", "run", [3], {}, 7.0)
-    assert second is not None
     assert second.part == 1
     assert [turn.part for turn in await store.turns("s")] == [0, 0, 0, 1]
     assert [turn.dropped for turn in await store.turns("s")] == [None, MaskReason.ZERO, None, None]
@@ -252,7 +244,6 @@ async def test_turns_can_be_decided_without_a_part(store):
     assert await store.take_part("s", "run", [], {0: MaskReason.NO_NEXT_STATE}, 5.0) is None
     assert await store.parts() == []
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert (turn.part, turn.dropped) == (None, MaskReason.NO_NEXT_STATE)
     assert await store.undecided(10) == []
 

@@ -76,18 +76,14 @@ async def close_a_group(store: Store, detail: NodeDetail, **fields: object) -> G
 async def test_a_rollout_has_what_its_request_asks_for(store, detail):
     result = await finish(store, order(detail))
     for read in (await store.get("r1"), await store.wait_for_result("r1")):
-        assert read is not None
         assert read.nodes == ([] if detail is NodeDetail.NONE else bare(result.nodes))
         assert read.work == (None if detail is NodeDetail.NONE else WORK)
     everything = await store.get("r1", whole_tree=True)
-    assert everything is not None
     assert (everything.nodes, everything.work) == (bare(result.nodes), WORK)
     (listed,) = (await store.list()).rollouts
     assert (listed.nodes, listed.work) == ([], None if detail is NodeDetail.NONE else WORK)
     assert await store.trajectory("r1") == result.trajectory
     tree, whole = await store.tree("r1"), await store.tree("r1", trajectories=True)
-    assert tree is not None
-    assert whole is not None
     assert (tree.nodes, tree.work, whole.work) == (bare(result.nodes), WORK, WORK)
     assert whole.nodes == (result.nodes if detail is TOKENS else bare(result.nodes))
 
@@ -98,7 +94,6 @@ async def test_a_rollout_that_has_not_ended_has_no_tree(store):
     assert await store.tree("r1", trajectories=True) is None
     await finish(store, order(SUMMARY), nodes=[], work=None)
     tree = await store.tree("r1")
-    assert tree is not None
     assert (tree.nodes, tree.work) == ([], None)
 
 
@@ -106,7 +101,6 @@ async def test_the_tokens_of_a_large_tree_come_back(store):
     nodes = [node("r1", n, trajectory=conversation(5_000, mask=0)) for n in range(1, 9)]
     result = await finish(store, order(TOKENS), nodes=nodes)
     tree = await store.tree("r1", trajectories=True)
-    assert tree is not None
     assert tree.nodes == result.nodes
 
 
@@ -163,7 +157,6 @@ async def test_a_tree_that_is_too_large_for_a_batch_is_delivered_by_reference(st
     (head,) = await store.runs.group_heads("a", [0])
     assert head.json == without_tokens(group)
     tree = await store.tree("a.0.0")
-    assert tree is not None
     assert tree.nodes == bare(large), "the reference leads to all of them"
     (exported, _) = await store.runs.exported_samples("a", 0)
     assert exported.sample.rollout.nodes == bare(large)
@@ -177,7 +170,6 @@ async def test_pruning_takes_all_tokens_and_leaves_the_tree(store):
     assert await store.runs.prune("a", seconds=None, max_bytes=0) == 1
     assert await store.trajectory("a.0.0") is None
     tree = await store.tree("a.0.0", trajectories=True)
-    assert tree is not None
     assert (tree.nodes, tree.work) == (bare(rollout("a.0.0").nodes), WORK)
     sample = (await store.runs.group("a", 0)).samples[0]
     assert sample.rollout.nodes == tree.nodes

@@ -157,6 +157,5 @@ def test_only_work_is_rewarded(rollouts, task, behavior):
     assert rollout.state is RolloutState.COMPLETED, rollout.error
     assert rollout.reward == float(behavior == SOLVE), (rollout.reward_parts, rollout.program)
     if rollout.stop_reason is not StopReason.SANDBOX_ENDED:  # as when its memory is full of files
-        assert rollout.program is not None
         assert rollout.program.harness == HARNESS
     assert rollout.usage.turns >= 1

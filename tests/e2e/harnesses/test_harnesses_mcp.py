@@ -150,7 +150,6 @@ def test_a_program_calls_the_tool_of_the_server(rollouts, harness):
     assert rollout.reward == 1.0, (rollout.error, rollout.program.output[-4_000:])
     assert rollout.stop_reason is StopReason.FINISHED
     trajectory = rollout.trajectory
-    assert trajectory is not None
     check_invariants(trajectory)
     assert len(sampled(trajectory)) == 2
     assert any("is 42" in message.content for message in trajectory.messages if message.role == "tool")

@@ -84,7 +84,6 @@ async def test_codex_works_in_a_session(tmp_path):
             await service.client.feedback(session.session_id, 1.0, turn=turn)
         await service.client.end_session(session.session_id)
         batch = await run.lease(timeout_seconds=30)
-    assert batch is not None
     steps = await anyio.Path(tmp_path / "agent" / "work" / "steps.txt").read_text()
     assert steps.split() == [str(number) for number in range(STEPS)]
     rollouts = [sample.rollout for group in batch.groups for sample in group.samples]

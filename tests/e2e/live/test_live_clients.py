@@ -104,7 +104,6 @@ async def test_what_a_client_got_is_what_a_trainer_gets(service, ask):
     await service.client.end_session(session.session_id)
     (rollout,) = await leased(run)
     assert rollout.kind is RolloutKind.SESSION
-    assert rollout.session is not None
     assert rollout.session.session_id == session.session_id
     assert rollout.reward == pytest.approx(0.5 / 3)
     assert trained([rollout]) == dict(zip(turns, sampled, strict=True))
@@ -223,7 +222,6 @@ async def test_what_a_user_takes_back_is_nowhere(tmp_path):
         run = await service.train()
         await service.client.end_session(session.session_id)
         batch = await run.lease(timeout_seconds=30)
-        assert batch is not None
         deleted = await service.client.delete_sessions(user="alice-of-wonderland")
         assert (deleted.sessions, deleted.turns) == (1, 1)
         assert [part.batch_id for part in deleted.leased] == [batch.batch_id]

@@ -291,7 +291,6 @@ def test_the_command_serves_until_it_is_ended():
         env=environ,
     ) as process:
         try:
-            assert process.stdout is not None
             url = next(line for line in process.stdout if line.startswith("http://")).strip()
             assert httpx.get(f"{url}/metadata").json()["name"] == "calc"
             process.send_signal(signal.SIGTERM)

@@ -48,7 +48,6 @@ async def finished(service: GatewayService) -> Rollout:
 
 def sampled(rollout: Rollout) -> tuple[list[int], list[int]]:
     """Return the sampled ids and their versions."""
-    assert rollout.trajectory is not None
     check_invariants(rollout.trajectory)
     [segment] = rollout.trajectory.segments
     kept = [i for i, mask in enumerate(segment.loss_mask) if mask]
@@ -139,7 +138,6 @@ async def test_a_program_answers_a_task_and_the_environment_scores_it(tmp_path):
     assert rollout.stop_reason is StopReason.FINISHED
     assert rollout.access is None
     assert rollout.usage.turns == 1
-    assert rollout.trajectory is not None
     check_invariants(rollout.trajectory)
     [segment] = rollout.trajectory.segments
     sampled = [i for i, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]

@@ -107,7 +107,6 @@ def locked(database: Path) -> Iterator[None]:
     command = [sys.executable, "-c", LOCK, str(database)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdin is not None
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"locked\n"
         try:
             yield

@@ -177,7 +177,6 @@ async def test_a_call_that_is_not_to_be_stored_fails_if_that_cannot_be_noted(tmp
 async def test_a_session_that_continues_another_keeps_to_what_was_agreed_there(tmp_path, is_removed):
     async with engine() as running, live_service(tmp_path, [running]) as service:
         one = await service.open(session_id="one")
-        assert one.key is not None
         await service.ask(one.key, "first words")
         await service.ask(one.key, "first words", "One.", WORDS, headers=NO)
         if is_removed:
@@ -185,7 +184,6 @@ async def test_a_session_that_continues_another_keeps_to_what_was_agreed_there(t
         two = await service.open(session_id="two", continues="one")
         three = await service.open(session_id="three", continues="two")
         for opened in (two, three):
-            assert opened.key is not None
             later = await service.ask(opened.key, "first words", "One.", WORDS, "Two.", "more")
             assert later.headers["x-rollout-recorded"] == "no; reason=opted-out"
             fresh = await service.ask(opened.key, "other words")
@@ -209,7 +207,6 @@ async def test_a_session_whose_refusals_were_forgotten_stores_no_history(tmp_pat
 async def test_nothing_is_recorded_without_consent(tmp_path):
     async with scripted("One.", "Two.") as running, live_service(tmp_path, [running]) as service:
         opened = await service.open(train=None)
-        assert opened.key is not None
         assert (await service.ask(opened.key, "a")).headers["x-rollout-recorded"] == "no; reason=opted-out"
         yes = await service.ask(opened.key, "b", train="yes", turn_type="side")
         assert yes.headers["x-rollout-recorded"] == "yes"

@@ -35,7 +35,6 @@ def read_all(folder: Path) -> bytes:
 async def traces(bench: LiveBench, rollout_id: str) -> list[bytes]:
     """Return what the files would have of a rollout: its encoded tokens and marks, and what is in them."""
     rollout = await bench.store.get(rollout_id)
-    assert rollout is not None
     trajectory = await bench.store.trajectory(rollout_id)
     assert trajectory is not None
     tokens = trajectory_codec.encode(trajectory)
@@ -83,7 +82,6 @@ async def test_what_was_leased_is_named_and_comes_again_without_tokens(bench):
     assert (leased.session_id, leased.part, leased.run_id, leased.batch_id) == ("s", 0, "run", "run.b0")
     await bench.store.runs.give_back("run", 0)
     again = await bench.lease(key="another")
-    assert again is not None
     assert sessions_in(again) == ["t"]
     emptied = next(one for group in again.groups for one in group.samples if not one.usable)
     assert (emptied.masked_because, emptied.reward) == ("deleted", None)

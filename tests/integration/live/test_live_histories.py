@@ -317,8 +317,6 @@ class Histories(RuleBasedStateMachine):
             users = [session.user for session in sessions]
             assert len(users) == len(set(users)), "each has half of a batch of two at most"
         for rollout in told:
-            assert rollout.session is not None
-            assert rollout.trajectory is not None
             spoken = "".join(RENDERER.decode(one.token_ids) for one in rollout.trajectory.segments)
             found = {text for text in self.tenant_of if text in spoken}
             assert {self.tenant_of[text] for text in found} == {rollout.session.tenant}

@@ -26,7 +26,6 @@ NO = r"A complaint. \boxed{-1}"
 async def talk(service: LiveService, says: str = "No, end with =") -> str:
     """Serve two turns of a new session, and return its id."""
     opened = await service.open()
-    assert opened.key is not None
     assert (await service.ask(opened.key, "Hi")).status_code == 200
     assert (await service.ask(opened.key, "Hi", "Hello.", says)).status_code == 200
     return opened.session.session_id
@@ -101,7 +100,6 @@ async def test_what_a_user_says_with_a_rating_becomes_a_hint_and_the_rating_stay
     ):
         await add_judge(service, judge)
         opened = await service.open()
-        assert opened.key is not None
         assert (await service.ask(opened.key, "Hi")).status_code == 200
         url = f"/v1/sessions/{opened.session.session_id}/feedback"
         rating = {"value": -1, "text": "it must end with ="}
@@ -172,7 +170,6 @@ async def test_a_schema_for_an_answer_is_not_stored(tmp_path):
     form = {"type": "json_schema", "json_schema": schema}
     async with scripted("{}") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         assert (await service.ask(opened.key, "Hi", response_format=form)).status_code == 200
         [turn] = await delivered(service, opened.session.session_id, 1)
         assert SECRET.encode() not in zlib.decompress(turn.body[1:])
@@ -208,7 +205,6 @@ async def test_a_secret_in_metadata_is_replaced(tmp_path):
 async def test_a_secret_is_stored_in_no_form(tmp_path):
     async with scripted("One.", "Two.", "Three.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         await service.ask(opened.key, "a")
         await service.ask(opened.key, "a", "One.", f"use {SECRET}")
         await service.ask(opened.key, "a", "One.", f"use {SECRET}", "Two.", "thanks")
@@ -299,7 +295,6 @@ async def test_users_of_two_tenants_are_deleted_one_by_one(tmp_path):
     async with scripted(*["Hi."] * 2) as engine, live_service(tmp_path, [engine]) as service:
         opened = {tenant: await service.open(user="alice", tenant=tenant) for tenant in ("a", "b")}
         for one in opened.values():
-            assert one.key is not None
             await service.ask(one.key, "words")
             await delivered(service, one.session.session_id, 1)
         refused = await service.http.delete("/v1/sessions", params={"user": "alice"})
@@ -318,7 +313,6 @@ async def test_users_of_two_tenants_have_limits_of_their_own(tmp_path):
     async with scripted(*["Hi."] * 2) as engine, live_service(tmp_path, [engine], live=live) as service:
         for tenant in ("a", "b"):
             opened = await service.open(user="alice", tenant=tenant)
-            assert opened.key is not None
             assert (await service.ask(opened.key, "words")).status_code == 200
             assert (await service.ask(opened.key, "words")).status_code == 429
         assert all(one.quarantined for one in (await sessions(service)).values())

@@ -21,7 +21,6 @@ KEYS = {"keys": [{"name": "chat", "key": BARE, "train": True}]}
 async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_next(tmp_path):
     async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open(user="alice", metadata={"a": 1})
-        assert opened.key is not None
         first = await service.ask(opened.key, "Hi")
         assert first.headers["x-rollout-recorded"] == "yes"
         assert first.json()["choices"][0]["message"]["content"] == "Hello."
@@ -30,7 +29,6 @@ async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_ne
         turns = await delivered(service, opened.session.session_id, 2)
         assert [turn.answer for turn in turns] == ["Hello.", "Better?"]
         followed = await until(lambda: service.store.turn(opened.session.session_id, 0))
-        assert followed.next_state is not None
         assert "Not so short!" in followed.next_state.text
         trajectory = rebuild(ChatRenderer.load(POLICY), turns).trajectory()
         check_invariants(trajectory)
@@ -46,7 +44,6 @@ async def test_a_side_request_between_two_main_ones_changes_nothing(tmp_path):
     engine = scripted("Hello.", "A title", "Better?")
     async with engine as running, live_service(tmp_path, [running]) as service:
         opened = await service.open()
-        assert opened.key is not None
         await service.ask(opened.key, "Hi")
         side = {"X-Turn-Type": "side"}
         await service.ask(opened.key, "Hi", "Hello.", "Make a title of this.", headers=side)
@@ -118,7 +115,6 @@ async def test_an_engine_keeps_the_cached_prefixes_of_tenants_apart(tmp_path, st
     async with scripted(*["Hi."] * 3) as engine, live_service(tmp_path, [engine]) as service:
         for tenant in ("one", "two", "one"):
             opened = await service.open(tenant=tenant)
-            assert opened.key is not None
             assert (await service.ask(opened.key, "a", stream=stream)).status_code == 200
         first, second, third = engine.cache_keys[-3:]
         assert first == third != second
@@ -130,7 +126,6 @@ async def test_tenants_may_be_told_to_share_cached_prefixes(tmp_path):
     async with scripted("Hi.", "Hi.") as engine, live_service(tmp_path, [engine], live=live) as service:
         for tenant in ("one", "two"):
             opened = await service.open(tenant=tenant)
-            assert opened.key is not None
             await service.ask(opened.key, "a")
         assert len(set(engine.cache_keys[-2:])) == 1
 
@@ -172,7 +167,6 @@ async def test_no_error_puts_a_users_words_into_the_log(tmp_path, monkeypatch):
     monkeypatch.setattr(TurnCapture, "plan", choke)
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         with capture_logs() as lines:
             assert (await service.ask(opened.key, "sesame words")).status_code == 500
     told = [line for line in lines if line.get("error") == "QuotingError"]
@@ -188,7 +182,6 @@ async def test_no_error_puts_a_users_words_into_the_log(tmp_path, monkeypatch):
 async def test_an_unknown_wish_is_refused_in_the_form_of_the_api(tmp_path, field, value):
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         answer = await service.ask(opened.key, "a", headers={field: value})
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -212,7 +205,6 @@ async def test_a_configured_key_needs_a_session_id_to_be_recorded(tmp_path):
 async def test_an_ended_session_takes_no_requests(tmp_path):
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         ended = await service.http.post(f"/v1/sessions/{opened.session.session_id}/end")
         assert ended.json()["closed_because"] == "explicit"
         assert (await service.ask(opened.key, "a")).status_code == 410
@@ -238,7 +230,6 @@ async def test_an_idle_session_is_closed_and_a_clients_own_id_goes_on_as_another
 async def test_feedback_wins_is_idempotent_and_does_not_change(tmp_path):
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         path = f"/v1/sessions/{opened.session.session_id}/feedback"
         assert (await service.http.post(path, json={"value": 1})).status_code == 404
         await service.ask(opened.key, "a")
@@ -256,7 +247,6 @@ async def test_a_session_goes_on_after_a_restart_with_exact_ids(tmp_path):
     async with scripted("One.", "Two.") as engine:
         async with live_service(tmp_path, [engine]) as service:
             opened = await service.open()
-            assert opened.key is not None
             await service.ask(opened.key, "a")
         async with live_service(tmp_path, [engine]) as service:
             answer = await service.ask(opened.key, "a", "One.", "b")
@@ -282,7 +272,6 @@ async def test_too_many_sessions_or_requests_are_told_when_to_come_back(tmp_path
     live = {"max_sessions": 1, "requests_per_minute": 1}
     async with scripted("One.") as engine, live_service(tmp_path, [engine], live=live) as service:
         opened = await service.open(user="u")
-        assert opened.key is not None
         refused = await service.http.post("/v1/sessions", json={})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) > 0
@@ -299,7 +288,6 @@ async def test_a_request_counts_as_the_answers_that_it_asks_for(tmp_path):
     live = {"requests_per_minute": 5}
     async with scripted(*["One."] * 5) as engine, live_service(tmp_path, [engine], live=live) as service:
         opened = await service.open(user="u")
-        assert opened.key is not None
         answered = await service.ask(opened.key, "a", n=3)
         assert len(answered.json()["choices"]) == 3
         refused = await service.ask(opened.key, "b", n=3)
@@ -314,7 +302,6 @@ async def test_deleting_a_user_leaves_no_byte(tmp_path):
         mine = [await service.open(user="alice") for _ in range(2)]
         other = await service.open(user="bob")
         for opened in (*mine, other):
-            assert opened.key is not None
             await service.ask(opened.key, f"words of {opened.session.session_id}")
         answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
         assert answer.json()["sessions"] == 2

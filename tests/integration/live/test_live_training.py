@@ -45,7 +45,6 @@ async def lease(service: LiveService, seconds: float = 10.0) -> Batch | None:
 async def talk(service: LiveService, values: list[float], **fields: Any) -> str:
     """Have a conversation of which the user judges each answer, and end it; return the session's id."""
     opened = await service.open(**fields)
-    assert opened.key is not None
     name, contents = opened.session.session_id, ["the question of a person"]
     for number, value in enumerate(values):
         answer = (await service.ask(opened.key, *contents)).json()["choices"][0]["message"]["content"]
@@ -67,15 +66,12 @@ async def test_a_conversation_becomes_a_batch(tmp_path, store):
         await create_run(service)
         name = await talk(service, [1.0, -1.0])
         batch = await lease(service)
-        assert batch is not None
         rollout = batch.groups[0].samples[0].rollout
-        assert rollout.session is not None
         assert (rollout.session.session_id, rollout.reward) == (name, 0.0)
         assert [(mark.turn, mark.value, mark.usable) for mark in rollout.turn_marks] == [
             (0, 1.0, True),
             (1, -1.0, True),
         ]
-        assert rollout.trajectory is not None
         check_invariants(rollout.trajectory)
         [segment] = rollout.trajectory.segments
         sampled = [token for token, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]
@@ -105,7 +101,6 @@ async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_pa
         await create_run(service)
         name = await talk(service, [1.0, -1.0], user="alice")
         batch = await lease(service)
-        assert batch is not None
         answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
         deleted = DeletedSessions.model_validate_json(answer.content)
         assert (deleted.sessions, deleted.turns, deleted.undelivered) == (1, 2, 0)
@@ -125,6 +120,5 @@ async def test_deleted_sessions_are_in_no_later_batch(tmp_path, store):
         assert (deleted.sessions, deleted.turns, deleted.leased) == (1, 1, [])
         others = {await talk(service, [1.0], user=name) for name in ("bob", "carol")}
         batch = await lease(service)
-        assert batch is not None
         rollouts = [sample.rollout for group in batch.groups for sample in group.samples]
         assert {rollout.session.session_id for rollout in rollouts if rollout.session} == others

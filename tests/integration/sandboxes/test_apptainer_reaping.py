@@ -75,7 +75,6 @@ class Owner:
     run: Path
 
     def until(self, line: str) -> None:
-        assert self.process.stdout is not None
         while (said := self.process.stdout.readline().strip()) != line:
             assert said, "the owner ended"
 
@@ -258,7 +257,6 @@ async def test_kill_9_while_sandboxes_close(run, start_owner, delay):
     owner = await anyio.to_thread.run_sync(start_owner, "close")
     await anyio.to_thread.run_sync(owner.until, "ready")
     name = owner.name
-    assert owner.process.stdin is not None
     owner.process.stdin.write("close\n")
     owner.process.stdin.flush()
     await anyio.sleep(delay)

@@ -67,7 +67,6 @@ async def test_cells(python, code, output, result):
 async def test_a_cell_that_exits_ends_there_and_the_session_goes_on(python, leave, value):
     await python.execute("kept = 41")
     left = await python.execute(f"print('before')\n{leave}\nprint('after')")
-    assert left.error is not None
     assert (left.output, left.error.ename, left.error.evalue) == ("before\n", "SystemExit", value)
     for number in range(4):
         await anyio.sleep(0.05)  # the kernel of a notebook would end now
@@ -98,7 +97,6 @@ async def test_the_session_is_handed_out_while_a_cell_runs(sandbox, python):
         await sandbox.exec(["bash", "-c", "until [ -e begun ]; do sleep 0.05; done"])
         with anyio.fail_after(20):
             await (await sandbox.python()).interrupt()
-    assert results[0].error is not None
     assert (results[0].error.ename, results[0].timed_out) == ("KeyboardInterrupt", False)
 
 

@@ -79,7 +79,6 @@ async def test_a_lost_folder_is_replaced_and_what_turns_up_is_read_again(config,
         assert report.problem is not None
         assert [each.rollout_id for each in report.lost] == ["a"]
         await begin_again(store.connection, SharedFiles(folder))
-        assert store.segments is not None
         await store.segments.watch.check()
         await finish(store, "b")
         assert await store.trajectory("b") is not None

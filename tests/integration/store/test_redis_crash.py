@@ -105,7 +105,6 @@ async def check(config: RedisConfig, acknowledged: Acknowledged) -> None:
             assert await store.get(rollout_id) is not None
         for rollout_id in acknowledged.finished:
             rollout = await store.get(rollout_id)
-            assert rollout is not None
             assert (rollout.state, rollout.reward) == (RolloutState.COMPLETED, 1.0)
         events = await store.events(after=0, limit=10**6)
     assert [event.event_id for event in events] == list(range(1, len(events) + 1))

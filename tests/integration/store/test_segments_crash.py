@@ -45,7 +45,6 @@ def write_until_killed(folder: Path, name: str) -> dict[str, int]:
     """Return the number of each record by its reference."""
     command = [sys.executable, "-c", WRITER, str(folder), name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(RECORDS)]
         process.send_signal(signal.SIGKILL)
         lines += process.stdout.readlines()

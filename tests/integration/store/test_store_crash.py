@@ -97,7 +97,6 @@ async def test_two_processes_never_share_a_file(tmp_path):
     path = tmp_path / "store.sqlite3"
     with start_writer(path, 0) as writer:
         try:
-            assert writer.stdout is not None
             assert writer.stdout.readline()
             with pytest.raises(StoreError, match=f"pid {writer.pid}") as caught:
                 await SqliteStore.open(path)

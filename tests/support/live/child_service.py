@@ -130,7 +130,6 @@ def trained(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
     """Return the sampled ids of the usable turns."""
     found: dict[int, list[int]] = {}
     for rollout in rollouts:
-        assert rollout.trajectory is not None
         for segment in rollout.trajectory.segments:
             rows = zip(segment.token_ids, segment.loss_mask, segment.turn_ids, strict=True)
             for token, mask, turn in rows:

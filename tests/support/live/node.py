@@ -175,7 +175,6 @@ class LiveNode(LiveBench):
             raise made.error
         made.deliver()
         await self._tasks.settled()
-        assert made.observer is not None
         return not made.observer.unrecorded_because
 
     async def expire(self) -> None:

@@ -44,7 +44,6 @@ class OtherService:
         self.process = subprocess.Popen(
             [sys.executable, "-c", TELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self.process.stdout is not None
         self.owner = self.process.stdout.readline().strip()
 
     def kill(self) -> None:

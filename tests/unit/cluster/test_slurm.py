@@ -191,7 +191,6 @@ def test_a_part_also_ends_when_slurm_signals_its_step(number):
     with subprocess.Popen(
         [sys.executable, "-c", PART], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"listening\n"
         process.send_signal(number)
         process.send_signal(number)

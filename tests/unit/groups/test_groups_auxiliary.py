@@ -171,7 +171,6 @@ def test_a_weight_goes_one_way_and_stays_between_its_ends(init, end, length, ela
 def test_a_schedule_starts_with_its_run_unless_it_says_otherwise(start, expected):
     run = request(schedule(0.3, 0.2, start=start), version=100)
     weights = reward_weights(run, 150)
-    assert weights is not None
     assert weights.parallel == pytest.approx(expected)
 
 
@@ -251,5 +250,4 @@ def test_what_is_not_warned_of_reaches_its_end(tasks, batch_size, data):
     run = request(schedule(0.3, 0.2, length=length), batch_size=batch_size)
     assert run_warnings(run, tasks) == []
     weights = reward_weights(run, batches)
-    assert weights is not None
     assert (weights.parallel, weights.finish) == (0.0, 0.0)

@@ -149,7 +149,6 @@ async def test_percentiles_are_those_of_the_last_ones(seconds):
     board, durations = ActivityBoard(), StepDurations()
     board.observe(durations)
     usual = durations.usual(note(board, StepKind.TOOL, "bash", seconds))
-    assert usual is not None
     last = sorted(seconds[-KEPT:])
     assert usual.count == len(last)
     for share, found in ((0.5, usual.p50), (0.95, usual.p95), (0.99, usual.p99)):

@@ -197,7 +197,6 @@ def test_all_results_of_three_calls_are_in_the_text_with_their_tools():
         ClientMessage("tool", "three"),
     ]
     state = next_state(messages, 5.0, {"a": "bash"})
-    assert state is not None
     assert (state.role, state.is_error, state.arrived_at) == ("tool", False, 5.0)
     assert state.text == "[tool bash]\none\n\n[tool read]\ntwo\n\n[tool]\nthree"
 
@@ -211,7 +210,6 @@ def test_results_and_words_are_mixed():
         ClientMessage("user", "thanks"),
     ]
     state = next_state(messages, 0.0)
-    assert state is not None
     assert (state.role, state.text) == ("mixed", "[tool ls]\na.txt\n\n[user]\nthanks")
 
 
@@ -223,7 +221,6 @@ def test_where_nobody_says_anything_there_is_no_next_state():
 @given(st.lists(st.tuples(st.sampled_from(["user", "tool"]), st.text()), min_size=1, max_size=5))
 def test_nothing_is_cut(said):
     state = next_state([ClientMessage(role, text) for role, text in said], 0.0)  # type: ignore[arg-type]
-    assert state is not None
     assert state.text == "\n\n".join(f"[{role}]\n{text}" for role, text in said)
 
 
@@ -250,14 +247,11 @@ def test_nothing_is_cut(said):
 def test_a_result_that_says_so_is_an_error(result, failed):
     assert says_error(result) is failed
     state = next_state([ClientMessage("tool", "fine"), ClientMessage("tool", result)], 0.0)
-    assert state is not None
     assert state.is_error is failed
 
 
 def test_a_field_of_its_own_says_it_too_and_a_user_never_does():
     flagged = next_state([ClientMessage("tool", "denied", is_error=True)], 0.0)
-    assert flagged is not None
     assert flagged.is_error
     user = next_state([ClientMessage("user", "Error: this is what I got")], 0.0)
-    assert user is not None
     assert not user.is_error

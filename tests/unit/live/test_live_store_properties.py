@@ -97,7 +97,6 @@ def test_what_the_user_says_wins_until_the_turn_is_taken(steps):
                 await apply(store, (step, "s", {0}, set()) if step == "take" else (step, "s", 0))
             before = steps[: steps.index("take")] if "take" in steps else steps
             turn = await store.turn("s", 0)
-            assert turn is not None
             reason = turn.mark and turn.mark.reason
             if "say" in before:
                 assert reason is MarkReason.EXPLICIT

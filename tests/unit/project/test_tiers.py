@@ -110,7 +110,6 @@ def test_processes_of_a_run_are_ended_with_it_and_no_others(monkeypatch):
         command = [sys.executable, "-c", STUBBORN]
         process = stack.enter_context(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE))
         stack.callback(process.kill)
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         return process
 

@@ -83,7 +83,6 @@ def test_the_reward_is_the_weighted_total_of_the_version_at_which_the_group_clos
     samples = [handed_on(0, 1.0, 0.5, 1.0), handed_on(1, 0.0, 1.0, 0.5), sample(2, None)]
     closure = close(samples, auxiliary=AUXILIARY)
     assert rewards(closure) == [pytest.approx(1.35), pytest.approx(0.4), None]
-    assert closure.reward_weights is not None
     assert closure.reward_weights.model_dump() == {
         "perf": 1.0,
         "parallel": 0.3,
@@ -222,7 +221,6 @@ async def test_a_batch_is_delivered_again_as_soon_as_its_lease_ends(clock):
         assert await delivery.lease(order, version=None, timeout=10) is not None
         counted.asked, began = 0, time.monotonic()
         again = await delivery.lease(BatchLeaseRequest("a", "second", 60), version=None, timeout=20)
-        assert again is not None
         assert again.delivery == 2
         assert HELD_SECONDS - 0.1 < time.monotonic() - began < 10
         assert counted.asked <= 5, "nothing polls"

@@ -51,7 +51,6 @@ async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it():
         with capture_logs() as logs:
             await it.create(source=ENDLESS, max_failed_in_a_row=8, max_concurrent=4)
             run = await with_problem(it)
-        assert run.problem is not None
         assert (run.state, run.problem.code, run.problem.boundary) == (
             RunState.PAUSED,
             "groups_failed",
@@ -59,7 +58,6 @@ async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it():
         )
         said = r"every sample of (\d+) groups in a row ended in environment_failed: broken"
         found = re.fullmatch(said, run.problem.message)
-        assert found is not None
         assert 8 <= int(found[1]) <= 8 + 4
         assert "resume the run" in run.problem.hint
         assert [line["run"] for line in logs if line["event"] == "a run cannot go on"] == ["a"]
@@ -83,7 +81,6 @@ async def test_a_run_with_the_default_limit_is_paused():
         await it.create(source=ENDLESS, group_size=1)
         while (run := await with_problem(it)).state is RunState.RUNNING:
             await anyio.sleep(0.01)
-        assert run.problem is not None
         assert run.problem.code == "groups_failed"
 
 
@@ -94,10 +91,8 @@ async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run():
         with capture_logs() as logs:
             await it.create(source=ENDLESS)
             run = await with_problem(it)
-        assert run.problem is not None
         assert (run.state, run.problem.code) == (RunState.RUNNING, "groups_dropped")
         found = re.fullmatch(r"no group was kept of the last (\d+) \(\1 zero_variance\)", run.problem.message)
-        assert found is not None
         assert int(found[1]) >= REPORT_AFTER
         assert "same reward" in run.problem.hint
         assert [line["run"] for line in logs if line["event"] == "a run keeps no group"] == ["a"]
@@ -121,7 +116,6 @@ async def test_a_limit_stops_a_run_whatever_the_reason():
     async with bench(Grader(1.0)) as it:
         await it.create(source=ENDLESS, max_dropped_in_a_row=6, max_concurrent=4)
         run = await with_problem(it)
-        assert run.problem is not None
         assert (run.state, run.problem.code) == (RunState.PAUSED, "groups_dropped")
         assert "zero_variance" in run.problem.message
         assert run.cursor < REPORT_AFTER
@@ -133,7 +127,6 @@ async def test_failures_that_may_pass_pause_no_run_by_default():
         await it.create(source=ENDLESS, group_size=1, infrastructure_retries=0)
         while (run := await with_problem(it)).count("dropped:too_few_usable") < 40:
             await anyio.sleep(0.01)
-        assert run.problem is not None
         assert (run.state, run.problem.code) == (RunState.RUNNING, "groups_dropped")
         assert run.problem.message.endswith("the newest error is engine_gone: gone")
 
@@ -147,7 +140,6 @@ async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_i
             await it.lease()
         assert over.value.code == "run_without_batches"
         view = await service(it).get("a")
-        assert view.problem is not None
         assert (view.state, view.problem.code) == (RunState.FINISHED, "groups_dropped")
 
 
@@ -178,7 +170,6 @@ async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself():
         long = replace(run, counters={DROPPED_IN_A_ROW + "zero_variance": REFUSE_AFTER})
         assert reason_to_refuse(replace(run, counters=long.counters | {"batched": 1})) is None
         refusal = reason_to_refuse(long)
-        assert refusal is not None
         assert (refusal.code, refusal.status) == ("run_stopped", 409)
         short = {DROPPED_IN_A_ROW + "zero_variance": REFUSE_AFTER - 1}
         assert reason_to_refuse(replace(run, counters=short)) is None

@@ -117,7 +117,6 @@ async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_fi
             first = Played(store)
             await first.play([WIDE, SERIAL])
             before = await first.figures()
-            assert before is not None
             assert before.total.rollouts == 2
             assert (
                 before.total
@@ -137,7 +136,5 @@ async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_fi
             assert await again.figures() == RunParallel(total=before.total)
             await again.play([DIRECT, DIRECT])
             after = await again.figures()
-            assert after is not None
             assert (after.total.rollouts, after.total.assign_rate) == (4, 0.5)
-            assert after.recent is not None
             assert (after.recent.rollouts, after.recent.assign_rate) == (2, 0.0)

@@ -68,7 +68,6 @@ class Bench:
     async def batch(self) -> tuple[bytes, bytes]:
         """Lease the batch; return it as JSON and as arrays, and give it back."""
         leased = await self.delivery.lease(BatchLeaseRequest("a", "k", 60), version=None, timeout=30)
-        assert leased is not None
         told = b"".join([part async for part in self.delivery.as_json(leased)])
         pieces: list[bytes] = []
 

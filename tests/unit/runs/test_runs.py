@@ -130,7 +130,6 @@ async def test_only_the_stale_samples_of_a_group_are_masked():
             await anyio.sleep(0.01)
         it.version = 2
         batch = await it.lease()
-        assert batch is not None
         assert batch.oldest_version == 2
         for group in batch.groups:
             assert [sample.masked_because for sample in group.samples] == [None, None, None, "stale"]
@@ -180,7 +179,6 @@ async def test_auxiliary_rewards_fade_with_the_trainer_s_version():
             batch = await it.next()
             for group in batch.groups:
                 (weights,) = {sample.reward_weights for sample in group.samples}
-                assert weights is not None
                 assert (group.measured_on, group.filtered_on) == ("perf", ["perf"])
                 assert (group.reward_mean, group.reward_std) == (0.5, 0.5)
                 for sample in group.samples:
@@ -207,7 +205,6 @@ async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path):
                 leased = await it.delivery.lease(
                     BatchLeaseRequest("a", f"k{delivery}", 60), version=version + 1, timeout=10
                 )
-                assert leased is not None
                 content = b"".join([part async for part in it.delivery.as_json(leased)])
                 batches.append(content.partition(b',"batch_id"')[0])
                 arrays = BatchArrays.from_bytes(await arrays_of(it.delivery, leased))
@@ -226,7 +223,6 @@ async def test_a_group_that_loses_stale_samples_keeps_its_weights():
         await until_ready(it, 2)
         it.version = 2
         batch = await it.lease()
-        assert batch is not None
         for group in batch.groups:
             assert [sample.masked_because for sample in group.samples] == [None, None, None, "stale"]
             assert [sample.reward for sample in group.samples] == pytest.approx([0.2, 1.3, 0.4, None])
@@ -292,7 +288,6 @@ async def test_a_trainer_that_accepts_stale_samples_gets_all_of_them():
         leased = await it.delivery.lease(
             BatchLeaseRequest("a", "k", 60, allow_stale=True), version=None, timeout=10
         )
-        assert leased is not None
         groups = [await it.store.runs.group("a", number) for number in leased.groups]
         assert [(group.usable, group.oldest_version) for group in groups] == [(4, 0), (4, 0)]
         assert all(sample.rollout.trajectory for group in groups for sample in group.samples)

@@ -90,20 +90,16 @@ def test_the_fullest_stage_nearest_to_the_end_is_named(rollout, others, fields, 
 def test_it_says_what_shows_it_and_which_setting_would_change_it():
     stages = [stage(Stage.INIT, 3, host=3), stage(Stage.ROLLOUT, 20), stage(Stage.EVALUATE, 0)]
     found = bottleneck(overview(stages, nodes=[HELD]), StageLoads().add(0.0, stages))
-    assert found is not None
     assert found.message == "3 rollouts wait for room on the host: memory: 3.1 GiB available."
     assert "sandboxes.pressure" in found.hint
     ceiling = HELD.model_copy(update={"holds": [HoldView(resource="ceiling", reason="ceiling: 8 of 8")]})
     found = bottleneck(overview(stages, nodes=[ceiling]), StageLoads().add(0.0, stages))
-    assert found is not None
     assert "sandboxes.ceiling" in found.hint
     stages[0] = stage(Stage.INIT, 1, host=1)
     found = bottleneck(overview(stages), StageLoads().add(0.0, stages))
-    assert found is not None
     assert found.message == "1 rollout waits for room on the host."
     stages[0] = stage(Stage.INIT, 0)
     found = bottleneck(overview(stages, runs=[RUN]), StageLoads().add(0.0, stages))
-    assert found is not None
     assert found.message == (
         "44 of 64 rollout workers are free, and nothing is queued. 7 groups are ready and wait for the trainer."
     )

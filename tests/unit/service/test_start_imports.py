@@ -38,7 +38,6 @@ def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path)
     command += ["--engine", "none", "--sandbox", "local", "--state-dir", str(tmp_path)]
     imported = set()
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         for line in process.stderr:
             if found := IMPORT.match(line):
                 imported.add(found[1])

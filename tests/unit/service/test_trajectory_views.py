@@ -52,7 +52,6 @@ def utf16(text: str, start: int, end: int) -> bytes:
 
 def rebuilt(shown: TokenRange) -> bytes:
     """Return the bytes of a range's tokens, as a page puts them together."""
-    assert shown.text is not None
     assert len(shown.ends) == shown.count
     assert shown.ends == sorted(shown.ends)
     result, start = b"", 0
@@ -135,7 +134,6 @@ def byte_fallback() -> tokenizers.Tokenizer:
 def test_a_vocabulary_with_bytes_as_a_last_resort_has_a_table():
     tokenizer = byte_fallback()
     table = TokenBytes.of(tokenizer)
-    assert table is not None
     ids = [tokenizer.token_to_id(token) for token in ("▁Hello", "<0xE6>", "<0x97>", "<0xA5>", "é", "▁")]
     assert b"".join(table.of_ids(ids)) == " Hello日é ".encode()
     end = tokenizer.token_to_id("<|end▁of▁turn|>")
@@ -224,7 +222,6 @@ def test_the_outline_has_turns_and_where_a_segment_leaves_its_parent():
 def test_the_shipped_policies_can_be_shown():
     for path in Path(policy_folder("calc-base")).parent.glob("*/tokenizer.json"):
         table = TokenBytes.of(tokenizers.Tokenizer.from_file(str(path)))
-        assert table is not None
         assert all(table.of_ids(list(range(len(table))))), path
 
 

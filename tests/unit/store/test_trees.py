@@ -46,7 +46,6 @@ def test_any_tree_comes_back_as_far_as_it_was_asked_for(made, detail):
         assert read.nodes == (made if detail is NodeDetail.TOKENS else bare(made))
         assert read.work == WORK
     tree = rollout_codec.decode_tree(row)
-    assert tree is not None
     assert tree.nodes == (made if detail is NodeDetail.TOKENS else bare(made))
     assert tree.work == WORK
     assert RolloutNodes.model_validate_json(tree.model_dump_json()) == tree
@@ -73,7 +72,6 @@ def test_records_of_an_earlier_release_have_no_sub_agents():
     row = stored(rollout(nodes=[], work=None), order(NodeDetail.TOKENS))
     assert not {"nodes", "work"} & set(json.loads(row["result"]))
     tree = rollout_codec.decode_tree(row)
-    assert tree is not None
     assert (tree.nodes, tree.work) == ([], None)
 
 

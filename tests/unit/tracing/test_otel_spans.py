@@ -136,8 +136,6 @@ async def test_an_attempt_is_a_tree_of_stages_agents_turns_and_tools(traced):
     }
     chat = traced.spans["chat qwen"]
     assert chat.kind is SpanKind.CLIENT
-    assert chat.context is not None
-    assert told is not None
     assert told.startswith(f"00-{chat.context.trace_id:032x}-{chat.context.span_id:016x}-")
     assert is_sampled(told)
     found = dict(chat.attributes or {})
@@ -189,17 +187,14 @@ async def test_the_trace_id_is_computed_from_the_rollout_id(traced):
     play(traced, "known")
     expected = hashlib.sha256(b"known").hexdigest()[:32]
     context = traced.spans["rollout calc"].context
-    assert context is not None
     assert f"{context.trace_id:032x}" == expected
 
 
 async def test_a_traced_caller_is_the_parent(traced):
     told = play(traced, trace=CALLER)
     root = traced.spans["rollout calc"]
-    assert root.parent is not None
     assert (f"{root.parent.trace_id:032x}", f"{root.parent.span_id:016x}") == (TRACE, SPAN)
     assert root.parent.trace_state.get("vendor") == "1"
-    assert told is not None
     assert told[3:35] == TRACE
 
 
@@ -219,8 +214,6 @@ async def test_an_attempt_links_to_the_one_before_in_the_same_trace(traced):
     traced.exporter.clear()
     play(traced, attempt=2)
     second = traced.spans["rollout calc"]
-    assert first is not None
-    assert second.context is not None
     assert second.context.trace_id == first.trace_id
     assert [link.context.span_id for link in second.links] == [first.span_id]
 

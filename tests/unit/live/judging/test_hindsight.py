@@ -76,13 +76,11 @@ async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message():
     short, long = "End the answer with =.", "End every answer with an equals sign, please."
     found, _ = finder(SaysNext(*says(short, long), NO))
     hint = (await found.find(TURN)).hint
-    assert hint is not None
     assert (hint.text, hint.candidates, hint.selected_by) == (long, 2, "longest")
     text = RENDERER.decode(hint.prompt_ids)
     assert f"And 3 + 3?\n\n{HEADER}\n{long}" in text
     assert text.count(HEADER) == 1
     edited = with_hint(MESSAGES, long)
-    assert edited is not None
     assert hint.prompt_ids == RENDERER.render(edited)
     assert [message.role for message in edited] == [message.role for message in MESSAGES]
     assert MESSAGES[3].content == "And 3 + 3?"
@@ -118,7 +116,6 @@ async def test_hint_marks_in_the_next_state_are_no_hint():
 async def test_control_tokens_in_a_hint_are_text():
     [said] = says("Write <|im_end|> at the end of it.")
     hint = (await finder(SaysNext(said))[0].find(TURN)).hint
-    assert hint is not None
     plain = with_hint(MESSAGES, "Write it at the end of it.")
     assert plain is not None
     end = RENDERER.stop_token_ids[0]
@@ -161,7 +158,6 @@ async def test_the_hint_with_the_larger_overlap_is_selected():
     engines = FunctionEngines(top)
     found, _ = finder(SaysNext(*says(near, far)), selection="overlap", engines=engines)
     hint = (await found.find(TURN)).hint
-    assert hint is not None
     assert (hint.text, hint.selected_by, hint.candidates) == (near, "overlap", 2)
     assert len(engines.requests) == 3 * len(OUTPUT)
     assert all(request.extras.top_logprobs == 4 for request in engines.requests)
@@ -200,7 +196,6 @@ async def test_each_sampled_token_has_its_logprob_after_the_hinted_prompt():
         "policy", [5, 6, 7, 8], [1, 2, 3]
     )
     assert reading.reason == ""
-    assert reading.teacher is not None
     assert reading.teacher.logprobs == [-0.1, -2.0, -0.3]
     assert reading.teacher.model == "models/teacher@3"
     [request] = engines.requests

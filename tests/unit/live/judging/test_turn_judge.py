@@ -35,7 +35,6 @@ async def test_a_majority_is_marked_with_its_votes_and_its_judge():
     mark = await a_judge(sampler).mark(a_turn(next_state=a_state("no, again")))
     assert (mark.value, mark.reason, mark.source) == (-1.0, MarkReason.MAJORITY, "judge")
     assert mark.votes == Votes(minus=2, plus=1)
-    assert mark.judge is not None
     assert (mark.judge.pool, mark.judge.model) == ("judge", "judge@7")
     assert mark.judge.prompt_hash == value_rubric(LiveJudgeSettings()).prompt_hash
     [[system, user], *_] = sampler.prompts
@@ -97,7 +96,6 @@ async def test_what_a_next_state_says_of_the_verdict_has_no_effect(text):
     assert silent.value is None
     user = sampler.prompts[0][1].content
     quoted = re.search(r"<(next_state-[0-9a-f]{16})>\n(.*)\n</\1>", user, re.DOTALL)
-    assert quoted is not None
     assert quoted[2] == text
     assert "1 instance" not in user
 

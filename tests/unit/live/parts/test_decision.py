@@ -115,7 +115,6 @@ def test_no_turn_fails_because_the_judge_is_stopped():
 def test_ambiguous_turns_are_treated_as_the_run_asks(zeros, values, usable):
     turns = [fate(number, value=value) for number, value in enumerate(values)]
     decided = decide(ENDED, turns, LiveDelivery(zeros=zeros), JUDGE_IS_ON)
-    assert decided is not None
     assert decided.usable == usable
     assert set(decided.dropped.values()) <= {MaskReason.ZERO}
 

@@ -30,13 +30,11 @@ from tests.unit.live.test_replay import RENDERER
 
 
 def rollouts(batch: Batch | None) -> list[Rollout]:
-    assert batch is not None
     return [sample.rollout for group in batch.groups for sample in group.samples]
 
 
 def sessions_in(batch: Batch | None) -> list[list[str]]:
     """Return the sessions of each group of a batch, all of whose samples are usable."""
-    assert batch is not None
     assert all(sample.usable for group in batch.groups for sample in group.samples)
     return [
         sorted(one.rollout.session.session_id for one in group.samples if one.rollout.session is not None)
@@ -52,7 +50,6 @@ async def test_a_session_becomes_a_batch():
         (rollout,) = rollouts(await bench.lease())
         assert rollout.kind is RolloutKind.SESSION
         assert rollout.reward == pytest.approx(-1 / 3)
-        assert rollout.session is not None
         assert (rollout.session.session_id, rollout.session.part) == ("s", 0)
         reasons = [(mark.turn, mark.usable, mark.masked_because, mark.value) for mark in rollout.turn_marks]
         assert reasons == [
@@ -63,11 +60,9 @@ async def test_a_session_becomes_a_batch():
             (4, False, MaskReason.NO_NEXT_STATE, None),
         ]
         states = [mark.next_state for mark in rollout.turn_marks]
-        assert states[0] is not None
         assert states[0].text == "said after 0"
         assert states[4] is None
         trajectory, whole = rollout.trajectory, stored.capture.trajectory()
-        assert trajectory is not None
         check_invariants(trajectory)
         chosen = {turn for segment in trajectory.segments for turn in segment.turn_ids} - {-1}
         assert chosen == {0, 2, 3}
@@ -103,7 +98,6 @@ async def test_texts_are_delivered_only_to_runs_that_ask_for_them():
         await bench.serve("s", [1.0])
         await bench.drive()
         batch = await bench.lease()
-        assert batch is not None
         assert "said after" not in batch.model_dump_json()
 
 
@@ -113,11 +107,9 @@ async def test_redelivery_is_the_same_to_the_last_byte():
         await bench.serve("s", [1.0, -1.0])
         await bench.drive()
         first = await bench.lease()
-        assert first is not None
         await bench.store.runs.give_back("run", 0)
         await bench.live.mark("s", 0, explicit(-1.0))  # too late for this batch
         again = await bench.lease(key="another")
-        assert again is not None
         assert [one.model_dump_json() for one in again.groups] == [
             one.model_dump_json() for one in first.groups
         ]
@@ -130,7 +122,6 @@ async def test_an_open_session_is_delivered_in_parts():
         await bench.drive()
         (first,) = rollouts(await bench.lease())
         assert [mark.turn for mark in first.turn_marks] == [0, 1]
-        assert first.session is not None
         assert first.session.closed_at is None
 
 
@@ -297,7 +288,6 @@ async def test_a_part_is_refused_to_rollouts_that_are_not_its_own():
             await bench.store.submit(RolloutRequest(rollout_id=name, task=task))
             await bench.work()
             found = await bench.store.get(name)
-            assert found is not None
             assert isinstance(found.error, ErrorInfo)
             assert found.error.code == "session_part_gone"
         assert [part.rollout_id for part in await bench.live.parts()] == [None]
@@ -413,7 +403,6 @@ async def test_a_part_is_scored_again_by_its_recorded_values():
             again.reward,
         )
         (refused,) = [one async for one in await rescorer.rescore_run("run", RescoreRun(replay="always"))]
-        assert refused.error is not None
         assert refused.error.code == "not_replayable"
 
 
@@ -441,7 +430,6 @@ async def test_a_teacher_is_asked_only_for_runs_that_want_it():
             await bench.drive()
             (rollout,) = rollouts(await bench.lease(run_id))
             lengths = [len(mark.teacher.logprobs) if mark.teacher else None for mark in rollout.turn_marks]
-            assert rollout.trajectory is not None
             first = sum(segment.turn_ids.count(0) for segment in rollout.trajectory.segments)
             assert lengths == ([first, None] if wanted else [None, None])
             assert all(mark.hint is not None for mark in rollout.turn_marks)

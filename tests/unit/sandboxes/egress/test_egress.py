@@ -418,7 +418,6 @@ async def test_a_killed_process_is_one_error_and_is_then_replaced():
     host = EgressHost()
     allowed = AllowList([])
     await host.open("a", allowed, False, socket.create_server(("127.0.0.1", 0)), OWNER)
-    assert host.process is not None
     host.process.kill()
     host.process.wait()
     with pytest.raises(SandboxStartError):
@@ -433,7 +432,6 @@ async def test_the_process_is_marked_with_its_service_and_inherits_nothing_else(
     monkeypatch.setenv("SOME_KEY", "secret")
     host = EgressHost()
     await host.open("a", AllowList([]), False, socket.create_server(("127.0.0.1", 0)), OWNER)
-    assert host.process is not None
     assert sandbox_of(host.process.pid) == f"{OWNER.service}-egress"
     environment = await anyio.Path(f"/proc/{host.process.pid}/environ").read_bytes()
     assert b"SOME_KEY" not in environment

@@ -18,7 +18,6 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(
 def started(code: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program, and wait for its first line."""
     with killed(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield process
 

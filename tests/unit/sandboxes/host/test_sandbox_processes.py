@@ -26,7 +26,6 @@ def started(code: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program, and wait for its first line."""
     command, environ = [sys.executable, "-c", code], {**os.environ, **env}
     with killed(subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield process
 
@@ -34,7 +33,6 @@ def started(code: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
 def test_start_time_tells_processes_apart():
     with started(STUBBORN) as process:
         found = start_time(process.pid)
-        assert found is not None
         assert found >= (start_time(os.getpid()) or 0)
     assert start_time(process.pid) is None
 
@@ -66,8 +64,6 @@ def test_a_process_is_found_though_it_was_seen_before_it_became_a_launcher():
     code = f"import os, sys; print(flush=True); input(); os.execve(sys.executable, {launcher}, {{'{MARKER}': 'late'}})"
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
     with killed(subprocess.Popen(command, stdin=pipe, stdout=pipe)) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdout.readline()
         assert processes_of({"late"}) == []
         process.stdin.write(b"\n")
@@ -84,7 +80,6 @@ def test_ended_processes_belong_to_no_sandbox():
 def test_a_sandbox_is_recognized_by_its_mounts():
     line = b"36 35 0:20 /rs-0/0a1b2c3d/17/pipes /run/rollout/pipes ro,nosuid - tmpfs tmpfs rw"
     found = FOLDERS.search(line)
-    assert found is not None
     assert found.groups() == (b"0a1b2c3d", b"17")
     for other in (b"/rs-0/0a1b2c3d4/17/pipes", b"/overlay2/0a1b2c3d/x/overlay", b"/0a1b2c3d/17/pipesx "):
         assert FOLDERS.search(other) is None

@@ -88,7 +88,6 @@ def test_linked_version_1_hierarchies_count_as_one(tmp_path):
     groups = find_control_groups(tmp_path, "5:cpu,cpuacct:/job\n")
     assert groups.enforced == {"cpus"}
     group = groups.create("x", ResourceLimits(None, None, None))
-    assert group is not None
     assert group.paths == [tmp_path / "cpu,cpuacct/job/rollout-x"]
 
 

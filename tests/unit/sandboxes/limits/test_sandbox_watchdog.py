@@ -19,7 +19,6 @@ NONE = ResourceLimits(None, None, None)
 def test_descendants_are_found_and_nobody_else():
     process = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 & echo up; wait"], stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         below = Processes().descendants(process.pid)
         assert {found.parent for found in below} == {process.pid}

@@ -21,10 +21,8 @@ sys.stdin.read()
 def holder(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", HOLDER, *request.param]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
-        assert process.stdin is not None
         process.stdin.close()
 
 

@@ -47,7 +47,6 @@ def stack() -> Iterator[ExitStack]:
 def start_marked(stack: ExitStack, mark: str) -> subprocess.Popen[bytes]:
     started = subprocess.Popen(SLEEP, stdout=subprocess.PIPE, env={**os.environ, MARKER: mark})
     process = stack.enter_context(killed(started))
-    assert process.stdout is not None
     process.stdout.readline()
     return process
 
@@ -256,7 +255,6 @@ def test_a_sweep_that_was_killed_is_finished_by_the_next(base):
         code += "sweep(Path(sys.argv[1]))"
         command = [sys.executable, "-c", code, str(base)]
         with killed(subprocess.Popen(command, stdout=subprocess.PIPE)) as sweeper:
-            assert sweeper.stdout is not None
             sweeper.stdout.readline()
             time.sleep(delay)
         assert sweep(base).failures == ()
