@@ -1,8 +1,5 @@
 """The frame of the page: keys and roles, lost connections, prefixes, hostile text, and screens of different sizes."""
 
-from collections.abc import Callable
-
-import anyio
 import pytest
 from playwright.async_api import Page, expect
 
@@ -11,6 +8,7 @@ from rollout_service.http.api_keys import Role
 from tests.support.browser import canned
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.prefix_proxy import prefix_proxy
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.browser
 
@@ -84,18 +82,12 @@ async def test_a_hidden_tab_gives_its_connection_back(page, fake):
     }"""
     await page.evaluate(hide, True)
     await page.clock.run_for(6_000)
-    await _until(lambda: fake.readers == 0)
+    await until(lambda: fake.readers == 0)
     fake.overview = fake.overview.model_copy(update={"finished_per_second": 7.65})
     await page.evaluate(hide, False)
     await page.clock.run_for(1_000)
     await expect(page.get_by_text("7.65")).to_be_visible()
     assert fake.readers == 1
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not condition():
-            await anyio.sleep(0.02)
 
 
 @pytest.mark.parametrize("prefix", ["/proxy/8080", "/rnode/host-1.cluster/8080", "/a b/ü"])

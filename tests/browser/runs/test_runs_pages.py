@@ -2,7 +2,6 @@
 
 import re
 
-import anyio
 import pytest
 from playwright.async_api import Page, expect
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from tests.support.browser import canned_runs
 from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.watched_page import watched_page
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.browser
 
@@ -142,9 +142,7 @@ async def test_groups_are_filtered_by_state_and_reason(page, runs):
 async def test_groups_are_found_behind_pages_without_any(page, runs):
     runs.answer(f"GET {RUN}/groups", GroupPage(groups=[], next_cursor="on"))
     await open_run(page, runs, "?state=ready")
-    with anyio.fail_after(15):
-        while not any("cursor=on" in path for _, path, _ in runs.requests):
-            await anyio.sleep(0.01)
+    await until(lambda: any("cursor=on" in path for _, path, _ in runs.requests), 15)
     await expect(page.get_by_text("Loading")).to_be_visible()
     runs.answer(f"GET {RUN}/groups", canned_runs.groups(count=1, cursor=None))
     runs.emit("group.closed", subject="math-grpo-7.0")

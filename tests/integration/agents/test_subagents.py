@@ -18,6 +18,7 @@ from api_schemas.tasks import Task
 from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service, scripted
+from tests.support.waiting import until
 
 ENVIRONMENT = """
 name = "team"
@@ -156,8 +157,6 @@ async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path):
         await service.client.cancel("r")
         rollout = await service.client.wait("r")
         assert rollout.state is RolloutState.CANCELLED
-        with anyio.fail_after(10):
-            while frozen.in_flight:
-                await anyio.sleep(0.01)
+        await until(lambda: not frozen.in_flight, 10)
         assert all(each.state == "warm" for each in await service.client.sandboxes())
     assert [node.invalid_because for node in rollout.nodes] == [InvalidBecause.CANCELLED] * 4

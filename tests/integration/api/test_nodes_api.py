@@ -1,7 +1,6 @@
 """The nodes of a real service with a store of its own: listed, drained and resumed, and bad commands refused."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from api_schemas.errors import Problem
 from api_schemas.nodes import NodeState, NodeView
 from tests.support.api.server import ApiServer, api_server
+from tests.support.processes.service import eventually
 
 ENVIRONMENT = """
 name = "tuned"
@@ -42,13 +42,6 @@ def nodes(api: httpx.Client) -> list[NodeView]:
     return [NodeView.model_validate(node) for node in api.get("/v1/nodes").json()]
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def reasons(api: httpx.Client) -> str:
     return " ".join(api.get("/ready").json()["reasons"])
 
@@ -67,16 +60,16 @@ def test_a_node_says_its_name_labels_address_and_environments(server, api):
 def test_a_drained_node_is_not_ready_until_it_is_resumed(api):
     drained = NodeView.model_validate(api.post("/v1/nodes/n1/drain").json())
     assert drained.state is NodeState.DRAINING
-    until(lambda: "n1 is draining" in reasons(api))
+    eventually(lambda: "n1 is draining" in reasons(api))
     assert 'rollout_nodes{state="draining"} 1.0' in api.get("/metrics").text
     resumed = NodeView.model_validate(api.post("/v1/nodes/n1/resume").json())
     assert resumed.state is NodeState.READY
-    until(lambda: "draining" not in reasons(api))
+    eventually(lambda: "draining" not in reasons(api))
     assert nodes(api)[0].state is NodeState.READY
 
 
 def test_the_leader_of_a_store_of_its_own_is_its_only_node(api):
-    until(lambda: 'rollout_node_leads{role="runs"} 1.0' in api.get("/metrics").text)
+    eventually(lambda: 'rollout_node_leads{role="runs"} 1.0' in api.get("/metrics").text)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rollout_service.server.api.serve import load_certificate
 from rollout_service.settings import load_settings
 from tests.support.api.attacks import CHECKS, Target, attack
 from tests.support.api.server import api_server, make_certificate
+from tests.support.waiting import until
 
 KEY = "a-key-of-enough-characters"
 
@@ -68,9 +69,7 @@ async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path, m
         certificate.write_text(old)
         assert served_by(context) == ssl.PEM_cert_to_DER_cert(old)
         make_certificate(tmp_path)
-        with anyio.fail_after(20):
-            while served_by(context) == ssl.PEM_cert_to_DER_cert(old):
-                await anyio.sleep(0.01)
+        await until(lambda: served_by(context) != ssl.PEM_cert_to_DER_cert(old), 20)
         tasks.cancel_scope.cancel()
 
 

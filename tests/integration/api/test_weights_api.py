@@ -22,6 +22,7 @@ from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli.server_child import running_server
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
+from tests.support.waiting import until
 
 MODEL = policy_folder("calc-tuned")
 
@@ -65,12 +66,6 @@ async def serving(*engines: Engine, state: Path) -> AsyncIterator[tuple[RolloutC
         address = client.base_url
         async with httpx.AsyncClient(base_url=address, timeout=0.3) as impatient:
             yield client, impatient
-
-
-async def until(condition, seconds: float = 20) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.005)
 
 
 async def order(client: RolloutClient, rollout_id: str) -> RolloutRequest:

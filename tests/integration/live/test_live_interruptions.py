@@ -20,6 +20,7 @@ from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import LiveService, live_service
 from tests.support.processes import service as processes
+from tests.support.waiting import until
 
 TEXT = "seven words are said in this answer"
 RENDERER = ChatRenderer.load(POLICY)
@@ -161,9 +162,7 @@ async def test_an_answer_that_its_client_did_not_get_is_superseded(tmp_path):
                 (None, True),
             ]
 
-        with anyio.fail_after(10):
-            while not await settled():
-                await anyio.sleep(0.01)
+        await until(settled, 10)
         ids = sampled(await service.turns(opened.session.session_id))
         expected = RENDERER.encode(TEXT + END)
         assert ids[1] == expected

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from sandboxes.images.facts import read_environment, read_labels
 from sandboxes.images.store import ImageStore, StoredImage
 from sandboxes.images.tree import ImageTree
 from tests.support.processes.children import killed
+from tests.support.processes.service import eventually
 from tests.support.users.as_user import ordinary_user
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.slow(seconds=100)]
@@ -302,13 +301,6 @@ def processes_of(mark: str) -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_build_that_is_killed_leaves_no_process_and_the_next_one_cleans_up(store, context, built):
     number = f"98{os.getpid()}"  # of seconds, by which the step's process is found
     (context / "Dockerfile").write_text(f"FROM base\nRUN touch /before\nRUN touch /half; sleep {number}")
@@ -317,10 +309,10 @@ def test_a_build_that_is_killed_leaves_no_process_and_the_next_one_cleans_up(sto
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     with killed(started) as builder:
-        wait_for(lambda: processes_of(f"sleep\0{number}") != [])
+        eventually(lambda: processes_of(f"sleep\0{number}") != [])
         os.kill(builder.pid, signal.SIGKILL)
         builder.wait()
-        wait_for(lambda: processes_of(number) == [])
+        eventually(lambda: processes_of(number) == [])
     assert leftovers(built) != []
     _, lines = build(store, context, "FROM base\nRUN touch /before\nRUN touch /after")
     assert "Dockerfile:2: RUN touch /before (unchanged)" in lines

@@ -25,6 +25,7 @@ from sandboxes.contract import LISTENER_ADDRESS
 from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.processes.children import killed
 from tests.support.users.as_user import ordinary_user
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.apptainer
 MIB = 1024**2
@@ -297,9 +298,9 @@ async def test_the_proxies_end_with_a_service_that_was_killed(tmp_path):
     with killed(process):
         pids = [int(word) for word in (await anyio.to_thread.run_sync(process.stdout.readline)).split()]
         started = [psutil.Process(pid) for pid in pids]
-    with anyio.fail_after(5):
-        while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started):
-            await anyio.sleep(0.05)
+    await until(
+        lambda: not (any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started)), 5
+    )
     assert len(started) == 2
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-import anyio
 import pytest
 
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.apptainer
 
@@ -33,9 +33,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[WarmPool]:
 
 
 async def warmed(pool: WarmPool) -> None:
-    with anyio.fail_after(60):
-        while not pool.warm:
-            await anyio.sleep(0.01)
+    await until(lambda: pool.warm, 60)
 
 
 async def test_a_warm_sandbox_comes_in_milliseconds_with_live_sessions(pool):
@@ -71,9 +69,7 @@ async def test_a_warm_sandbox_whose_shell_was_killed_is_not_handed_out(pool):
     await warmed(pool)
     (kept,) = pool._warm
     await kept.sandbox.exec(["bash", "-c", "kill -9 -1"])
-    with anyio.fail_after(10):
-        while kept.sandbox.healthy:
-            await anyio.sleep(0.01)
+    await until(lambda: not kept.sandbox.healthy, 10)
     async with await pool.start(SPEC) as sandbox:
         assert sandbox.id != kept.sandbox.id
         assert (await (await sandbox.bash()).run("echo here")).output == "here\n"

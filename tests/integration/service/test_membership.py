@@ -24,6 +24,7 @@ from rollout_service.store.cluster_contract import (
 )
 from tests.support.redis_members import Clock, RedisMembers, redis_members
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -62,9 +63,9 @@ class Member:
             yield membership
 
     async def until(self, state: NodeState, *, drops: int = 0) -> None:
-        with anyio.fail_after(15):
-            while not (self.beats[-1].state is state and self.beats[-1].is_member and self.drops == drops):
-                await anyio.sleep(0.02)
+        await until(
+            lambda: self.beats[-1].state is state and self.beats[-1].is_member and self.drops == drops, 15
+        )
 
 
 async def names(cluster: ClusterStore) -> list[str]:
@@ -176,9 +177,7 @@ class Leader:
             yield
 
     async def until(self, is_working: bool) -> None:
-        with anyio.fail_after(15):
-            while self.is_working is not is_working:
-                await anyio.sleep(0.02)
+        await until(lambda: self.is_working is is_working, 15)
 
 
 async def test_a_leader_that_leaves_is_followed_by_another(members):

@@ -1,17 +1,15 @@
 """Services hold what they have while their Redis fails over, and go on from what its replica had."""
 
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.processes.service import Running, scripted_engine, service
+from tests.support.processes.service import Running, eventually, scripted_engine, service
 from tests.support.redis_failover import RedisPair, redis_pair
 from tests.support.redis_server import RedisServer
 
@@ -67,31 +65,42 @@ def ends(server: RedisServer) -> Counter[str]:
     return Counter(subject for subject, data in found if data["state"] == "completed")
 
 
-def eventually(condition: Callable[[], Any], nodes: list[Running]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, [node.log[-4_000:] for node in nodes]
-        time.sleep(0.05)
-
-
 def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(pair, nodes):
     ids = [f"r{number}" for number in range(16)]
     for number, rollout_id in enumerate(ids):
         submit(nodes[number % 2], rollout_id)
-    eventually(lambda: counts(nodes[0]).get("completed", 0) >= 2, nodes)
+    eventually(
+        lambda: counts(nodes[0]).get("completed", 0) >= 2, [node.log_file for node in nodes], PATIENCE_SECONDS
+    )
     pair.primary.do("WAIT", 1, 10_000)
     pair.primary.kill()
     for node in nodes:
-        eventually(lambda node=node: ready(node).status_code == 503, nodes)  # type: ignore[misc]
+        eventually(
+            lambda node=node: ready(node).status_code == 503,
+            [node.log_file for node in nodes],
+            PATIENCE_SECONDS,
+        )  # type: ignore[misc]
         assert "Redis" in ready(node).text
         assert httpx.get(f"{node.url}/health", timeout=60).status_code == 200
     pair.fail_over()
     for node in nodes:
-        eventually(lambda node=node: ready(node).status_code == 200, nodes)  # type: ignore[misc]
-    eventually(lambda: counts(nodes[1]).get("completed") == len(ids), nodes)
+        eventually(
+            lambda node=node: ready(node).status_code == 200,
+            [node.log_file for node in nodes],
+            PATIENCE_SECONDS,
+        )  # type: ignore[misc]
+    eventually(
+        lambda: counts(nodes[1]).get("completed") == len(ids),
+        [node.log_file for node in nodes],
+        PATIENCE_SECONDS,
+    )
     assert ends(pair.replica) == Counter(ids)
     submit(nodes[0], "after")
-    eventually(lambda: counts(nodes[1]).get("completed") == len(ids) + 1, nodes)
+    eventually(
+        lambda: counts(nodes[1]).get("completed") == len(ids) + 1,
+        [node.log_file for node in nodes],
+        PATIENCE_SECONDS,
+    )
 
 
 @pytest.mark.extended("rollout_service/store/redis/", "rollout_service/cluster/")
@@ -99,16 +108,34 @@ def test_what_a_lagging_replica_lacks_is_run_again_and_nothing_stays_unfinished(
     ids = [f"r{number}" for number in range(12)]
     for number, rollout_id in enumerate(ids):
         submit(nodes[number % 2], rollout_id)
-    eventually(lambda: counts(nodes[0]).get("completed", 0) >= 2, nodes)
+    eventually(
+        lambda: counts(nodes[0]).get("completed", 0) >= 2, [node.log_file for node in nodes], PATIENCE_SECONDS
+    )
     pair.primary.do("WAIT", 1, 10_000)
     pair.cut_off()
     before = ends(pair.replica)
     submit(nodes[0], "lost")
-    eventually(lambda: sum(ends(pair.primary).values()) >= before.total() + 5, nodes)
+    eventually(
+        lambda: sum(ends(pair.primary).values()) >= before.total() + 5,
+        [node.log_file for node in nodes],
+        PATIENCE_SECONDS,
+    )
     pair.fail_over()
-    eventually(lambda: ready(nodes[0]).status_code == ready(nodes[1]).status_code == 200, nodes)
-    eventually(lambda: counts(nodes[0]).get("completed") == len(ids), nodes)
+    eventually(
+        lambda: ready(nodes[0]).status_code == ready(nodes[1]).status_code == 200,
+        [node.log_file for node in nodes],
+        PATIENCE_SECONDS,
+    )
+    eventually(
+        lambda: counts(nodes[0]).get("completed") == len(ids),
+        [node.log_file for node in nodes],
+        PATIENCE_SECONDS,
+    )
     assert ends(pair.replica) == Counter(ids)
     assert httpx.get(f"{nodes[0].url}/v1/rollouts/lost", timeout=60).status_code == 404
     assert submit(nodes[0], "lost").status_code == 202, "its trainer submits it again"
-    eventually(lambda: counts(nodes[1]).get("completed") == len(ids) + 1, nodes)
+    eventually(
+        lambda: counts(nodes[1]).get("completed") == len(ids) + 1,
+        [node.log_file for node in nodes],
+        PATIENCE_SECONDS,
+    )

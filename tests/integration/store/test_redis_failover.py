@@ -12,6 +12,7 @@ from rollout_service.store.redis import RedisStore
 from rollout_service.store.redis.reader import StreamEvent
 from tests.support.redis_failover import RedisPair, redis_pair
 from tests.support.store.rollouts import completed, order
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -40,12 +41,6 @@ async def persistently(call: Callable[[], Awaitable[object]]) -> object:
                 return await call()
             except StoreError:
                 await anyio.sleep(0.05)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(PATIENCE_SECONDS):
-        while not condition():
-            await anyio.sleep(0.02)
 
 
 async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair):
@@ -103,9 +98,7 @@ async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pai
             tasks.start_soon(wait)
             await anyio.wait_all_tasks_blocked()
             pair.fail_over()
-            with anyio.fail_after(PATIENCE_SECONDS):
-                while not told:
-                    await anyio.sleep(0.05)
+            await until(lambda: told, PATIENCE_SECONDS)
         assert told == [2]
         with anyio.fail_after(PATIENCE_SECONDS):
             assert await store.wait_for_events(after=9) == 2, "who comes later is told as well"
@@ -154,9 +147,7 @@ async def test_work_and_results_are_waited_for_anew(pair):
             pair.fail_over()
             await persistently(store.counts)
             assert await persistently(lambda: store.held("a")) == {"kept": 1}, "its result is lost"
-            with anyio.fail_after(PATIENCE_SECONDS):
-                while "lost" not in ended:
-                    await anyio.sleep(0.05)
+            await until(lambda: "lost" in ended, PATIENCE_SECONDS)
         assert ended == {"lost": None}
         await store.release("a", ["kept"])
         with anyio.fail_after(PATIENCE_SECONDS):

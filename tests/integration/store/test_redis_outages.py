@@ -13,6 +13,7 @@ from rollout_service.store import Lease
 from rollout_service.store.redis import RedisStore
 from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import completed, order
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -98,7 +99,5 @@ async def test_those_who_wait_are_woken_after_redis_was_restarted(own_redis):
             await store.finish(lease, "a", completed(lease))
         own_redis.start()
         assert await store.finish(lease, "a", completed(lease))
-        with anyio.fail_after(20):
-            while not ended:
-                await anyio.sleep(0.05)
+        await until(lambda: ended, 20)
         assert ended[0].reward == 1.0

@@ -16,6 +16,7 @@ from rollout_service.store import Lease
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
 from tests.support.redis_server import redis_server
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -135,9 +136,9 @@ async def test_claims_whose_answers_were_lost_are_found_again():
                 with server.paused(), pytest.raises(StoreError):
                     await store.claim("a", limit=9, lease_seconds=1_000)
                 # Redis has the call, and takes the lease for an answer that nobody waits for.
-                with anyio.fail_after(20):
-                    while server.do("SCARD", store.connection.key("held:1")) < lost:
-                        await anyio.sleep(0.01)
+                await until(
+                    lambda least=lost: server.do("SCARD", store.connection.key("held:1")) >= least, 20
+                )
             server.kill()
             with pytest.raises(StoreError):
                 await store.claim("a", limit=9, lease_seconds=1_000)

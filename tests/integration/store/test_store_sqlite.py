@@ -18,6 +18,7 @@ from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.sqlite import SqliteStore, thread
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.schema import STORE
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -262,13 +263,9 @@ async def test_work_goes_on_once_a_lost_file_is_back(path, monkeypatch):
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
         move(path)
-        with anyio.fail_after(20):
-            while store.problem is None:
-                await anyio.sleep(0.01)
+        await until(lambda: store.problem is not None, 20)
         await anyio.Path(path.parent.with_name("moved")).rename(path.parent)
-        with anyio.fail_after(20):
-            while store.problem is not None:
-                await anyio.sleep(0.01)
+        await until(lambda: store.problem is None, 20)
         await store.submit(order(1))
     async with await SqliteStore.open(path) as store:
         assert await store.counts() == {RolloutState.QUEUED: 2}

@@ -5,10 +5,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -113,9 +114,13 @@ def service(
         yield server
 
 
-def eventually(condition: Callable[[], bool], log: Path, seconds: float = START_SECONDS) -> None:
-    """Wait until a condition holds, or fail with the end of the log."""
+def eventually(
+    condition: Callable[[], Any], logs: Path | Iterable[Path] = (), seconds: float = START_SECONDS
+) -> None:
+    """Wait until a condition holds, or fail with the ends of the logs."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, log.read_text()[-4_000:]
+        if time.monotonic() > deadline:
+            shown = [logs] if isinstance(logs, Path) else logs
+            raise AssertionError([log.read_text()[-4_000:] for log in shown])
         time.sleep(0.02)

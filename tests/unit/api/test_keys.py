@@ -5,7 +5,6 @@ import re
 import signal
 from pathlib import Path
 
-import anyio
 import httpx
 import pytest
 import structlog
@@ -17,6 +16,7 @@ from rollout_service.http.api_keys import ApiKey, Role, needed_role
 from rollout_service.http.keyring import Keyring
 from rollout_service.server.api.app import MODULES, create_app
 from rollout_service.settings import load_settings
+from tests.support.waiting import until
 
 VALUE = "{role}-key-of-enough-characters"
 SUBMIT = {
@@ -164,12 +164,6 @@ async def test_a_changed_file_is_in_force_without_a_restart_and_a_wrong_one_chan
         assert ring.find(VALUE.format(role="admin"))
     assert "-of-enough-" not in str(logs)
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"]
-
-
-async def until(reached: object) -> None:
-    with anyio.fail_after(20):
-        while not reached():  # type: ignore[operator]
-            await anyio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

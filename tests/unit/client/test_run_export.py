@@ -21,6 +21,7 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_client._download import LargeBody
 from rollout_client.run_export import BadExportError, RunExport
+from tests.support.waiting import until
 
 NOW = datetime(2025, 1, 1, 1, 2, 3, 456_789, tzinfo=UTC)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -215,6 +216,4 @@ async def test_a_call_that_is_cancelled_closes_its_connection():
             while not asked:
                 await anyio.sleep(0.005)
             tasks.cancel_scope.cancel()
-        with anyio.fail_after(5):
-            while asked[1:] != [b"gone"]:
-                await anyio.sleep(0.005)
+        await until(lambda: asked[1:] == [b"gone"], 5)

@@ -21,6 +21,7 @@ from rollout_service.cluster.slurm.node import JobNode
 from rollout_service.cluster.slurm.relay import relay
 from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of, render
 from sandboxes.host.ports import free_port
+from tests.support.waiting import until
 
 EXAMPLES = Path(__file__).parents[3] / "deploy/slurm"
 PYTHON = "/shared/rollout-service/.venv/bin/python"
@@ -138,9 +139,9 @@ async def test_a_child_that_fails_is_started_again_and_ends_when_asked(tmp_path)
     child = KeptProcess("a", ["sh", "-c", script], tmp_path / "log", 5.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(child.keep_running)
-        with anyio.fail_after(30):
-            while not (tmp_path / "runs").exists() or (tmp_path / "runs").read_text().count("run") < 2:
-                await anyio.sleep(0.02)
+        await until(
+            lambda: (tmp_path / "runs").exists() and (tmp_path / "runs").read_text().count("run") >= 2, 30
+        )
         child.stopping.set()
 
 

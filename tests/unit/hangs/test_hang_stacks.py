@@ -25,6 +25,7 @@ from rollout_service.server.hangs.heartbeat import BLOCKED_SECONDS, LoopHeartbea
 from rollout_service.server.hangs.last_report import FILE, STACKS, LastReport, read_last_report
 from rollout_service.server.hangs.stacks import MAX_FRAMES, culprit, stack_of_task, stack_of_thread
 from rollout_service.server.hangs.watch import dumping_stacks
+from tests.support.waiting import until
 
 
 async def stack_in(wait: Callable[[anyio.Event], Any]) -> list[str]:
@@ -200,9 +201,7 @@ async def test_a_blocked_loop_is_reported_while_it_is_blocked(tmp_path):
         assert finding.seconds > BLOCKED_SECONDS
         assert any(frame.function == "block_until" for frame in finding.stack)
         assert report.loop_lag_seconds > BLOCKED_SECONDS
-        with anyio.fail_after(5):
-            while (tmp_path / FILE).exists() or not heartbeat.recent():
-                await anyio.sleep(0.01)
+        await until(lambda: heartbeat.recent() and not (tmp_path / FILE).exists(), 5)
         [block] = heartbeat.recent()
         assert block.finding_id == finding.finding_id
         assert block.finding().responds is True

@@ -40,6 +40,7 @@ from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStar
 from sandboxes.scheduling.admission import AdmissionController
 from tests.support.attempts import attempt_context, unlimited_admission
 from tests.support.store.trees import conversation, node
+from tests.support.waiting import until
 
 Step = Callable[[Episode], Awaitable[Any]]
 
@@ -222,9 +223,7 @@ class Bench:
 
     async def idle(self) -> None:
         """Wait until nothing is under way, and check that nothing is held."""
-        with anyio.fail_after(20):
-            while self.pipeline.live():
-                await anyio.sleep(0.001)
+        await until(lambda: not self.pipeline.live(), 20)
         assert not self.provider.alive
         for limiter in (self.context.stages.rollout, self.context.stages.evaluate):
             assert limiter.idle
@@ -526,9 +525,7 @@ async def test_a_slow_evaluation_holds_up_no_rollout():
     async with bench(Played(run=run, evaluate=evaluate)) as b:
         for i in range(20):
             await b.submit(f"r{i}")
-        with anyio.fail_after(10):
-            while len(ran) < 20:
-                await anyio.sleep(0.001)
+        await until(lambda: len(ran) >= 20, 10)
         release.set()
         for i in range(20):
             assert (await b.result(f"r{i}")).state is RolloutState.COMPLETED
@@ -838,9 +835,7 @@ async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_not
                 await anyio.sleep(1.5)
                 other.execute("ROLLBACK")
             await b.submit("r6")
-            with anyio.fail_after(10):
-                while b.pipeline.live() < 7:
-                    await anyio.sleep(0.01)
+            await until(lambda: b.pipeline.live() >= 7, 10)
             release.set()
             rollouts = [await b.result(f"r{i}") for i in range(7)]
             assert {(r.state, r.attempt) for r in rollouts} == {(RolloutState.COMPLETED, 1)}
@@ -912,9 +907,7 @@ async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_plac
     async with bench(Played(init=init), settings=settings) as b:
         for i in range(4):
             await b.submit(f"r{i}")
-        with anyio.fail_after(10):
-            while b.pipeline.live() < 4:
-                await anyio.sleep(0.005)
+        await until(lambda: b.pipeline.live() >= 4, 10)
         b.policies.serve()
         await b.store.cancel("r3")
         release.set()
@@ -970,9 +963,7 @@ async def test_a_pool_of_sub_agents_lost_before_an_attempt_begins_costs_no_attem
         b.policies.serve("policy", "frozen-1")
         for i in range(3):
             await b.submit(f"r{i}")
-        with anyio.fail_after(10):
-            while b.pipeline.live() < 3:
-                await anyio.sleep(0.005)
+        await until(lambda: b.pipeline.live() >= 3, 10)
         b.policies.serve("policy")
         release.set()
         assert (await b.result("r0")).state is RolloutState.COMPLETED
@@ -997,23 +988,18 @@ async def test_a_stage_grows_and_shrinks_while_it_works():
         finally:
             working -= 1
 
-    async def until(count: int) -> None:
-        with anyio.fail_after(10):
-            while working != count:
-                await anyio.sleep(0.002)
-
     async with bench(Played(run=run)) as b:
         stage = b.context.stages.rollout
         for i in range(20):
             await b.submit(f"r{i}")
-        await until(2)
+        await until(lambda: working == 2)
         stage.resize(places=4, workers=6)
-        await until(6)
+        await until(lambda: working == 6)
         stage.resize(places=1, workers=1)
         assert (stage.workers.size, stage.workers.in_use) == (1, 6)
         for left in (5, 4, 3, 2, 1):
             gate.release()
-            await until(left)
+            await until(lambda left=left: working == left)
         most = 0
         for _ in range(3):
             gate.release()

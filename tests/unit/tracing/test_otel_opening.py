@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-import anyio
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -16,6 +15,7 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.observability.tracing.otel import setup
 from rollout_service.observability.tracing.otel.export import FLUSH_SECONDS, Exporter, queue_size
 from rollout_service.observability.tracing.otel.setup import is_wanted, tracing
+from tests.support.waiting import until
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 
@@ -109,8 +109,6 @@ async def test_a_full_queue_drops_spans_and_counts_them(monkeypatch):
     await exporter.close()  # the collector does not answer
     assert time.monotonic() - started < FLUSH_SECONDS + 5
     stuck.answers.set()
-    with anyio.fail_after(30):
-        while counted(registry, "failed") < 1_112:
-            await anyio.sleep(0.01)
+    await until(lambda: counted(registry, "failed") >= 1_112, 30)
     assert counted(registry, "exported") == 0
     assert b"rollout_trace_spans_total" in generate_latest(registry)

@@ -31,6 +31,7 @@ from rollout_service.environments.bridges.reasoning_gym.generate import REASONIN
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
+from tests.support.waiting import until
 
 TASK: dict[str, JsonValue] = {
     "question": "Calculate 10 using 4 and 6.",
@@ -90,9 +91,7 @@ PLACES: list[Place] = [on_the_host, in_a_sandbox]
 
 async def wait_gone(pid: int) -> None:
     """Wait until a process has ended; whoever has a child may collect it a moment after it was killed."""
-    with anyio.fail_after(30):
-        while is_running(pid):
-            await anyio.sleep(0.01)
+    await until(lambda: not is_running(pid), 30)
 
 
 def is_running(pid: int) -> bool:

@@ -14,6 +14,7 @@ from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.judge import MarksSeen, SaysNext, ServedPools, a_judge
 from tests.support.live.store import a_session, a_state, a_turn, explicit
+from tests.support.waiting import until
 
 GOOD, BAD = r"\boxed{1}", r"\boxed{-1}"
 
@@ -186,9 +187,7 @@ async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store)
         stage.note_feedback("s", turn)
     stage.note_feedback("gone", 7)
     async with stage.running():
-        with anyio.fail_after(10):
-            while stage.waiting or len(finder.asked) < 2:
-                await anyio.sleep(0.01)
+        await until(lambda: not stage.waiting and len(finder.asked) >= 2, 10)
     turns = await store.turns("s")
     marks = [turn.mark for turn in turns]
     assert [mark.value for mark in marks if mark is not None] == [-0.5] * 3
@@ -204,9 +203,7 @@ async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store
     async with stage.running():
         await sampler.asked.wait()
         await store.mark("s", 0, explicit(1.0))
-        with anyio.fail_after(10):
-            while stage.waiting:
-                await anyio.sleep(0.01)
+        await until(lambda: not stage.waiting, 10)
     turn = await store.turn("s", 0)
     assert (turn.mark.value, turn.mark.reason) == (1.0, MarkReason.EXPLICIT)
     assert turn.mark.hint is not None

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from sandboxes.reclaim.guard import Guard
 from sandboxes.reclaim.reaper import OWNER, ReclaimResult, reclaim, sweep, sweep_service
 from sandboxes.reclaim.run_folders import ServiceFolder
 from tests.support.processes.children import killed
+from tests.support.processes.service import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -49,13 +50,6 @@ def start_marked(stack: ExitStack, mark: str) -> subprocess.Popen[bytes]:
     process = stack.enter_context(killed(started))
     process.stdout.readline()
     return process
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture

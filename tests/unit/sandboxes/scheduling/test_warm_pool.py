@@ -1,6 +1,6 @@
 """The warm pool keeps its guarantees over a provider whose sandboxes are only names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from sandboxes import (
 )
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
+from tests.support.waiting import until
 
 
 class NamedSandbox(Sandbox):
@@ -176,14 +177,8 @@ class Bench:
         assert isinstance(sandbox, NamedSandbox)
         return sandbox
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the pool has brought about a condition."""
-        with anyio.fail_after(10):
-            while not condition():
-                await anyio.sleep(0.001)
-
     async def warmed(self, count: int = 1) -> None:
-        await self.until(lambda: self.pool.warm == count and len(self.provider.alive) >= count)
+        await until(lambda: self.pool.warm == count and len(self.provider.alive) >= count)
 
 
 async def test_the_second_start_is_warm_with_its_sessions_open():
@@ -244,7 +239,7 @@ async def test_a_rebuilt_image_is_never_served_stale():
         bench.provider.image = "second"
         await bench.take()
         assert bench.seen.starts == [False, False]
-        await bench.until(lambda: old not in bench.provider.alive)
+        await until(lambda: old not in bench.provider.alive)
         await bench.warmed()
         await bench.take()
         assert bench.seen.starts[-1] is True
@@ -259,7 +254,7 @@ async def test_a_warm_sandbox_that_died_is_not_handed_out():
         bench.provider.alive[warm].well = False
         taken = await bench.take()
         assert taken.id != warm
-        await bench.until(lambda: warm not in bench.provider.alive)
+        await until(lambda: warm not in bench.provider.alive)
 
 
 @pytest.mark.slow
@@ -269,8 +264,8 @@ async def test_a_kind_without_demand_is_ended():
         taken = await bench.take()
         await bench.warmed()
         bench.clock.now += 61.0
-        await bench.until(lambda: bench.pool.warm == 0)
-        await bench.until(lambda: bench.provider.alive.keys() == {taken.id})
+        await until(lambda: bench.pool.warm == 0)
+        await until(lambda: bench.provider.alive.keys() == {taken.id})
 
 
 async def test_the_least_recently_wanted_kind_gives_way():
@@ -278,8 +273,8 @@ async def test_the_least_recently_wanted_kind_gives_way():
     async with bench.pool.running():
         for image in ("a", "b", "c"):
             await bench.take(SandboxSpec(image=image))
-            await bench.until(lambda: bench.pool.warm > 0)
-        await bench.until(
+            await until(lambda: bench.pool.warm > 0)
+        await until(
             lambda: (
                 {bench.provider.alive[i.id].spec.image for i in bench.pool.live() if i.state == "warm"}
                 == {"b", "c"}
@@ -304,7 +299,7 @@ async def test_a_start_that_waits_for_a_place_takes_the_one_that_comes_up_warm()
     async with bench.pool.running():
         await bench.take()
         bench.provider.hold()
-        await bench.until(lambda: bench.pool._starting == 1)
+        await until(lambda: bench.pool._starting == 1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(bench.take)
             await anyio.wait_all_tasks_blocked()
@@ -325,7 +320,7 @@ async def test_nothing_is_started_ahead_without_headroom():
         await bench.warmed()
         bench.spare = 0
         bench.pool._notify()
-        await bench.until(lambda: bench.pool.warm == 0)
+        await until(lambda: bench.pool.warm == 0)
 
 
 async def test_nothing_is_started_ahead_while_a_cold_start_is_under_way():
@@ -344,7 +339,7 @@ async def test_failures_ahead_are_counted_and_tried_again_later():
     async with bench.pool.running():
         bench.provider.broken_python = True
         await bench.take()
-        await bench.until(lambda: bench.seen.failures == 1)
+        await until(lambda: bench.seen.failures == 1)
         await anyio.wait_all_tasks_blocked()
         assert bench.seen.failures == 1
         assert len(bench.provider.alive) == 1  # the one without a kernel was closed
@@ -412,9 +407,7 @@ async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path):
         assert sandbox.healthy
         pid = (await kernel.execute("import os; os.getpid()")).result
         await sandbox.exec(["bash", "-c", f"kill -9 {pid}"])
-        with anyio.fail_after(10):
-            while sandbox.healthy:
-                await anyio.sleep(0.01)
+        await until(lambda: not sandbox.healthy, 10)
     finally:
         await provider.close()
 
