@@ -16,7 +16,13 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from api_schemas.base import TraceContext
 from api_schemas.errors import Boundary, ErrorInfo
@@ -422,6 +428,24 @@ def saved_turn(lease: Lease, number: int) -> UnsavedTurn:
     return UnsavedTurn(lease.rollout_id, lease.token, number, data)
 
 
+async def end_attempt(store: Store, clock: Clock, lease: Lease, way: str, **how: Any) -> None:
+    """End the attempt of a lease of 10 seconds that "a" holds, in one of the ways there are."""
+    if way == "expire":
+        clock.now += 10
+    elif way == "recover":
+        await store.recover("b")
+    elif way == "retry":
+        await store.retry(lease, "a", INFRASTRUCTURE, **how)
+    elif way == "restart":
+        await store.restart(lease, "a")
+    elif way == "finish":
+        await store.finish(lease, "a", outcome(lease))
+    else:
+        await store.release("a")
+        if way == "cancel":
+            await store.cancel("r1")
+
+
 @pytest.mark.parametrize("way", ["expire", "release", "recover", "retry"])
 async def test_turns_outlive_an_interrupted_attempt(store, clock, way):
     await store.submit(order("r1"))
@@ -430,14 +454,7 @@ async def test_turns_outlive_an_interrupted_attempt(store, clock, way):
     assert lease.saved_turns == 0
     turns = [saved_turn(lease, 0), saved_turn(other, 0), saved_turn(lease, 1)]
     assert await store.save_turns("a", turns) == len(turns)
-    if way == "expire":
-        clock.now += 10
-    elif way == "release":
-        await store.release("a")
-    elif way == "recover":
-        await store.recover("b")
-    else:
-        await store.retry(lease, "a", INFRASTRUCTURE, keep_turns=True)
+    await end_attempt(store, clock, lease, way, keep_turns=True)
     again = await take(store, "b")
     assert (again.rollout_id, again.saved_turns) == ("r1", 2)
     assert await store.saved_turns("r1") == [turns[0].data, turns[2].data]
@@ -462,20 +479,12 @@ async def test_turns_are_saved_by_the_holder_alone_and_without_a_gap(store, cloc
 
 
 @pytest.mark.parametrize("way", ["finish", "cancel", "retry", "restart"])
-async def test_turns_of_an_attempt_that_is_over_are_deleted(store, way):
+async def test_turns_of_an_attempt_that_is_over_are_deleted(store, clock, way):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.ROLLOUT)
     await store.save_turns("a", [saved_turn(lease, 0)])
-    if way == "finish":
-        await store.finish(lease, "a", outcome(lease))
-    elif way == "cancel":
-        await store.release("a")
-        await store.cancel("r1")
-    elif way == "retry":
-        await store.retry(lease, "a", INFRASTRUCTURE)
-    else:
-        await store.restart(lease, "a")
+    await end_attempt(store, clock, lease, way)
     assert await store.saved_turns("r1") == []
 
 
@@ -512,21 +521,13 @@ async def test_a_rollout_keeps_the_steps_of_a_bounded_number_of_attempts(store):
     assert (await store.saved_steps(["r1"]))["r1"] == [one.data for one in attempts[:MAX_RECORDS]]
 
 
-@pytest.mark.parametrize("way", ["finish", "retry", "restart", "release", "lost"])
+@pytest.mark.parametrize("way", ["finish", "retry", "restart", "release", "expire"])
 async def test_steps_are_kept_however_their_attempt_ended(store, clock, way):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.ROLLOUT)
-    if way == "finish":
-        await store.finish(lease, "a", outcome(lease))
-    elif way == "retry":
-        await store.retry(lease, "a", INFRASTRUCTURE)
-    elif way == "restart":
-        await store.restart(lease, "a")
-    elif way == "release":
-        await store.release("a")
-    else:
-        clock.now += 10
+    await end_attempt(store, clock, lease, way)
+    if way == "expire":
         await take(store, "b")
     assert await store.save_steps([steps_of("r1", 0)]) == 1
     assert await store.saved_steps(["r1"]) == {"r1": [steps_of("r1", 0).data]}
@@ -616,18 +617,9 @@ async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store):
 @pytest.mark.parametrize("way", ["expire", "release", "recover", "retry", "restart"])
 async def test_a_cancelled_rollout_is_never_queued_again(store, clock, way):
     await store.submit(order())
-    lease = await take(store, seconds=10)
+    lease = await take(store)
     await store.cancel("r1")
-    if way == "expire":
-        clock.now += 10
-    elif way == "release":
-        await store.release("a")
-    elif way == "recover":
-        await store.recover("b")
-    elif way == "restart":
-        await store.restart(lease, "a")
-    else:
-        await store.retry(lease, "a", INFRASTRUCTURE)
+    await end_attempt(store, clock, lease, way)
     assert await store.claim("b", limit=1, lease_seconds=10) == []
     assert (await known(store)).state is S.CANCELLED
     assert await store.counts() == {S.CANCELLED: 1}
@@ -847,7 +839,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.stack = ExitStack()
         portal: BlockingPortal = self.stack.enter_context(anyio.from_thread.start_blocking_portal())
-        self.portal = portal
+        self.call = portal.call
         self.store: Store = self.stack.enter_context(portal.wrap_async_context_manager(kind(self.clock)))
         self.known: dict[str, Known] = {}
         self.buried: set[str] = set()
@@ -857,18 +849,11 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.stack.close()
 
-    def call(self, make: Callable[[], Awaitable[Any]]) -> Any:
-        async def run() -> Any:
-            return await make()
-
-        return self.portal.call(run)
-
-    def holder(self, owner: str, lease: Lease) -> Known | None:
+    def pick(self, data: st.DataObject) -> tuple[str, Lease, Known | None]:
+        """Return an owner, a lease that it was given, and the state of the rollout if it still holds it."""
+        owner, lease = data.draw(st.sampled_from(self.leases))
         record = self.known[lease.rollout_id]
-        return record if record.owner == owner and record.lease is lease else None
-
-    def pick(self, data: st.DataObject) -> tuple[str, Lease] | None:
-        return data.draw(st.sampled_from(self.leases)) if self.leases else None
+        return owner, lease, record if record.owner == owner and record.lease is lease else None
 
     @staticmethod
     def give_back(record: Known) -> None:
@@ -949,12 +934,10 @@ class StoreMachine(RuleBasedStateMachine):
         for record in held:
             self.give_back(record)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), state=st.sampled_from(STAGES[1:]))
     def advance(self, data: st.DataObject, state: RolloutState) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         if record and STAGES.index(state) < STAGES.index(record.state):
             with pytest.raises(ValueError, match="back"):
                 self.call(lambda: self.store.advance(lease, owner, state))
@@ -964,36 +947,30 @@ class StoreMachine(RuleBasedStateMachine):
             record.attempt += record.state is S.QUEUED
             record.state = state
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), number=st.integers(0, 3))
     def save_turn(self, data: st.DataObject, number: int) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         saved = record is not None and len(record.turns) == number
         turn = saved_turn(lease, number)
         assert self.call(lambda: self.store.save_turns(owner, [turn])) == saved
         if record and saved:
             record.turns.append(turn.data)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def restart(self, data: st.DataObject) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         assert self.call(lambda: self.store.restart(lease, owner)) == (record is not None)
         if record:
             record.attempt -= record.state is not S.QUEUED
             record.turns = []
             self.give_back(record)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), delay=st.integers(0, 10), keep=st.booleans())
     def retry(self, data: st.DataObject, delay: int, keep: bool) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         done = self.call(
             lambda: self.store.retry(lease, owner, INFRASTRUCTURE, delay_seconds=delay, keep_turns=keep)
         )
@@ -1005,12 +982,10 @@ class StoreMachine(RuleBasedStateMachine):
             record.attempt += record.state is S.QUEUED
             self.give_back(record)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), state=st.sampled_from([S.COMPLETED, S.FAILED, S.CANCELLED]))
     def finish(self, data: st.DataObject, state: RolloutState) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         reward = float(next(self.rewards))
         result = outcome(lease, state, reward=reward)
         assert self.call(lambda: self.store.finish(lease, owner, result)) == (record is not None)

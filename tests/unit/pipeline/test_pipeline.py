@@ -211,6 +211,14 @@ class Bench:
             )
         )
 
+    async def submit_all(self, count: int, **limits: float) -> None:
+        """Submit `r0`, `r1` and so on."""
+        for number in range(count):
+            await self.submit(f"r{number}", **limits)
+
+    async def results(self, count: int) -> list[Rollout]:
+        return [await self.result(f"r{number}") for number in range(count)]
+
     async def result(self, rollout_id: str) -> Rollout:
         with anyio.fail_after(20):
             rollout = await self.store.wait_for_result(rollout_id)
@@ -346,16 +354,22 @@ async def test_the_parts_of_a_reward_say_how_the_work_was_divided():
         assert (await b.run()).reward_parts == {"tests": 2.0}
 
 
-async def test_the_agents_sandbox_is_closed_before_the_evaluation():
+@pytest.mark.parametrize(
+    ("where", "alive", "started"),
+    [(EvaluateIn.NONE, 0, 1), (EvaluateIn.SAME, 1, 1), (EvaluateIn.FRESH, 1, 2)],
+)
+async def test_the_sandbox_at_an_evaluation_is_the_one_that_it_asks_for(where, alive, started):
     provider = CountingProvider()
-    alive: list[int] = []
+    at_evaluation = []
 
-    async def evaluate(_: Episode) -> None:
-        alive.append(len(provider.alive))
+    async def evaluate(episode: Episode) -> None:
+        at_evaluation.append((len(provider.alive), episode.sandbox is not None))
 
-    async with bench(Played(evaluate=evaluate, image="any"), provider=provider) as b:
+    async with bench(Played(evaluate=evaluate, image="any", evaluate_in=where), provider=provider) as b:
         await b.run()
-        assert (alive, provider.started) == ([0], 1)
+        await b.idle()
+        assert at_evaluation == [(alive, bool(alive))]
+        assert (provider.started, provider.most) == (started, 1)
 
 
 class Stepped(Played):
@@ -401,28 +415,6 @@ async def test_a_failed_evaluation_scores_the_checkpoints_again():
         assert (await b.run()).reward == 1.0
         assert [number for number, _ in stepped.seen] == [0, 1, 2, 0, 1, 2]
         await b.idle()
-
-
-async def test_an_evaluation_in_the_same_sandbox_keeps_it():
-    provider = CountingProvider()
-    alive: list[int] = []
-
-    async def evaluate(episode: Episode) -> None:
-        assert episode.sandbox is not None
-        alive.append(len(provider.alive))
-
-    environment = Played(evaluate=evaluate, image="any", evaluate_in=EvaluateIn.SAME)
-    async with bench(environment, provider=provider) as b:
-        await b.run()
-        await b.idle()
-        assert (alive, provider.started) == ([1], 1)
-
-
-async def test_a_fresh_evaluation_gets_a_sandbox_of_its_own():
-    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH)) as b:
-        await b.run()
-        await b.idle()
-        assert b.provider.started == 2
 
 
 async def test_a_program_of_the_agent_runs_where_the_grader_never_is():
@@ -497,9 +489,8 @@ async def test_time_in_a_queue_counts_against_no_deadline():
 
     settings = SETTINGS.model_copy(update={"rollout_workers": 1})
     async with bench(Played(run=slow), settings=settings) as b:
-        for i in range(4):
-            await b.submit(f"r{i}", rollout_seconds=0.5)
-        rollouts = [await b.result(f"r{i}") for i in range(4)]
+        await b.submit_all(4, rollout_seconds=0.5)
+        rollouts = await b.results(4)
         assert {rollout.state for rollout in rollouts} == {RolloutState.COMPLETED}
         assert max(span.queued_seconds for rollout in rollouts for span in rollout.spans) > 0.3
 
@@ -523,20 +514,16 @@ async def test_a_slow_evaluation_holds_up_no_rollout():
         await release.wait()
 
     async with bench(Played(run=run, evaluate=evaluate)) as b:
-        for i in range(20):
-            await b.submit(f"r{i}")
+        await b.submit_all(20)
         await until(lambda: len(ran) >= 20, 10)
         release.set()
-        for i in range(20):
-            assert (await b.result(f"r{i}")).state is RolloutState.COMPLETED
+        assert {one.state for one in await b.results(20)} == {RolloutState.COMPLETED}
 
 
 async def test_live_sandboxes_are_bounded():
     async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH)) as b:
-        for i in range(40):
-            await b.submit(f"r{i}")
-        for i in range(40):
-            await b.result(f"r{i}")
+        await b.submit_all(40)
+        await b.results(40)
         await b.idle()
         bound = SETTINGS.init_workers + SETTINGS.rollout_queue + SETTINGS.rollout_workers
         assert b.provider.most <= bound + SETTINGS.evaluate_workers
@@ -549,9 +536,8 @@ async def test_waiting_for_the_host_is_time_in_a_queue():
     admission = unlimited_admission(2)
     environment = Played(init=slow, image="any", evaluate_in=EvaluateIn.FRESH)
     async with bench(environment, admission=admission) as b:
-        for i in range(5):
-            await b.submit(f"r{i}", init_seconds=0.3, evaluate_seconds=0.3)
-        rollouts = [await b.result(f"r{i}") for i in range(5)]
+        await b.submit_all(5, init_seconds=0.3, evaluate_seconds=0.3)
+        rollouts = await b.results(5)
         assert {rollout.state for rollout in rollouts} == {RolloutState.COMPLETED}
         assert max(span.queued_seconds for rollout in rollouts for span in rollout.spans) > 0.3
         assert b.provider.most <= 2
@@ -585,12 +571,10 @@ async def test_graders_and_agents_that_wait_for_each_other_all_finish(ceiling):
     admission = unlimited_admission(ceiling)
     settings = SETTINGS.model_copy(update={"evaluate_workers": 1, "rollout_workers": 4})
     async with bench(kinds[0], environments=InTurn(*kinds), admission=admission, settings=settings) as b:
-        for i in range(40):
-            await b.submit(f"r{i}")
+        await b.submit_all(40)
         for i in range(0, 40, 7):
             await b.store.cancel(f"r{i}")
-        for i in range(40):
-            await b.result(f"r{i}")
+        await b.results(40)
         await b.idle()
         assert b.provider.most <= ceiling
         assert (admission.used, admission.waiting) == (0, 0)
@@ -768,12 +752,10 @@ async def test_cancel_before_submit_and_while_queued():
     async with bench(Played(run=forever, image="any")) as b:
         assert await b.store.cancel("early") is None
         assert (await b.run("early")).state is RolloutState.CANCELLED
-        for i in range(60):
-            await b.submit(f"r{i}")
+        await b.submit_all(60)
         for i in reversed(range(60)):
             await b.store.cancel(f"r{i}")
-        for i in range(60):
-            assert (await b.result(f"r{i}")).state is RolloutState.CANCELLED
+        assert {one.state for one in await b.results(60)} == {RolloutState.CANCELLED}
         await b.idle()
 
 
@@ -825,8 +807,7 @@ async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_not
     async with await SqliteStore.open(path) as store:
         await store._thread.read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
         async with bench(Played(run=run, image="any"), store=store, settings=settings) as b:
-            for i in range(6):
-                await b.submit(f"r{i}")
+            await b.submit_all(6)
             with anyio.fail_after(10):
                 while (await store.counts()).get(RolloutState.ROLLOUT) != 6:
                     await anyio.sleep(0.01)
@@ -837,7 +818,7 @@ async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_not
             await b.submit("r6")
             await until(lambda: b.pipeline.live() >= 7, 10)
             release.set()
-            rollouts = [await b.result(f"r{i}") for i in range(7)]
+            rollouts = await b.results(7)
             assert {(r.state, r.attempt) for r in rollouts} == {(RolloutState.COMPLETED, 1)}
             await b.idle()
             assert b.provider.started == 7
@@ -880,8 +861,8 @@ async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it():
     settings = SETTINGS.model_copy(update={"init_queue": 4})
     async with bench(Played(image="any"), settings=settings) as b:
         b.policies.serve()
+        await b.submit_all(8, init_seconds=1.0)
         for i in range(8):
-            await b.submit(f"r{i}", init_seconds=1.0)
             await b.submit(f"j{i}", pool="judge", init_seconds=1.0)
         await anyio.sleep(1.2)
         assert await b.store.counts() == {RolloutState.QUEUED: 16}
@@ -891,24 +872,27 @@ async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it():
         assert {(r.state, r.attempt) for r in judged} == {(RolloutState.COMPLETED, 1)}
         assert (await b.store.counts())[RolloutState.QUEUED] == 8, "nobody waits for another's pool"
         b.policies.serve("policy")
-        served = [await b.result(f"r{i}") for i in range(8)]
+        served = await b.results(8)
         assert {(r.state, r.attempt) for r in served} == {(RolloutState.COMPLETED, 1)}
         assert not any(r.retries for r in served)
         await b.idle()
 
 
-async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_place():
+@pytest.mark.parametrize(
+    ("of_sub_agents", "left"), [(None, []), (ParallelSettings(), ["policy"])], ids=["own", "of sub-agents"]
+)
+async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_place(of_sub_agents, left):
     release = anyio.Event()
 
     async def init(_: Episode) -> None:
         await release.wait()
 
     settings = SETTINGS.model_copy(update={"init_workers": 1})
-    async with bench(Played(init=init), settings=settings) as b:
-        for i in range(4):
-            await b.submit(f"r{i}")
+    environment = Played(init=init, parallel=of_sub_agents)
+    async with bench(environment, settings=settings, claims=ClaimRules(["played"])) as b:
+        await b.submit_all(4)
         await until(lambda: b.pipeline.live() >= 4, 10)
-        b.policies.serve()
+        b.policies.serve(*left)
         await b.store.cancel("r3")
         release.set()
         assert (await b.result("r0")).state is RolloutState.COMPLETED
@@ -918,10 +902,8 @@ async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_plac
             RolloutState.QUEUED: 2,
             RolloutState.CANCELLED: 1,
         }
-        b.policies.serve("policy")
-        for i in (1, 2):
-            rollout = await b.result(f"r{i}")
-            assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
+        b.policies.serve("policy", "frozen-1")
+        assert {(one.state, one.attempt) for one in await b.results(3)} == {(RolloutState.COMPLETED, 1)}
 
 
 @pytest.mark.slow
@@ -936,8 +918,7 @@ async def test_rollouts_wait_for_the_pool_of_their_sub_agents_and_lose_nothing_b
 
         monkeypatch.setattr(b.store, "claim", counted)
         b.policies.serve("policy")
-        for i in range(8):
-            await b.submit(f"r{i}", init_seconds=1.0)
+        await b.submit_all(8, init_seconds=1.0)
         await anyio.sleep(1.2)
         assert await b.store.counts() == {RolloutState.QUEUED: 8}
         assert asked < 30, "they are not leased and handed back again and again"
@@ -945,34 +926,10 @@ async def test_rollouts_wait_for_the_pool_of_their_sub_agents_and_lose_nothing_b
         await anyio.sleep(0.1)
         assert await b.store.counts() == {RolloutState.QUEUED: 8}, "their own pool is not in service"
         b.policies.serve("policy", "frozen-1")
-        served = [await b.result(f"r{i}") for i in range(8)]
+        served = await b.results(8)
         assert {(r.state, r.attempt) for r in served} == {(RolloutState.COMPLETED, 1)}
         assert not any(r.retries for r in served)
         await b.idle()
-
-
-async def test_a_pool_of_sub_agents_lost_before_an_attempt_begins_costs_no_attempt():
-    release = anyio.Event()
-
-    async def init(_: Episode) -> None:
-        await release.wait()
-
-    settings = SETTINGS.model_copy(update={"init_workers": 1})
-    claims = ClaimRules(["played"])
-    async with bench(Played(init=init, parallel=ParallelSettings()), settings=settings, claims=claims) as b:
-        b.policies.serve("policy", "frozen-1")
-        for i in range(3):
-            await b.submit(f"r{i}")
-        await until(lambda: b.pipeline.live() >= 3, 10)
-        b.policies.serve("policy")
-        release.set()
-        assert (await b.result("r0")).state is RolloutState.COMPLETED
-        await b.idle()
-        assert await b.store.counts() == {RolloutState.COMPLETED: 1, RolloutState.QUEUED: 2}
-        b.policies.serve("policy", "frozen-1")
-        for i in (1, 2):
-            rollout = await b.result(f"r{i}")
-            assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
 
 
 async def test_a_stage_grows_and_shrinks_while_it_works():
@@ -990,8 +947,7 @@ async def test_a_stage_grows_and_shrinks_while_it_works():
 
     async with bench(Played(run=run)) as b:
         stage = b.context.stages.rollout
-        for i in range(20):
-            await b.submit(f"r{i}")
+        await b.submit_all(20)
         await until(lambda: working == 2)
         stage.resize(places=4, workers=6)
         await until(lambda: working == 6)
@@ -1007,8 +963,7 @@ async def test_a_stage_grows_and_shrinks_while_it_works():
         assert most <= 1
         for _ in range(20):
             gate.release()
-        for i in range(20):
-            assert (await b.result(f"r{i}")).state is RolloutState.COMPLETED
+        assert {one.state for one in await b.results(20)} == {RolloutState.COMPLETED}
         await b.idle()
 
 
