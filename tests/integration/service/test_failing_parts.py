@@ -26,13 +26,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield started.url
 
 
-def submit(server: Running, rollout_id: str) -> httpx.Response:
-    order = {"rollout_id": rollout_id, "task": {"environment": "echo", "instance": {"number": 1}}}
-    return httpx.post(f"{server.url}/v1/rollouts", params={"wait": 30}, json=order, timeout=60)
-
-
 def completes(server: Running, rollout_id: str) -> bool:
-    return bool(submit(server, rollout_id).json()["state"] == "completed")
+    return bool(server.submit(rollout_id, wait=30).json()["state"] == "completed")
 
 
 def test_a_run_folder_that_is_removed(folder, engine):
@@ -43,7 +38,7 @@ def test_a_run_folder_that_is_removed(folder, engine):
         time.sleep(READING_SECONDS)
         assert completes(server, "after"), server.log
         assert server.process.poll() is None
-        assert httpx.get(f"{server.url}/ready").is_success
+        assert server.ready().is_success
 
 
 def test_a_state_folder_that_is_renamed(folder, engine):
@@ -51,14 +46,14 @@ def test_a_state_folder_that_is_renamed(folder, engine):
         assert completes(server, "before")
         (folder / "state").rename(folder / "elsewhere")
         time.sleep(READING_SECONDS)
-        refused = submit(server, "after")
+        refused = server.submit("after", wait=30)
         assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
-        not_ready = httpx.get(f"{server.url}/ready")
+        not_ready = server.ready()
         assert (not_ready.status_code, "Move it back" in not_ready.text) == (503, True), not_ready.text
         httpx.post(f"{server.url}/v1/backends", json={"url": engine}).raise_for_status()
         assert "the backends cannot be remembered" in server.log
         (folder / "elsewhere").rename(folder / "state")
-        eventually(lambda: httpx.get(f"{server.url}/ready").is_success, server.log_file)
+        eventually(lambda: server.ready().is_success, server.log_file)
         assert completes(server, "after"), server.log
 
 

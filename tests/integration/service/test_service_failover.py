@@ -15,7 +15,6 @@ from tests.support.redis_server import RedisServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(170)]
 
-PATIENCE_SECONDS = 60.0
 LEASE_SECONDS = 600
 """So long that nothing goes on because a lease ran out."""
 
@@ -42,23 +41,6 @@ def nodes(pair: RedisPair, tmp_path: Path) -> Iterator[list[Running]]:
         yield started
 
 
-def submit(node: Running, rollout_id: str) -> httpx.Response:
-    task = {"environment": "echo", "instance": {"number": 1}}
-    return httpx.post(
-        f"{node.url}/v1/rollouts", json={"rollout_id": rollout_id, "task": task}, timeout=60
-    ).raise_for_status()
-
-
-def counts(node: Running) -> dict[str, int]:
-    answer = httpx.get(f"{node.url}/v1/rollouts", params={"limit": 1}, timeout=60)
-    found: dict[str, int] = answer.raise_for_status().json()["counts"]
-    return found
-
-
-def ready(node: Running) -> httpx.Response:
-    return httpx.get(f"{node.url}/ready", timeout=60)
-
-
 def ends(server: RedisServer) -> Counter[str]:
     entries = [fields for _, fields in server.do("XRANGE", "{nodes}:events", "-", "+")]
     found = [(one[b"s"].decode(), json.loads(one[b"d"])) for one in entries if one[b"k"] == b"rollout.state"]
@@ -68,74 +50,38 @@ def ends(server: RedisServer) -> Counter[str]:
 def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(pair, nodes):
     ids = [f"r{number}" for number in range(16)]
     for number, rollout_id in enumerate(ids):
-        submit(nodes[number % 2], rollout_id)
-    eventually(
-        lambda: counts(nodes[0]).get("completed", 0) >= 2, [node.log_file for node in nodes], PATIENCE_SECONDS
-    )
+        nodes[number % 2].submit(rollout_id).raise_for_status()
+    eventually(lambda: nodes[0].counts().get("completed", 0) >= 2, nodes)
     pair.primary.do("WAIT", 1, 10_000)
     pair.primary.kill()
     for node in nodes:
-        eventually(
-            lambda node=node: ready(node).status_code == 503,
-            [node.log_file for node in nodes],
-            PATIENCE_SECONDS,
-        )  # type: ignore[misc]
-        assert "Redis" in ready(node).text
+        eventually(lambda node=node: node.ready().status_code == 503, nodes)  # type: ignore[misc]
+        assert "Redis" in node.ready().text
         assert httpx.get(f"{node.url}/health", timeout=60).status_code == 200
     pair.fail_over()
     for node in nodes:
-        eventually(
-            lambda node=node: ready(node).status_code == 200,
-            [node.log_file for node in nodes],
-            PATIENCE_SECONDS,
-        )  # type: ignore[misc]
-    eventually(
-        lambda: counts(nodes[1]).get("completed") == len(ids),
-        [node.log_file for node in nodes],
-        PATIENCE_SECONDS,
-    )
+        eventually(lambda node=node: node.ready().status_code == 200, nodes)  # type: ignore[misc]
+    eventually(lambda: nodes[1].counts().get("completed") == len(ids), nodes)
     assert ends(pair.replica) == Counter(ids)
-    submit(nodes[0], "after")
-    eventually(
-        lambda: counts(nodes[1]).get("completed") == len(ids) + 1,
-        [node.log_file for node in nodes],
-        PATIENCE_SECONDS,
-    )
+    nodes[0].submit("after").raise_for_status()
+    eventually(lambda: nodes[1].counts().get("completed") == len(ids) + 1, nodes)
 
 
 @pytest.mark.extended("rollout_service/store/redis/", "rollout_service/cluster/")
 def test_what_a_lagging_replica_lacks_is_run_again_and_nothing_stays_unfinished(pair, nodes):
     ids = [f"r{number}" for number in range(12)]
     for number, rollout_id in enumerate(ids):
-        submit(nodes[number % 2], rollout_id)
-    eventually(
-        lambda: counts(nodes[0]).get("completed", 0) >= 2, [node.log_file for node in nodes], PATIENCE_SECONDS
-    )
+        nodes[number % 2].submit(rollout_id).raise_for_status()
+    eventually(lambda: nodes[0].counts().get("completed", 0) >= 2, nodes)
     pair.primary.do("WAIT", 1, 10_000)
     pair.cut_off()
     before = ends(pair.replica)
-    submit(nodes[0], "lost")
-    eventually(
-        lambda: sum(ends(pair.primary).values()) >= before.total() + 5,
-        [node.log_file for node in nodes],
-        PATIENCE_SECONDS,
-    )
+    nodes[0].submit("lost").raise_for_status()
+    eventually(lambda: sum(ends(pair.primary).values()) >= before.total() + 5, nodes)
     pair.fail_over()
-    eventually(
-        lambda: ready(nodes[0]).status_code == ready(nodes[1]).status_code == 200,
-        [node.log_file for node in nodes],
-        PATIENCE_SECONDS,
-    )
-    eventually(
-        lambda: counts(nodes[0]).get("completed") == len(ids),
-        [node.log_file for node in nodes],
-        PATIENCE_SECONDS,
-    )
+    eventually(lambda: nodes[0].ready().status_code == nodes[1].ready().status_code == 200, nodes)
+    eventually(lambda: nodes[0].counts().get("completed") == len(ids), nodes)
     assert ends(pair.replica) == Counter(ids)
     assert httpx.get(f"{nodes[0].url}/v1/rollouts/lost", timeout=60).status_code == 404
-    assert submit(nodes[0], "lost").status_code == 202, "its trainer submits it again"
-    eventually(
-        lambda: counts(nodes[1]).get("completed") == len(ids) + 1,
-        [node.log_file for node in nodes],
-        PATIENCE_SECONDS,
-    )
+    assert nodes[0].submit("lost").status_code == 202, "its trainer submits it again"
+    eventually(lambda: nodes[1].counts().get("completed") == len(ids) + 1, nodes)

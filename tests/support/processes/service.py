@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 START_SECONDS = 90.0
@@ -46,6 +47,37 @@ class Running:
         about = re.compile("store|Redis|folder")
         said = [line for line in lines if "queued_again" not in line]
         return [line["event"] for line in said if about.search(f"{line['event']} {line.get('error')}")]
+
+    def get(self, path: str, **params: Any) -> Any:
+        """Return the JSON of an answer."""
+        return httpx.get(f"{self.url}{path}", params=params, timeout=60).raise_for_status().json()
+
+    def ready(self) -> httpx.Response:
+        return httpx.get(f"{self.url}/ready", timeout=60)
+
+    def submit(self, name: str, environment: str = "echo", *, wait: float = 0) -> httpx.Response:
+        """Submit a rollout, whose instance is the number at the end of its name."""
+        number = int(re.sub(r"\D", "", name) or 1)
+        order = {"rollout_id": name, "task": {"environment": environment, "instance": {"number": number}}}
+        return httpx.post(f"{self.url}/v1/rollouts", params={"wait": wait}, json=order, timeout=90)
+
+    def submit_all(self, numbers: Iterable[int]) -> None:
+        """Submit rollouts with the names r0, r1 and so on."""
+        for number in numbers:
+            self.submit(f"r{number}").raise_for_status()
+
+    def counts(self) -> dict[str, int]:
+        """Return how many rollouts are in each state."""
+        return self.get("/v1/rollouts", limit=1)["counts"]
+
+    def state(self, name: str) -> str:
+        return self.get(f"/v1/rollouts/{name}")["state"]
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
+        return next(
+            (float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")), 0.0
+        )
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send it a signal."""
@@ -115,12 +147,15 @@ def service(
 
 
 def eventually(
-    condition: Callable[[], Any], logs: Path | Iterable[Path] = (), seconds: float = START_SECONDS
+    condition: Callable[[], Any],
+    where: Running | Path | Iterable[Running] = (),
+    seconds: float = START_SECONDS,
 ) -> None:
     """Wait until a condition holds, or fail with the ends of the logs."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            shown = [logs] if isinstance(logs, Path) else logs
-            raise AssertionError([log.read_text()[-4_000:] for log in shown])
+            shown = [where] if isinstance(where, Running | Path) else where
+            logs = [one if isinstance(one, Path) else one.log_file for one in shown]
+            raise AssertionError([log.read_text()[-4_000:] for log in logs])
         time.sleep(0.02)
