@@ -10,6 +10,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 from sandboxes import ApptainerConfig, LocalConfig, Sandbox, SandboxSpec, make_provider
+from tests.support.clocks import ManualClock
 from tests.support.plugins.parts import PARTS
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -46,6 +47,11 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 def anyio_backend() -> str:
     """Run tests on asyncio, as the service does."""
     return "asyncio"
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture

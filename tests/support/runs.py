@@ -21,16 +21,6 @@ from rollout_service.store.runs_contract import (
 TASKS = [Task(environment="calc", instance={"n": n}) for n in range(4)]
 
 
-class ManualClock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def run_request(**fields: object) -> RunRequest:
     """Return a request for the run with these fields changed."""
     given = {"run_id": "a", "source": InlineTasks(tasks=TASKS), "batch_size": 2, "group_size": 2}

@@ -20,7 +20,8 @@ from rollout_service.store.cluster_contract import (
 )
 from rollout_service.store.redis import RedisStore
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.redis_members import Clock, RedisMembers, redis_members
+from tests.support.clocks import ManualClock
+from tests.support.redis_members import RedisMembers, redis_members
 from tests.support.redis_server import RedisServer
 
 
@@ -147,12 +148,7 @@ async def test_a_node_that_leaves_resigns_its_roles(store):
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def members(shared_redis: RedisServer, clock: Clock) -> AsyncIterator[RedisMembers]:
+async def members(shared_redis: RedisServer, clock: ManualClock) -> AsyncIterator[RedisMembers]:
     async with redis_members(shared_redis.config(), clock) as made:
         yield made
 

@@ -24,16 +24,12 @@ from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import BatchLeaseRequest, ClosedSample, GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
-from tests.support.runs import ManualClock, create_run, new_group
+from tests.support.runs import create_run, new_group
 
 S = RolloutState
 START = datetime.fromtimestamp(ManualClock().now, UTC)
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])

@@ -29,7 +29,8 @@ from rollout_service.store.runs_contract import (
     OpenGroup,
 )
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.runs import TASKS, ManualClock, create_run, end_all, new_group
+from tests.support.clocks import ManualClock
+from tests.support.runs import TASKS, create_run, end_all, new_group
 
 pytestmark = pytest.mark.redis
 

@@ -27,10 +27,10 @@ from rollout_service.store.runs_contract import (
     NoBatch,
 )
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 from tests.support.runs import (
     TASKS,
-    ManualClock,
     close_group,
     create_run,
     end_all,
@@ -54,11 +54,6 @@ async def sqlite_in_memory(clock: ManualClock) -> AsyncIterator[Store]:
 async def in_redis(server: RedisServer, clock: ManualClock) -> AsyncIterator[Store]:
     async with await RedisStore.open(server.config(), is_gone=is_gone, clock=clock) as store:
         yield store
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])

@@ -47,6 +47,7 @@ from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTur
 from rollout_service.store.redis import RedisStore
 from rollout_service.store.runs_contract import NewGroup
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 
 START = 1_700_000_000.0
@@ -54,21 +55,11 @@ INFRASTRUCTURE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, mess
 S = RolloutState
 
 
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = START
-
-    def __call__(self) -> float:
-        return self.now
-
-
-Factory = Callable[[Clock], AbstractAsyncContextManager[Store]]
+Factory = Callable[[ManualClock], AbstractAsyncContextManager[Store]]
 
 
 @asynccontextmanager
-async def sqlite_in_memory(clock: Clock) -> AsyncIterator[Store]:
+async def sqlite_in_memory(clock: ManualClock) -> AsyncIterator[Store]:
     async with await SqliteStore.open(":memory:", clock=clock) as store:
         yield store
 
@@ -77,7 +68,7 @@ def redis_shared(server: RedisServer) -> Factory:
     """Return a factory of stores in one Redis, in which every other owner but one with a live process is gone."""
 
     @asynccontextmanager
-    async def opened(clock: Clock) -> AsyncIterator[Store]:
+    async def opened(clock: ManualClock) -> AsyncIterator[Store]:
         async with await RedisStore.open(
             server.config(), clock=clock, is_gone=lambda owner: "/" not in owner or is_gone(owner)
         ) as store:
@@ -90,7 +81,7 @@ def redis_with_folder(server: RedisServer, folder: Path) -> Factory:
     """Return a factory of stores in one Redis, with the trajectories of each in a folder of its own."""
 
     @asynccontextmanager
-    async def opened(clock: Clock) -> AsyncIterator[Store]:
+    async def opened(clock: ManualClock) -> AsyncIterator[Store]:
         async with await RedisStore.open(
             server.config(),
             clock=clock,
@@ -115,12 +106,7 @@ def kind(request: pytest.FixtureRequest) -> Factory:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def store(kind: Factory, clock: Clock) -> AsyncIterator[Store]:
+async def store(kind: Factory, clock: ManualClock) -> AsyncIterator[Store]:
     async with kind(clock) as made:
         yield made
 
@@ -428,7 +414,7 @@ def saved_turn(lease: Lease, number: int) -> UnsavedTurn:
     return UnsavedTurn(lease.rollout_id, lease.token, number, data)
 
 
-async def end_attempt(store: Store, clock: Clock, lease: Lease, way: str, **how: Any) -> None:
+async def end_attempt(store: Store, clock: ManualClock, lease: Lease, way: str, **how: Any) -> None:
     """End the attempt of a lease of 10 seconds that "a" holds, in one of the ways there are."""
     if way == "expire":
         clock.now += 10
@@ -836,7 +822,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self, kind: Factory) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = ManualClock()
         self.stack = ExitStack()
         portal: BlockingPortal = self.stack.enter_context(anyio.from_thread.start_blocking_portal())
         self.call = portal.call

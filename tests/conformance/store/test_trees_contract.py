@@ -18,17 +18,13 @@ from rollout_service.store.codec.trees import FrozenTokensError
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
-from tests.support.runs import TASKS, ManualClock, create_run, leased_batch, without_tokens
+from tests.support.runs import TASKS, create_run, leased_batch, without_tokens
 from tests.support.store.trees import NOW, WORK, bare, conversation, node, order, rollout
 
 KINDS = ["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder"))]
 SUMMARY, TOKENS = NodeDetail.SUMMARY, NodeDetail.TOKENS
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture(params=KINDS)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import anyio
 import httpx
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +17,7 @@ from rollout_client.client import InvalidRequestError, NotFoundError, RolloutCli
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.api.server import api_server
+from tests.support.api.server import filled_server
 from tests.support.runs import TASKS, create_run, make_ready
 
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
@@ -37,11 +36,8 @@ async def fill(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("lists")
-    (folder / "state").mkdir()
-    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
-    with api_server(folder) as server:
-        yield server.url
+    with filled_server(tmp_path_factory.mktemp("lists"), fill) as url:
+        yield url
 
 
 async def test_both_clients_list_what_the_filters_select(url):

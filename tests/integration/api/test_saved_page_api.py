@@ -8,7 +8,6 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 from typer.testing import CliRunner
@@ -20,7 +19,7 @@ from rollout_client.client import NotFoundError, RolloutClient
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.api.server import api_server
+from tests.support.api.server import filled_server
 from tests.support.store.trees import order, rollout
 
 TREE, PLAIN, FAILED, CANCELLED, WAITING = "r:tree", "r-plain", "r-failed", "r-cancelled", "waiting"
@@ -47,11 +46,8 @@ async def fill(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("saved")
-    (folder / "state").mkdir()
-    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
-    with api_server(folder) as server:
-        yield server.url
+    with filled_server(tmp_path_factory.mktemp("saved"), fill) as url:
+        yield url
 
 
 def blocks(content: str) -> dict[str, Any]:

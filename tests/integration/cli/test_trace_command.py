@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 from typer.testing import CliRunner
 
@@ -21,7 +20,7 @@ from rollout_service.observability.tracing.steps import compress, encode
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.runs_contract import NewGroup
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.api.server import api_server
+from tests.support.api.server import filled_server
 
 TASK = Task(environment="calc", instance={"question": "1", "answer": "1"})
 
@@ -57,11 +56,8 @@ async def fill(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("traced")
-    (folder / "state").mkdir()
-    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
-    with api_server(folder) as server:
-        yield server.url
+    with filled_server(tmp_path_factory.mktemp("traced"), fill) as url:
+        yield url
 
 
 def run(url: str, *arguments: str, exit_code: int = 0) -> str:

@@ -22,7 +22,8 @@ from rollout_service.store.cluster_contract import (
     NodeReport,
     RoleLease,
 )
-from tests.support.redis_members import Clock, RedisMembers, redis_members
+from tests.support.clocks import ManualClock
+from tests.support.redis_members import RedisMembers, redis_members
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import until
 
@@ -30,12 +31,7 @@ pytestmark = pytest.mark.redis
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def members(shared_redis: RedisServer, clock: Clock) -> AsyncIterator[RedisMembers]:
+async def members(shared_redis: RedisServer, clock: ManualClock) -> AsyncIterator[RedisMembers]:
     async with redis_members(shared_redis.config(), clock) as made:
         yield made
 

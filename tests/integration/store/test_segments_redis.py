@@ -16,14 +16,16 @@ from rollout_service.store.contract import Lease
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.proof import MARK_FILE
-from tests.support.redis_members import Clock
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import TRAJECTORY
 
 pytestmark = pytest.mark.redis
 
 
-async def opened(config: RedisConfig, folder: Path, owner: str, clock: Clock | None = None) -> RedisStore:
+async def opened(
+    config: RedisConfig, folder: Path, owner: str, clock: ManualClock | None = None
+) -> RedisStore:
     return await RedisStore.open(
         config, is_gone=lambda other: other != owner, folder=folder, owner=owner, clock=clock
     )
@@ -148,7 +150,7 @@ async def test_files_that_the_store_does_not_know_are_told_apart(stores, tmp_pat
 async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletion_of_what_expired(
     config, tmp_path
 ):
-    clock = Clock()
+    clock = ManualClock()
     dead = await opened(config, tmp_path, "one", clock)
     async with await opened(config, tmp_path, "two", clock) as leader:
         for store, name in ((dead, "one"), (leader, "two")):

@@ -12,9 +12,9 @@ from rollout_service.settings import RetentionSettings
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.runs_contract import GroupClosure
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.runs import (
     TASKS,
-    ManualClock,
     close_group,
     create_run,
     end_all,
@@ -23,11 +23,6 @@ from tests.support.runs import (
     new_group,
     without_tokens,
 )
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture

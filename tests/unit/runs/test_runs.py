@@ -41,6 +41,11 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.run_bench import BROKEN, GONE, Bench, bench, place
 
 
+def by_sample(lease: Lease) -> float:
+    """Return a reward by which every other sample of a group succeeds."""
+    return float(place(lease)[1] % 2)
+
+
 async def test_a_trainer_gets_informative_groups_only():
     async with bench() as it:
         await it.create(tasks=12)
@@ -110,7 +115,7 @@ async def test_filters_are_chosen_by_name():
 
 
 async def test_staleness_bounds_how_many_groups_start():
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+    async with bench(by_sample) as it:
         await it.create(tasks=100, max_staleness=1, prefetch_batches=8)
         for version in range(3):
             it.version = version
@@ -126,8 +131,7 @@ async def test_only_the_stale_samples_of_a_group_are_masked():
     async with bench(lambda lease: float(place(lease)[1])) as it:
         it.sampled_by = lambda lease: 0 if place(lease)[1] == 3 else 2
         await it.create(tasks=2, max_staleness=1, advantages=Advantages.LEAVE_ONE_OUT, min_usable=3)
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         it.version = 2
         batch = await it.lease()
         assert batch.oldest_version == 2
@@ -136,12 +140,7 @@ async def test_only_the_stale_samples_of_a_group_are_masked():
             assert [sample.reward for sample in group.samples] == [0.0, 1.0, 2.0, None]
             assert [sample.advantage for sample in group.samples] == [-1.5, 0.0, 1.5, None]
             assert (group.usable, group.reward_mean) == (3, 1.0)
-            assert [sample.rollout.trajectory is None for sample in group.samples] == [
-                False,
-                False,
-                False,
-                True,
-            ]
+            assert [sample.rollout.trajectory is None for sample in group.samples] == [False] * 3 + [True]
         run = await it.store.runs.get("a")
         assert (run.count("masked:stale"), run.count("dropped:stale")) == (2, 0)
 
@@ -252,8 +251,7 @@ async def test_a_group_with_too_little_left_is_dropped_as_stale(fields):
     async with bench(lambda lease: float(place(lease)[1] == 3)) as it:
         it.sampled_by = lambda lease: 0 if place(lease) in ((0, 3, 0), (1, 3, 0)) else 2
         await it.create(tasks=4, max_staleness=1, **fields)
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         it.version = 2
         batches = await it.all()
         assert [group.number for batch in batches for group in batch.groups] == [2, 3]
@@ -261,14 +259,13 @@ async def test_a_group_with_too_little_left_is_dropped_as_stale(fields):
 
 
 async def test_groups_that_become_too_old_are_replaced_before_a_lease():
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+    async with bench(by_sample) as it:
         await it.create(tasks=100, max_staleness=0, prefetch_batches=1, source=InlineTasks(open=True))
         tasks = [Task(environment="calc", instance={"n": n}) for n in range(100)]
         await it.store.runs.append("a", tasks, offset=None, close=False)
         await it.next()
         it.version = 1
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         before = await it.store.runs.get("a")
         it.version = 3
         while (run := await it.store.runs.get("a")).count("dropped:stale") < before.count("ready"):
@@ -280,10 +277,9 @@ async def test_groups_that_become_too_old_are_replaced_before_a_lease():
 
 
 async def test_a_trainer_that_accepts_stale_samples_gets_all_of_them():
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+    async with bench(by_sample) as it:
         await it.create(tasks=4, max_staleness=0)
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         it.version = 5
         leased = await it.delivery.lease(
             BatchLeaseRequest("a", "k", 60, allow_stale=True), version=None, timeout=10
@@ -334,7 +330,7 @@ async def test_surplus_is_cancelled_when_asked():
 
 @pytest.mark.slow
 async def test_runs_share_by_weight():
-    async with bench(lambda lease: float(place(lease)[1] % 2), places=8) as it:
+    async with bench(by_sample, places=8) as it:
         await it.create("a", tasks=300, weight=3.0, prefetch_batches=100)
         await it.create("b", tasks=300, weight=1.0, prefetch_batches=100)
         while len(it.begun) < 320:
@@ -360,34 +356,13 @@ async def test_tasks_of_a_file_in_shuffled_epochs(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text("\n".join(json.dumps({"n": n}) for n in range(4)) + "\n\n")
     source = FileTasks(path=str(path), environment="calc", epochs=3, shuffle=True, seed=7)
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+    async with bench(by_sample) as it:
         await it.create(source=source)
         groups = [group for batch in await it.all() for group in batch.groups]
         groups.sort(key=lambda group: group.number)
         epochs = [[g.task.instance["n"] for g in groups if g.epoch == epoch] for epoch in range(3)]
         assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3]] * 3
         assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
-@pytest.mark.slow
-async def test_a_file_that_changed_stops_its_run_after_a_restart(tmp_path):
-    path, database = tmp_path / "tasks.jsonl", tmp_path / "store.sqlite3"
-    rows = "".join(json.dumps({"n": n}) + "\n" for n in range(40))
-    path.write_text(rows)
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
-        await it.create(source=FileTasks(path=str(path), environment="calc"))
-        await it.next()
-    path.write_text(rows.replace("3", "4"))
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
-        while (run := await it.store.runs.get("a")).problem is None:
-            with suppress(RunStoppedError):
-                if (batch := await it.lease(timeout=0.05)) is not None:
-                    await it.delivery.acknowledge("a", batch.batch_id)
-        assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
-        path.write_text(rows)
-        await it.store.runs.update("a", state=RunState.RUNNING)
-        await it.all()
-        assert (await it.store.runs.get("a")).cursor == 40
 
 
 class Numbers(AgentEnvironment):
@@ -406,7 +381,7 @@ class Numbers(AgentEnvironment):
 
 async def test_tasks_of_a_split_of_the_environments_own_data_set():
     source = DatasetTasks(environment="numbers", split="held_out", epochs=2, shuffle=True)
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+    async with bench(by_sample) as it:
         it.environments["numbers"] = Numbers()
         await it.create(source=source)
         groups = [group for batch in await it.all() for group in batch.groups]
@@ -415,20 +390,29 @@ async def test_tasks_of_a_split_of_the_environments_own_data_set():
 
 
 @pytest.mark.slow
-async def test_a_data_set_that_changed_stops_its_run_after_a_restart(tmp_path):
-    database, source = tmp_path / "store.sqlite3", DatasetTasks(environment="numbers", split="train")
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
-        it.environments["numbers"] = Numbers()
+@pytest.mark.parametrize("kind", ["file", "data set"])
+async def test_a_source_that_changed_stops_its_run_after_a_restart(tmp_path, kind):
+    file, database = tmp_path / "tasks.jsonl", tmp_path / "store.sqlite3"
+    source = FileTasks(path=str(file), environment="calc")
+    if kind == "data set":
+        source = DatasetTasks(environment="numbers", split="train")
+
+    def offer(it: Bench, first: int) -> None:
+        it.environments["numbers"] = Numbers(first)
+        file.write_text("".join(json.dumps({"n": first + n}) + "\n" for n in range(36)))
+
+    async with bench(by_sample, path=database) as it:
+        offer(it, first=0)
         await it.create(source=source)
         await it.next()
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
-        it.environments["numbers"] = Numbers(first=1)
+    async with bench(by_sample, path=database) as it:
+        offer(it, first=1)
         while (run := await it.store.runs.get("a")).problem is None:
             with suppress(RunStoppedError):
                 if (batch := await it.lease(timeout=0.05)) is not None:
                     await it.delivery.acknowledge("a", batch.batch_id)
         assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
-        it.environments["numbers"] = Numbers()
+        offer(it, first=0)
         await it.store.runs.update("a", state=RunState.RUNNING)
         await it.all()
         assert (await it.store.runs.get("a")).cursor == 36
@@ -463,7 +447,7 @@ async def set_pages(store: SqliteStore, pages: str) -> None:
 
 @pytest.mark.slow
 async def test_a_full_disk_loses_nothing(tmp_path):
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=tmp_path / "store.sqlite3") as it:
+    async with bench(by_sample, path=tmp_path / "store.sqlite3") as it:
         await it.create(tasks=30)
         await it.next()
         await set_pages(it.store, "page_count")
@@ -589,10 +573,9 @@ async def test_a_damaged_part_of_the_file_stops_only_runs_that_need_it(tmp_path)
 
 
 async def test_a_batch_with_a_lost_rollout_says_so(tmp_path):
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=tmp_path / "store.sqlite3") as it:
+    async with bench(by_sample, path=tmp_path / "store.sqlite3") as it:
         await it.create(tasks=2)
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         await it.store._thread.write(
             lambda db: db.execute("DELETE FROM rollouts WHERE rollout_id = 'a.0.1'").rowcount
         )

@@ -15,6 +15,7 @@ from rollout_service.base.errors import ServiceError
 from rollout_service.server.overview import BackendFigures, Outcomes, OverviewFeed
 from rollout_service.server.overview.backend_figures import TIMES_PER_SECOND
 from rollout_service.server.overview.outcomes import MAX_FAILURES, MAX_GROUPS, success_share
+from tests.support.clocks import ManualClock
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -51,16 +52,6 @@ def rollout(
     )
 
 
-class ManualClock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def test_the_figures_of_an_engine_are_those_of_its_requests():
     board, figures = ActivityBoard(), BackendFigures()
     board.observe(figures)
@@ -82,7 +73,7 @@ async def test_the_figures_of_an_engine_are_those_of_its_requests():
 
 
 async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_before():
-    clock = ManualClock()
+    clock = ManualClock(1_000.0)
     board, figures = ActivityBoard(), BackendFigures(clock)
     board.observe(figures)
     with board.working("one", attempt=1, environment="calc"):
@@ -181,7 +172,7 @@ async def test_nothing_is_made_while_nobody_asks():
         made += 1
         return overview()
 
-    clock = ManualClock()
+    clock = ManualClock(1_000.0)
     feed = OverviewFeed(build, clock)
     await feed.latest()
     clock.now += 100
@@ -195,7 +186,7 @@ async def test_a_reader_that_comes_back_late_gets_the_next_at_once():
     async def build() -> Overview:
         return overview()
 
-    clock = ManualClock()
+    clock = ManualClock(1_000.0)
     feed = OverviewFeed(build, clock)
     first = await feed.after(0)
     clock.now += 100

@@ -25,14 +25,7 @@ from rollout_service.live.serving.resolver import RequestRate
 from rollout_service.live.serving.users import UserHashes
 from rollout_service.live.serving.views import decode_cursor, encode_cursor
 from rollout_service.testing.gateway import ManualPool
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clocks import ManualClock
 
 
 def taken(rate: RequestRate, user: str) -> bool:
@@ -47,7 +40,7 @@ def taken(rate: RequestRate, user: str) -> bool:
     steps=st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), max_size=60), most=st.integers(1, 6)
 )
 def test_no_user_sends_more_than_twice_its_limit_in_a_minute(steps, most):
-    clock = Clock()
+    clock = ManualClock(0.0)
     rate = RequestRate(most, clock)
     served: dict[str, list[float]] = {"a": [], "b": []}
     for user, pause in steps:
@@ -61,7 +54,7 @@ def test_no_user_sends_more_than_twice_its_limit_in_a_minute(steps, most):
 
 
 def test_a_refused_user_is_served_after_the_time_that_it_was_told():
-    clock = Clock()
+    clock = ManualClock(0.0)
     rate = RequestRate(2, clock)
     assert [taken(rate, "a") for _ in range(3)] == [True, True, False]
     assert taken(rate, "b")
@@ -72,7 +65,7 @@ def test_a_refused_user_is_served_after_the_time_that_it_was_told():
 
 
 def test_users_of_long_ago_are_forgotten():
-    clock = Clock()
+    clock = ManualClock(0.0)
     rate = RequestRate(1, clock)
     for number in range(1_000):
         rate.take(str(number))

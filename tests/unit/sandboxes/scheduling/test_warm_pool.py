@@ -26,6 +26,7 @@ from sandboxes import (
 )
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
+from tests.support.clocks import ManualClock
 from tests.support.waiting import until
 
 
@@ -143,16 +144,6 @@ class Seen:
         self.failures += 1
 
 
-class Clock:
-    """A clock that moves only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 SPEC = SandboxSpec(image="base", sessions=frozenset({"bash", "python"}), label="first")
 
 
@@ -160,7 +151,7 @@ class Bench:
     """A pool over named sandboxes, with a record of its events."""
 
     def __init__(self, ceiling: int = 10, **config: Any) -> None:
-        self.provider, self.seen, self.clock = NamedProvider(), Seen(), Clock()
+        self.provider, self.seen, self.clock = NamedProvider(), Seen(), ManualClock(100.0)
         self.spare: int | None = None
         self.pool = WarmPool(
             self.provider,
