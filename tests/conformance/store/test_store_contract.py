@@ -38,7 +38,7 @@ from api_schemas.rollouts import (
 )
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from api_schemas.trajectories import Message, Trajectory
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.settings import RetentionSettings
@@ -47,6 +47,7 @@ from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTur
 from rollout_service.store.redis import RedisStore
 from rollout_service.store.runs_contract import NewGroup
 from rollout_service.store.sqlite import SqliteStore
+from tests.support import samples
 from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 
@@ -116,21 +117,8 @@ def order(rollout_id: str = "r1", **instance: Any) -> RolloutRequest:
 
 
 def trajectory(tokens: int) -> Trajectory:
-    ids = list(range(tokens))
-    segment = Segment(
-        token_ids=ids,
-        loss_mask=[1] * tokens,
-        logprobs=[-0.5] * tokens,
-        versions=[3] * tokens,
-        turn_ids=[0] * tokens,
-        fork_reason=ForkReason.FIRST,
-    )
-    return Trajectory(
-        segments=[segment],
-        messages=[Message(role="user", content="1 + 1 = ?")],
-        finish_reasons=[FinishReason.STOP],
-        fork_counts={ForkReason.FIRST: 1},
-    )
+    messages = [Message(role="user", content="1 + 1 = ?")]
+    return samples.trajectory(samples.segment(list(range(tokens))), messages=messages)
 
 
 def outcome(lease: Lease, state: RolloutState = S.COMPLETED, **fields: Any) -> Rollout:

@@ -6,13 +6,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis import lists as index
 from tests.support.redis_server import RedisServer
+from tests.support.samples import rollout
 
 pytestmark = pytest.mark.redis
 
@@ -34,15 +35,7 @@ async def end(store: RedisStore, rollout_id: str, *, reward: float | None, envir
     gone = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
     state = RolloutState.FAILED if reward is None else RolloutState.COMPLETED
     error = gone if reward is None else None
-    result = Rollout(
-        rollout_id=rollout_id,
-        state=state,
-        task=task,
-        pool="policy",
-        reward=reward,
-        error=error,
-        created_at=lease.created_at,
-    )
+    result = rollout(rollout_id, state, task=task, reward=reward, error=error, created_at=lease.created_at)
     assert await store.finish(lease, "w", result)
 
 

@@ -8,14 +8,14 @@ import anyio
 import pytest
 
 from api_schemas.nodes import NodeState
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
-from rollout_service.store import Lease
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
 from tests.support.redis_server import redis_server
+from tests.support.store.rollouts import completed
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
@@ -29,17 +29,6 @@ async def opened(config: RedisConfig) -> AsyncIterator[RedisStore]:
 
 def order(rollout_id: str) -> RolloutRequest:
     return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance={}))
-
-
-def result(lease: Lease) -> Rollout:
-    return Rollout(
-        rollout_id=lease.rollout_id,
-        state=RolloutState.COMPLETED,
-        task=lease.request.task,
-        pool=lease.request.pool,
-        created_at=lease.created_at,
-        reward=1.0,
-    )
 
 
 async def test_what_one_service_does_wakes_the_others(shared_redis):
@@ -59,7 +48,7 @@ async def test_what_one_service_does_wakes_the_others(shared_redis):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(one.wait_for_result, "r1")
                 await anyio.wait_all_tasks_blocked()
-                assert await other.finish(lease, "b", result(lease))
+                assert await other.finish(lease, "b", completed(lease))
 
 
 async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(shared_redis):
@@ -111,7 +100,7 @@ async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis):
         await store.cluster.leave("a")
         [again] = await store.claim("b", limit=1, lease_seconds=10)
         assert again.attempt == 1, "an orderly end counts no attempt"
-        assert not await store.finish(lease, "a", result(lease))
+        assert not await store.finish(lease, "a", completed(lease))
 
 
 async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(shared_redis):
@@ -146,7 +135,7 @@ async def test_claims_whose_answers_were_lost_are_found_again():
             leases = await store.claim("a", limit=9, lease_seconds=1_000)
             assert sorted(lease.rollout_id for lease in leases) == ["r1", "r2"]
             assert await store.claim("a", limit=9, lease_seconds=1_000) == []
-            assert all([await store.finish(lease, "a", result(lease)) for lease in leases])
+            assert all([await store.finish(lease, "a", completed(lease)) for lease in leases])
 
 
 async def test_expired_rollouts_are_deleted_oldest_first(shared_redis):

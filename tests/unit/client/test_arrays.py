@@ -21,6 +21,7 @@ from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.heads import group_json
 from rollout_service.store.columns import Columns
 from rollout_service.store.runs_contract import ClosedSample, GroupHead
+from tests.support import samples
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -68,17 +69,7 @@ def test_a_trajectory_that_does_not_fit_the_columns_is_kept_too(token):
 
 
 def sample_trajectory(ids: list[int]) -> Trajectory:
-    segment = Segment(
-        token_ids=ids,
-        loss_mask=[1] * len(ids),
-        logprobs=[-0.25] * len(ids),
-        versions=[3] * len(ids),
-        turn_ids=[0] * len(ids),
-        fork_reason=ForkReason.FIRST,
-    )
-    return Trajectory(
-        segments=[segment], messages=[], finish_reasons=[FinishReason.STOP], fork_counts={ForkReason.FIRST: 1}
-    )
+    return samples.trajectory(samples.segment(ids, logprobs=[-0.25] * len(ids)))
 
 
 def sample(number: int, trajectory: Trajectory | None, reward: float | None) -> GroupSample:

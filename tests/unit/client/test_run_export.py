@@ -18,9 +18,10 @@ from api_schemas.exports import ExportedRun, ExportedSample, ExportEnd
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Usage
 from api_schemas.runs import GroupSample, InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from api_schemas.trajectories import Message, Trajectory
 from rollout_client._download import LargeBody
 from rollout_client.run_export import BadExportError, RunExport
+from tests.support.samples import segment, trajectory
 from tests.support.waiting import until
 
 NOW = datetime(2025, 1, 1, 1, 2, 3, 456_789, tzinfo=UTC)
@@ -42,21 +43,10 @@ RUN = Run(
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     size = draw(st.integers(0, 5))
-    segment = Segment(
-        token_ids=draw(st.lists(st.integers(0, 2**31), min_size=size, max_size=size)),
-        loss_mask=[1] * size,
-        logprobs=draw(st.lists(FINITE, min_size=size, max_size=size)),
-        versions=[3] * size,
-        turn_ids=[0] * size,
-        fork_reason=ForkReason.FIRST,
-    )
+    ids = draw(st.lists(st.integers(0, 2**31), min_size=size, max_size=size))
+    logprobs = draw(st.lists(FINITE, min_size=size, max_size=size))
     text = draw(st.text(max_size=9))
-    return Trajectory(
-        segments=[segment],
-        messages=[Message(role="assistant", content=text)],
-        finish_reasons=[FinishReason.STOP],
-        fork_counts={ForkReason.FIRST: 1},
-    )
+    return trajectory(segment(ids, logprobs=logprobs), messages=[Message(role="assistant", content=text)])
 
 
 @st.composite

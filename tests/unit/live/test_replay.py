@@ -22,6 +22,7 @@ from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import BASH, OTHER, write
 from tests.support.live.store import a_session, a_turn, explicit, judged
+from tests.support.samples import generation
 
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
 SYSTEM = ClientMessage("system", "Be brief.")
@@ -64,15 +65,13 @@ class Stored:
         reasoning = self.random.choice(["", "Hm."])
         ids = write(RENDERER, text, *calls, reasoning=reasoning, stop=self.random.random() < 0.9)
         single = self.random.random() < 0.5
-        return Generation(
-            output_ids=ids,
+        return generation(
+            ids,
             logprobs=[-0.5 if single else -self.random.random() for _ in ids],
             versions=[self.random.randint(1, 2) for _ in ids],
             finish_reason=self.random.choice([FinishReason.STOP, FinishReason.LENGTH]),
             prompt_tokens=len(planned.prompt_ids),
             cached_tokens=planned.known,
-            backend_id="b",
-            engine_seconds=0.0,
         )
 
     def step(self) -> None:

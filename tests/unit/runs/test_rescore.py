@@ -12,7 +12,7 @@ from api_schemas.exports import RecordedRollout, Rescored, RescoreRollouts, with
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
 from api_schemas.rollouts.trees import Assigns
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Segment
+from api_schemas.trajectories import FinishReason, ForkReason
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.engines.serving.replay import RecordedPolicy
 from rollout_service.engines.serving.turn_log import TurnLog
@@ -30,6 +30,7 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn
 from rollout_service.tokens import ToolSpec
 from sandboxes import LocalConfig, make_provider
 from tests.support.attempts import attempt_context
+from tests.support.samples import segment
 from tests.support.store.trees import WORK, bare
 from tests.support.store.trees import rollout as tree_of
 
@@ -260,16 +261,9 @@ async def test_a_history_that_was_replaced_is_not_replayed(bench):
 async def test_tokens_count_as_they_once_did(bench):
     recorded = await bench.roll_out("code", SQUARE, RIGHT)
     trajectory = recorded.rollout.trajectory
-    segment = Segment(
-        token_ids=[1, 2, 3, 4],
-        loss_mask=[0, 1, 1, 1],
-        logprobs=[0.0] * 4,
-        versions=[-1, 0, 0, 0],
-        turn_ids=[-1, 0, 0, 1],
-        fork_reason=ForkReason.FIRST,
-    )
+    one = segment([1, 2, 3, 4], [0, 1, 1, 1], turn_ids=[-1, 0, 0, 1])
     reasons = [FinishReason.STOP, FinishReason.LENGTH]
-    full = trajectory.model_copy(update={"segments": [segment], "finish_reasons": reasons})
+    full = trajectory.model_copy(update={"segments": [one], "finish_reasons": reasons})
     update = {"trajectory": full, "stop_reason": StopReason.CONTEXT_FULL}
     rollout: Rollout = recorded.rollout.model_copy(update=update)
     bare = without_tokens(recorded.request, rollout)

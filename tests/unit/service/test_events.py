@@ -16,6 +16,7 @@ from rollout_service.base.errors import InvalidFieldError, StoreError
 from rollout_service.server.events import PAGE_EVENTS, Announcer, EventSelection, EventTail, StateWatcher
 from rollout_service.store.sqlite import SqliteStore
 from sandboxes.scheduling.pressure import HoldReason
+from tests.support.samples import backend_view
 
 
 @pytest.fixture
@@ -237,20 +238,7 @@ class Watched:
 
 
 def backend(state: BackendState, error: str | None = None) -> BackendView:
-    return BackendView(
-        backend_id="policy@a",
-        url="http://a",
-        pool="policy",
-        state=state,
-        model_path="/m",
-        tokenizer_path="/m",
-        weight_version=0,
-        context_length=1,
-        in_flight=0,
-        served=0,
-        failures=0,
-        last_error=error,
-    )
+    return backend_view("policy@a", state=state, last_error=error)
 
 
 def test_an_engine_is_told_of_when_its_state_changes_and_why():

@@ -1,14 +1,12 @@
 """Each recording method of the metrics leads to a sample of the metric that it names."""
 
-from datetime import UTC, datetime
-
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutState, Stage
-from api_schemas.tasks import Task
+from api_schemas.rollouts import RolloutState, Stage
 from rollout_service.observability.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
 from sandboxes.egress.messages import EgressCounts
+from tests.support import samples
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 
 ERROR = ErrorInfo(code="store_failed", message="m", boundary=Boundary.STORE, retryable=True)
@@ -26,15 +24,7 @@ def test_each_metric_has_one_name_and_a_help_text():
 
 
 def test_rollouts_and_runs_are_counted(metrics):
-    metrics.count_finished(
-        Rollout(
-            rollout_id="r",
-            state=RolloutState.CANCELLED,
-            task=Task(environment="calc"),
-            pool="policy",
-            created_at=datetime.now(UTC),
-        )
-    )
+    metrics.count_finished(samples.rollout(state=RolloutState.CANCELLED))
     metrics.count_failure(ERROR)
     metrics.count_retry(ERROR)
     metrics.count_lost_lease()

@@ -10,32 +10,18 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
 from opentelemetry.trace import SpanKind, StatusCode
 
 from api_schemas.base import TraceContext
-from api_schemas.inference import BackendState, BackendView
 from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
-from api_schemas.trajectories import FinishReason
 from rollout_service.activity import ActivityBoard, in_lane, note_outcome, waits_for
 from rollout_service.base.errors import EnvironmentFailedError
-from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.observability.tracing.otel.conventions import RolloutIds
 from rollout_service.observability.tracing.otel.observer import TraceObserver
+from tests.support.samples import backend_view, generation
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CALLER = TraceContext(traceparent=f"00-{TRACE}-{SPAN}-01", tracestate="vendor=1")
-ENGINE = BackendView(
-    backend_id="e1",
-    url="http://gpu-1:30000",
-    pool="policy",
-    kind="sglang",
-    state=BackendState.READY,
-    model_path="qwen",
-    tokenizer_path="qwen",
-    weight_version=3,
-    context_length=100,
-    in_flight=0,
-    served=0,
-    failures=0,
-)
+ENGINE = backend_view("e1", kind="sglang", model_path="qwen", tokenizer_path="qwen", weight_version=3)
 
 
 class Traced:
@@ -79,11 +65,9 @@ def turn(name: str = "e1") -> str | None:
     with waits_for(StepKind.ENGINE, name, request=request.request_id, prompt_tokens=2) as step:
         step.request = request
         traceparent = step.traceparent
-        step.answer = Generation(
-            output_ids=[5, 6, 7],
-            logprobs=[0.0] * 3,
+        step.answer = generation(
+            [5, 6, 7],
             versions=[3, 3, 4],
-            finish_reason=FinishReason.STOP,
             prompt_tokens=2,
             cached_tokens=1,
             backend_id=name,

@@ -21,7 +21,7 @@ from trainer.live.users import Exchange, Pace
 from trainer.policy import Sample, distributions, sampled_logprobs
 
 from api_schemas.rollouts.sessions import Hint, MaskReason, Teacher, TurnKind, TurnMark
-from api_schemas.trajectories import ForkReason, Segment, Trajectory
+from api_schemas.trajectories import Trajectory
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.live.contract import NextStateRecord
@@ -31,6 +31,7 @@ from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.testing import Shape, write_random_checkpoint
 from rollout_service.tokens import ChatRenderer
 from tests.support.adapters.session_batches import PlayedPart, session_batch
+from tests.support.samples import segment
 from training.live import talk
 
 pytestmark = pytest.mark.torch
@@ -57,15 +58,10 @@ def trajectory(sizes: list[int], *, seed: int = 0) -> Trajectory:
     random = np.random.default_rng(seed)
     mask = [bit for size in sizes for bit in [0] * 3 + [1] * size]
     turns = [turn if bit else -1 for turn, size in enumerate(sizes) for bit in [0] * 3 + [1] * size]
-    segment = Segment(
-        token_ids=random.integers(3, SHAPE.vocab, len(mask)).tolist(),
-        loss_mask=mask,
-        logprobs=[-1.5 * bit for bit in mask],
-        versions=[bit - 1 for bit in mask],
-        turn_ids=turns,
-        fork_reason=ForkReason.FIRST,
-    )
-    return Trajectory(segments=[segment], messages=[], finish_reasons=[], fork_counts={})
+    ids = random.integers(3, SHAPE.vocab, len(mask)).tolist()
+    logprobs, versions = [-1.5 * bit for bit in mask], [bit - 1 for bit in mask]
+    one = segment(ids, mask, logprobs=logprobs, versions=versions, turn_ids=turns)
+    return Trajectory(segments=[one], messages=[], finish_reasons=[], fork_counts={})
 
 
 def mark(turn: int, value: float | None = 1.0, **more) -> TurnMark:

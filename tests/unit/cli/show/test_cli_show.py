@@ -9,36 +9,29 @@ import tokenizers
 from rich.console import Console
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.inference import BackendView
 from api_schemas.nodes import HoldView, NodeView
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
 from api_schemas.runs import InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.cli.backends import render_backends
 from rollout_service.cli.demo.run import Summary, percentile
 from rollout_service.cli.runs import _show as show_runs
 from rollout_service.cli.show.trajectory import render_rollout, split_by_turn
 from rollout_service.cli.watch.view import ServerView
 from rollout_service.tokens.tokenizer import FastTokenizer
+from tests.support.samples import backend_view, segment, trajectory
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 WORDS = ["ask", "call", "result", "answer"]
 
-SEGMENT = Segment(
-    token_ids=[0, 0, 1, 2, 3, 3],
-    loss_mask=[0, 0, 1, 0, 1, 1],
+SEGMENT = segment(
+    [0, 0, 1, 2, 3, 3],
+    [0, 0, 1, 0, 1, 1],
     logprobs=[0.0, 0.0, -0.25, 0.0, -1.5, -0.125],
     versions=[-1, -1, 4, -1, 5, 5],
     turn_ids=[-1, -1, 0, -1, 1, 1],
-    fork_reason=ForkReason.FIRST,
 )
-TRAJECTORY = Trajectory(
-    segments=[SEGMENT],
-    messages=[],
-    finish_reasons=[FinishReason.STOP, FinishReason.STOP],
-    fork_counts={ForkReason.FIRST: 1},
-)
+TRAJECTORY = trajectory(SEGMENT, turns=2)
 
 
 def rollout(reward: float | None = 1.0, **changes) -> Rollout:
@@ -136,15 +129,11 @@ def test_percentiles(values, expected):
     assert percentile(values, 95) == pytest.approx(expected)
 
 
-BACKEND = BackendView(
-    backend_id="policy@gpu-node-17:30000",
+BACKEND = backend_view(
+    "policy@gpu-node-17:30000",
     url="http://gpu-node-17:30000",
-    pool="policy",
     state="failed",
-    model_path="m",
-    tokenizer_path="t",
     weight_version=1_234,
-    context_length=1,
     in_flight=256,
     served=1_234_567,
     failures=12,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, ToolCall, Trajectory
+from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.bridges.verifiers.catalog import (
@@ -25,6 +25,7 @@ from rollout_service.environments.bridges.verifiers.environment import (
 from rollout_service.environments.libraries import Library
 from rollout_service.environments.registry import load_declared
 from rollout_service.tokens import ToolSpec
+from tests.support.samples import segment
 
 TABLES = [TasksetTable(id="words")]
 LISTED = {"tasksets": [{"tasks": [{"key": "k", "data": {"prompt": "x"}}]}]}
@@ -141,16 +142,10 @@ def test_messages_keep_calls_results_and_what_was_malformed():
 
 
 def test_turns_have_the_ids_that_were_sampled():
-    segment = Segment(
-        token_ids=[1, 2, 30, 31, 4, 50],
-        loss_mask=[0, 0, 1, 1, 0, 1],
-        logprobs=[0.0, 0.0, -0.5, -0.25, 0.0, -1.0],
-        versions=[-1, -1, 3, 3, -1, 3],
-        turn_ids=[-1, -1, 0, 0, -1, 1],
-        fork_reason=ForkReason.FIRST,
-    )
+    columns = {"logprobs": [0.0, 0.0, -0.5, -0.25, 0.0, -1.0], "turn_ids": [-1, -1, 0, 0, -1, 1]}
+    one = segment([1, 2, 30, 31, 4, 50], [0, 0, 1, 1, 0, 1], **columns)
     reasons = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP]
-    trajectory = Trajectory(segments=[segment], messages=[], finish_reasons=reasons, fork_counts={})
+    trajectory = Trajectory(segments=[one], messages=[], finish_reasons=reasons, fork_counts={})
     first, second, unrecorded = library_turns(trajectory)
     assert first == {
         "truncated": False,
