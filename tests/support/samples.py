@@ -19,7 +19,7 @@ def segment(ids: list[int], mask: list[int] | None = None, **columns: Any) -> Se
     given: dict[str, Any] = {
         "token_ids": ids,
         "loss_mask": mask,
-        "logprobs": [-0.5 * one for one in mask],
+        "logprobs": [-0.5 if one else 0.0 for one in mask],
         "versions": [3 if one else -1 for one in mask],
         "turn_ids": [one - 1 for one in mask],
         "fork_reason": ForkReason.FIRST,

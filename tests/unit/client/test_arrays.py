@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.runs import Batch, Group, GroupSample
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
@@ -73,14 +72,7 @@ def sample_trajectory(ids: list[int]) -> Trajectory:
 
 
 def sample(number: int, trajectory: Trajectory | None, reward: float | None) -> GroupSample:
-    rollout = Rollout(
-        rollout_id=f"a.0.{number}",
-        state=RolloutState.COMPLETED,
-        task=Task(environment="calc"),
-        pool="policy",
-        created_at=NOW,
-        trajectory=trajectory,
-    )
+    rollout = samples.rollout(f"a.0.{number}", trajectory=trajectory)
     return GroupSample(sample=number, rollout=rollout, usable=reward is not None, reward=reward)
 
 

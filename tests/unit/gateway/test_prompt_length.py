@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import Generation
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
 from rollout_service.gateway.errors import ContextOverflowError
 from rollout_service.tokens import ChatRenderer
+from tests.support.samples import generation
 
 CONTEXT = 4_096
 LONG = "ab 1\n" * 400_000
@@ -108,16 +107,3 @@ def test_only_what_a_call_adds_to_a_turn_is_compared_with_what_the_context_has_l
     with pytest.raises(ContextOverflowError) as told:
         capture.plan(longer, known + CONTEXT)
     assert told.value.prompt_tokens > known + 4 * CONTEXT
-
-
-def generation(ids: list[int]) -> Generation:
-    return Generation(
-        output_ids=ids,
-        logprobs=[-0.5] * len(ids),
-        versions=[0] * len(ids),
-        finish_reason=FinishReason.STOP,
-        prompt_tokens=1,
-        cached_tokens=0,
-        backend_id="b",
-        engine_seconds=0.0,
-    )

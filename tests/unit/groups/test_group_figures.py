@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
-from api_schemas.tasks import Task
 from rollout_service.groups.statistics import GroupFigures, group_figures
+from tests.support import samples
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -25,16 +25,8 @@ def span(stage: Stage, seconds: float, *, engine: float = 0.0, tool: float = 0.0
 def rollout(state: RolloutState, *spans: Span, turns: int = 0, tokens: int = 0) -> Rollout:
     failed = state is RolloutState.FAILED
     error = ErrorInfo(code="x", boundary=Boundary.INFERENCE, message="x", retryable=False) if failed else None
-    return Rollout(
-        rollout_id="r",
-        state=state,
-        task=Task(environment="calc", instance={}),
-        pool="policy",
-        error=error,
-        usage=Usage(turns=turns, sampled_tokens=tokens),
-        spans=list(spans),
-        created_at=NOW,
-    )
+    usage = Usage(turns=turns, sampled_tokens=tokens)
+    return samples.rollout("r", state, error=error, usage=usage, spans=list(spans))
 
 
 def test_sums_and_phases():

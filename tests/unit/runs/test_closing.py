@@ -3,7 +3,6 @@
 import struct
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
@@ -25,6 +24,7 @@ from rollout_service.store.runs_contract import (
     NoBatch,
     RunStore,
 )
+from tests.support import samples
 from tests.support.run_bench import bench, place
 
 AUXILIARY = {"lambda1": {"init": 0.3}, "lambda2": {"init": 0.2}, "length": 10}
@@ -40,16 +40,8 @@ def sample(
     """Return a sample whose rollout completed, or was cancelled if it has no reward."""
     state = RolloutState.CANCELLED if perf is None else RolloutState.COMPLETED
     rollout_id = f"a.0.{number}"
-    rollout = Rollout(
-        rollout_id=rollout_id,
-        state=state,
-        task=Task(environment="pointers"),
-        pool="policy",
-        reward=perf,
-        reward_parts=parts or {},
-        usage=Usage(sampled_tokens=tokens),
-        created_at=datetime.now(UTC),
-    )
+    fields = {"reward": perf, "reward_parts": parts or {}, "usage": Usage(sampled_tokens=tokens)}
+    rollout = samples.rollout(rollout_id, state, task=Task(environment="pointers"), **fields)
     member = GroupMember(
         sample=number,
         rollout_id=rollout_id,

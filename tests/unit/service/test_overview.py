@@ -15,6 +15,7 @@ from rollout_service.base.errors import ServiceError
 from rollout_service.server.overview import BackendFigures, Outcomes, OverviewFeed
 from rollout_service.server.overview.backend_figures import TIMES_PER_SECOND
 from rollout_service.server.overview.outcomes import MAX_FAILURES, MAX_GROUPS, success_share
+from tests.support import samples
 from tests.support.clocks import ManualClock
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -42,14 +43,8 @@ def rollout(
         error = ErrorInfo(
             code=code, boundary=Boundary.SANDBOX, message=f"{rollout_id} broke", stage="rollout"
         )
-    return Rollout(
-        rollout_id=rollout_id,
-        state=state,
-        task=Task(environment=environment, instance={}),
-        pool="policy",
-        error=error,
-        created_at=NOW,
-    )
+    task = Task(environment=environment, instance={})
+    return samples.rollout(rollout_id, state, task=task, error=error, created_at=NOW)
 
 
 async def test_the_figures_of_an_engine_are_those_of_its_requests():

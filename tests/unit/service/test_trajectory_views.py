@@ -19,6 +19,7 @@ from api_schemas.trajectories import ForkReason, Segment, Trajectory
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.server.trajectories import TrajectoryViewer, join, outline, token_range
 from rollout_service.tokens.tokenizer import TokenBytes
+from tests.support import samples
 
 TOKENIZER = tokenizers.Tokenizer.from_file(str(policy_folder("calc-base") / "tokenizer.json"))
 BYTES = TokenBytes.of(TOKENIZER)
@@ -34,16 +35,7 @@ TEXTS = [
 
 
 def segment(ids: list[int], **more: Any) -> Segment:
-    count = len(ids)
-    columns: dict[str, Any] = {
-        "token_ids": ids,
-        "loss_mask": [0] * count,
-        "logprobs": [0.0] * count,
-        "versions": [-1] * count,
-        "turn_ids": [-1] * count,
-        "fork_reason": ForkReason.FIRST,
-    }
-    return Segment(**(columns | more))
+    return samples.segment(ids, [0] * len(ids), **more)
 
 
 def utf16(text: str, start: int, end: int) -> bytes:
