@@ -7,17 +7,17 @@ from datetime import UTC, datetime
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts.stages import Stage
+from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from api_schemas.views.hangs import HangVerdict
-from rollout_service.activity import ActivityBoard, waits_for
+from rollout_service.activity import Activity, ActivityBoard, OpenStep, waits_for
 from rollout_service.server.hangs.findings import MAX_ROLLOUTS, FindingLog
 from rollout_service.server.hangs.rules import UNSEEN
 from rollout_service.server.hangs.signs.runs import TroubledRuns
 from rollout_service.server.hangs.texts import Judged
-from rollout_service.server.hangs.waits import StepWait, waits_of
+from rollout_service.server.hangs.waits import StepWait, oldest_of_stages, waits_of
 from rollout_service.server.hangs.watch import HangMetrics, oldest_in_stages
 from rollout_service.store.runs_contract import RunRecord
 
@@ -137,3 +137,26 @@ async def test_a_run_with_a_problem_is_a_finding_that_gets_worse_when_it_is_paus
     troubled.clear()
     [ended] = log.update([], runs.findings()).ended
     assert ended.finding_id == began.finding_id
+
+
+def waiting(rollout_id: str, stage: Stage | None, started: float, moved: float | None = None) -> StepWait:
+    step = OpenStep(StepKind.ENGINE, "e", "", stage, {})
+    step.started, step.moved = started, moved
+    activity = Activity(rollout_id, environment="code", attempt=1)
+    return StepWait(activity, step, 100.0)
+
+
+async def test_the_one_without_progress_for_longest():
+    waits = [
+        waiting("moves", Stage.ROLLOUT, 0.0, moved=99.0),
+        waiting("old", Stage.ROLLOUT, 40.0),
+        waiting("young", Stage.ROLLOUT, 90.0),
+        waiting("starts", Stage.INIT, 95.0),
+        waiting("between", None, 1.0),
+    ]
+    found = oldest_of_stages(waits)
+    assert [(one.stage, one.rollout_id, one.seconds) for one in found] == [
+        (Stage.INIT, "starts", 5.0),
+        (Stage.ROLLOUT, "old", 60.0),
+    ]
+    assert found[1].quiet_seconds == 60.0
