@@ -3,12 +3,14 @@
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
+from sandboxes import ApptainerConfig, LocalConfig, Sandbox, SandboxSpec, make_provider
+from tests.support.clocks import ManualClock
 from tests.support.plugins.parts import PARTS
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -48,6 +50,11 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
 async def local_sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
     """Start a sandbox that isolates nothing; this takes a tenth of a second."""
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
@@ -57,8 +64,29 @@ async def local_sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
         await provider.close()
 
 
+@pytest.fixture
+async def sandboxes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
+    """Start sandboxes in Apptainer for tests that are marked so, else on the host itself; none may be left."""
+    from rollout_service.pipeline.sandbox_source import SandboxSource  # which imports half of the service
+
+    marked = request.node.get_closest_marker("apptainer")
+    provider = make_provider(
+        ApptainerConfig() if marked else LocalConfig(provider="local"), tmp_path / "state"
+    )
+    yield SandboxSource(provider)
+    assert provider.live() == []
+    await provider.close()
+
+
 @pytest.fixture(scope="session")
 def shared_redis() -> Iterator[RedisServer]:
     """Run one Redis per worker, for tests that leave it as it is; each takes a prefix of its own (`config()`)."""
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """Run a Redis that the test may break."""
     with redis_server() as server:
         yield server

@@ -5,8 +5,6 @@ requests that failed or went elsewhere, and violations of the content security p
 them it expects.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 
 import pytest

@@ -1,25 +1,20 @@
 """axe-core finds nothing serious on any page, in either color scheme, and dialogs can be used with keys alone."""
 
-from __future__ import annotations
-
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import expect
 
 from tests.support.browser import canned
 from tests.support.browser.axe import violations
-from tests.support.browser.fake_service import FakeService
 from tests.support.browser.watched_page import watched_page
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 PAGES = ["", "#/engines", "#/nodes", "#/hangs"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("address", PAGES)
-async def test_axe_finds_nothing_serious(
-    browser: Browser, fake: FakeService, address: str, scheme: str
-) -> None:
+async def test_axe_finds_nothing_serious(browser, fake, address, scheme):
     fake.answer("GET /v1/hangs", canned.hang_report())
     fake.answer("GET /v1/node", canned.concurrency())
     async with watched_page(browser, color_scheme=scheme) as (page, _):
@@ -30,7 +25,7 @@ async def test_axe_finds_nothing_serious(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_finds_nothing_serious_in_dialogs(browser: Browser, fake: FakeService, scheme: str) -> None:
+async def test_axe_finds_nothing_serious_in_dialogs(browser, fake, scheme):
     async with watched_page(browser, color_scheme=scheme) as (page, _):
         await page.goto(fake.url + "#/engines")
         await page.get_by_role("button", name="Pause").click()
@@ -43,7 +38,7 @@ async def test_axe_finds_nothing_serious_in_dialogs(browser: Browser, fake: Fake
         assert await violations(page) == []
 
 
-async def test_keys_lead_to_every_page(page: Page, fake: FakeService) -> None:
+async def test_keys_lead_to_every_page(page, fake):
     fake.answer("GET /v1/hangs", canned.hang_report())
     fake.answer("GET /v1/node", canned.concurrency())
     await page.goto(fake.url)
@@ -54,7 +49,7 @@ async def test_keys_lead_to_every_page(page: Page, fake: FakeService) -> None:
         await expect(page.get_by_role("heading", level=1)).to_have_text(heading)
 
 
-async def test_a_dialog_is_answered_with_keys(page: Page, fake: FakeService) -> None:
+async def test_a_dialog_is_answered_with_keys(page, fake):
     fake.answer("POST /v1/pause", {})
     await page.goto(fake.url + "#/engines")
     await expect(page.get_by_role("status")).to_have_text("Live")
@@ -69,7 +64,7 @@ async def test_a_dialog_is_answered_with_keys(page: Page, fake: FakeService) -> 
     assert ("POST", "/v1/pause", {"pool": "policy", "mode": "drain"}) in fake.requests
 
 
-async def test_the_theme_is_kept(page: Page, fake: FakeService) -> None:
+async def test_the_theme_is_kept(page, fake):
     await page.goto(fake.url)
     root = page.locator("html")
     await expect(root).to_have_attribute("data-theme", "light")

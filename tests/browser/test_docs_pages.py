@@ -1,7 +1,5 @@
 """The documentation works in a browser that reaches no other host: the service's own page, and the site."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import subprocess
@@ -11,15 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import expect
 
 from rollout_service.cli.server_child import running_server
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.browser,
-    pytest.mark.slow(seconds=75),
-]
+pytestmark = [pytest.mark.browser, pytest.mark.slow(seconds=75)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,14 +39,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         thread.join()
 
 
-async def test_the_page_of_the_api_shows_every_route_offline(page: Page, tmp_path: Path) -> None:
+async def test_the_page_of_the_api_shows_every_route_offline(page, tmp_path):
     async with running_server(tmp_path, ["--sandbox", "local", "--model", "calc-tuned"]) as client:
         await page.goto(f"{client.base_url}/docs")
         await expect(page.get_by_role("heading", name="Rollout service")).to_be_visible()
         await expect(page.get_by_text("/v1/rollouts/{rollout_id}/trajectory")).to_be_visible()
 
 
-async def test_a_page_of_the_site_is_found_by_its_search(page: Page, site: str) -> None:
+async def test_a_page_of_the_site_is_found_by_its_search(page, site):
     await page.goto(f"{site}index.html")
     await page.get_by_role("button", name="Search").or_(page.get_by_role("combobox")).first.click()
     await page.keyboard.type("staleness")
@@ -69,8 +63,6 @@ async def test_a_page_of_the_site_is_found_by_its_search(page: Page, site: str) 
         ("architecture.html", "The life of a rollout"),
     ],
 )
-async def test_generated_pages_have_what_they_are_made_from(
-    page: Page, site: str, address: str, text: str
-) -> None:
+async def test_generated_pages_have_what_they_are_made_from(page, site, address, text):
     await page.goto(site + address)
     await expect(page.locator("article, #swagger-ui").get_by_text(text).first).to_be_visible()

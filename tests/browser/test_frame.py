@@ -1,10 +1,5 @@
 """The frame of the page: keys and roles, lost connections, prefixes, hostile text, and screens of different sizes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
-import anyio
 import pytest
 from playwright.async_api import Page, expect
 
@@ -13,9 +8,9 @@ from rollout_service.http.keyring import Role
 from tests.support.browser import canned
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.prefix_proxy import prefix_proxy
-from tests.support.browser.watched_page import Notes
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 RIGHT, READ = "a-key-of-the-administrator", "a-key-that-may-only-read"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e\x1b[31m<svg/onload=alert(3)>"
@@ -32,7 +27,7 @@ async def use_key(page: Page, key: str) -> None:
     await page.keyboard.press("Enter")
 
 
-async def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page, notes: Notes, keyed: FakeService) -> None:
+async def test_a_key_is_asked_for_and_kept_in_the_tab(page, notes, keyed):
     notes.expected_statuses = {401}
     await page.goto(keyed.url + "#/engines")
     await expect(page.get_by_role("dialog")).to_contain_text("needs a key")
@@ -49,9 +44,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page, notes: Notes, 
     assert not any(RIGHT in path for _, path, _ in keyed.requests), "a key in an address ends up in logs"
 
 
-async def test_a_key_that_may_only_read_disables_what_changes_something(
-    page: Page, notes: Notes, keyed: FakeService
-) -> None:
+async def test_a_key_that_may_only_read_disables_what_changes_something(page, notes, keyed):
     notes.expected_statuses = {401}
     keyed.answer("GET /v1/node", canned.concurrency())
     await page.goto(keyed.url + "#/engines")
@@ -65,7 +58,7 @@ async def test_a_key_that_may_only_read_disables_what_changes_something(
     await expect(page.get_by_label("Workers of rollout")).to_be_disabled()
 
 
-async def test_a_lost_connection_is_said_and_comes_back(page: Page, notes: Notes, fake: FakeService) -> None:
+async def test_a_lost_connection_is_said_and_comes_back(page, notes, fake):
     notes.expected_statuses = {503}
     await page.goto(fake.url)
     await expect(page.get_by_role("status")).to_have_text("Live")
@@ -77,7 +70,7 @@ async def test_a_lost_connection_is_said_and_comes_back(page: Page, notes: Notes
     await expect(page.get_by_text("The connection to the service is lost")).to_have_count(0)
 
 
-async def test_a_hidden_tab_gives_its_connection_back(page: Page, fake: FakeService) -> None:
+async def test_a_hidden_tab_gives_its_connection_back(page, fake):
     """A browser has six connections for each server, so tabs that nobody looks at must not hold them."""
     await page.clock.install()
     await page.goto(fake.url)
@@ -89,7 +82,7 @@ async def test_a_hidden_tab_gives_its_connection_back(page: Page, fake: FakeServ
     }"""
     await page.evaluate(hide, True)
     await page.clock.run_for(6_000)
-    await _until(lambda: fake.readers == 0)
+    await until(lambda: fake.readers == 0)
     fake.overview = fake.overview.model_copy(update={"finished_per_second": 7.65})
     await page.evaluate(hide, False)
     await page.clock.run_for(1_000)
@@ -97,14 +90,8 @@ async def test_a_hidden_tab_gives_its_connection_back(page: Page, fake: FakeServ
     assert fake.readers == 1
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not condition():
-            await anyio.sleep(0.02)
-
-
 @pytest.mark.parametrize("prefix", ["/proxy/8080", "/rnode/host-1.cluster/8080", "/a b/ü"])
-async def test_the_page_works_below_any_prefix(page: Page, fake: FakeService, prefix: str) -> None:
+async def test_the_page_works_below_any_prefix(page, fake, prefix):
     fake.answer("GET /v1/node", canned.concurrency())
     with prefix_proxy(fake.url, prefix, strip=True) as url:
         await page.goto(url + "#/nodes")
@@ -116,7 +103,7 @@ async def test_the_page_works_below_any_prefix(page: Page, fake: FakeService, pr
         await page.goto("about:blank")  # its stream must end before the proxy does
 
 
-async def test_an_order_is_sent_once_it_is_confirmed(page: Page, fake: FakeService) -> None:
+async def test_an_order_is_sent_once_it_is_confirmed(page, fake):
     fake.answer("POST /v1/backends/b1/drain", canned.backend(1).backend)
     await page.goto(fake.url + "#/engines")
     engine = page.get_by_role("region", name="http://10.0.0.1:30000")
@@ -131,7 +118,7 @@ async def test_an_order_is_sent_once_it_is_confirmed(page: Page, fake: FakeServi
     assert ("POST", "/v1/backends/b1/drain", None) in fake.requests
 
 
-async def test_what_was_asked_is_what_is_confirmed(page: Page, fake: FakeService) -> None:
+async def test_what_was_asked_is_what_is_confirmed(page, fake):
     fake.answer("GET /v1/node", canned.concurrency())
     fake.answer("POST /v1/nodes/node-a/drain", canned.node("node-a", state=NodeState.DRAINING))
     await page.goto(fake.url + "#/nodes")
@@ -151,7 +138,7 @@ async def test_what_was_asked_is_what_is_confirmed(page: Page, fake: FakeService
     await expect(page.get_by_role("dialog", name="Resume node-a?")).to_contain_text("begins rollouts again")
 
 
-async def test_an_order_that_is_refused_says_why(page: Page, notes: Notes, fake: FakeService) -> None:
+async def test_an_order_that_is_refused_says_why(page, notes, fake):
     notes.expected_statuses = {404}
     await page.goto(fake.url + "#/engines")
     await page.get_by_role("button", name="Abort all rollouts").click()
@@ -159,7 +146,7 @@ async def test_an_order_that_is_refused_says_why(page: Page, notes: Notes, fake:
     await expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("not_found")
 
 
-async def test_concurrency_is_changed_by_what_was_typed_alone(page: Page, fake: FakeService) -> None:
+async def test_concurrency_is_changed_by_what_was_typed_alone(page, fake):
     fake.answer("GET /v1/node", canned.concurrency())
     fake.answer("PATCH /v1/node", canned.concurrency())
     await page.goto(fake.url + "#/nodes")
@@ -169,7 +156,7 @@ async def test_concurrency_is_changed_by_what_was_typed_alone(page: Page, fake: 
     assert ("PATCH", "/v1/node", {"rollout": {"workers": 96}}) in fake.requests
 
 
-async def test_what_a_rollout_does_is_shown_where_it_hangs(page: Page, fake: FakeService) -> None:
+async def test_what_a_rollout_does_is_shown_where_it_hangs(page, fake):
     fake.answer("GET /v1/hangs", canned.hang_report())
     fake.answer("GET /v1/rollouts/r-stuck-0/activity", canned.activity())
     await page.goto(fake.url + "#/hangs")
@@ -184,7 +171,7 @@ async def test_what_a_rollout_does_is_shown_where_it_hangs(page: Page, fake: Fak
     await expect(stuck).to_contain_text("attempt 1 at node-a")
 
 
-async def test_hostile_text_stays_text(page: Page, fake: FakeService) -> None:
+async def test_hostile_text_stays_text(page, fake):
     errors = [one.model_copy(update={"message": HOSTILE, "hint": HOSTILE}) for one in canned.errors()]
     finding = canned.finding().model_copy(update={"message": HOSTILE, "subject": HOSTILE})
     changes = {"errors": errors, "findings": [finding], "warnings": [HOSTILE]}
@@ -197,7 +184,7 @@ async def test_hostile_text_stays_text(page: Page, fake: FakeService) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 900, 480])
-async def test_nothing_is_wider_than_the_screen(page: Page, fake: FakeService, width: int) -> None:
+async def test_nothing_is_wider_than_the_screen(page, fake, width):
     fake.answer("GET /v1/hangs", canned.hang_report())
     fake.answer("GET /v1/node", canned.concurrency())
     await page.set_viewport_size({"width": width, "height": 800})
@@ -207,7 +194,7 @@ async def test_nothing_is_wider_than_the_screen(page: Page, fake: FakeService, w
         assert await page.evaluate("document.documentElement.scrollWidth") <= width, address
 
 
-async def test_an_idle_service_has_words_instead_of_empty_tables(page: Page, fake: FakeService) -> None:
+async def test_an_idle_service_has_words_instead_of_empty_tables(page, fake):
     idle = {"working": 0, "waiting": 0, "waits_for": {}, "oldest_seconds": 0.0}
     changes = {
         "stages": [stage.model_copy(update=idle) for stage in fake.overview.stages],
@@ -229,15 +216,13 @@ async def test_an_idle_service_has_words_instead_of_empty_tables(page: Page, fak
     await expect(page.get_by_text("Bottleneck:")).to_have_count(0)
 
 
-async def test_what_limits_the_throughput_is_said_with_what_would_change_it(
-    page: Page, fake: FakeService
-) -> None:
+async def test_what_limits_the_throughput_is_said_with_what_would_change_it(page, fake):
     await page.goto(fake.url)
     limit = page.get_by_text("Bottleneck: engines.").locator("..")
     await expect(limit).to_contain_text("73% of them wait for engines")
     await expect(limit).to_contain_text("Add engines.")
 
 
-async def test_a_page_that_does_not_exist_says_so(page: Page, fake: FakeService) -> None:
+async def test_a_page_that_does_not_exist_says_so(page, fake):
     await page.goto(fake.url + "#/nothing/here")
     await expect(page.get_by_text("There is no page /nothing/here")).to_be_visible()

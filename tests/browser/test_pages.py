@@ -1,23 +1,18 @@
 """Every page loads, without an error and without asking another host."""
 
-from __future__ import annotations
-
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import expect
 
 from tests.support.browser import canned
-from tests.support.browser.fake_service import FakeService
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 
 @pytest.mark.parametrize(
     ("address", "heading"),
     [("", "Overview"), ("#/engines", "Engines"), ("#/nodes", "Nodes"), ("#/hangs", "Hangs")],
 )
-async def test_a_page_shows_what_the_overview_says(
-    page: Page, fake: FakeService, address: str, heading: str
-) -> None:
+async def test_a_page_shows_what_the_overview_says(page, fake, address, heading):
     fake.answer("GET /v1/hangs", canned.hang_report())
     fake.answer("GET /v1/node", canned.concurrency())
     await page.goto(fake.url + address)
@@ -25,7 +20,7 @@ async def test_a_page_shows_what_the_overview_says(
     await expect(page.get_by_role("status")).to_have_text("Live")
 
 
-async def test_the_page_follows_the_stream(page: Page, fake: FakeService) -> None:
+async def test_the_page_follows_the_stream(page, fake):
     fake.answer("GET /v1/node", canned.concurrency())
     await page.goto(fake.url + "#/nodes")
     await expect(page.get_by_text("node-b", exact=True)).to_be_visible()

@@ -1,7 +1,5 @@
 """Perfetto's own page opens the traces of a service at work, and shows what the rollouts, engines and sandboxes did."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from rollout_client.client import RolloutClient
 from tests.support.api.server import api_server
 from tests.support.processes.service import scripted_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser, pytest.mark.perfetto]
+pytestmark = [pytest.mark.browser, pytest.mark.perfetto]
 
 ENVIRONMENT = """
 name = "survey"
@@ -130,12 +128,12 @@ async def assert_whole(shown: PerfettoPage, events: list[dict[str, Any]]) -> Non
     assert await shown.rows("select count(*) from flow") == [arrows]
 
 
-async def test_perfetto_takes_the_whole_trace_without_a_problem(traced: Traced) -> None:
+async def test_perfetto_takes_the_whole_trace_without_a_problem(traced):
     await assert_whole(traced.shown, traced.events)
     assert sum("flow_in" in event for event in traced.events) >= 3 * (len(TURNS) + 2)
 
 
-async def test_the_lanes_of_rollouts_sub_agents_engines_and_sandboxes_are_there(traced: Traced) -> None:
+async def test_the_lanes_of_rollouts_sub_agents_engines_and_sandboxes_are_there(traced):
     slices = await traced.shown.rows(SLICES)
     threads: dict[str, set[str]] = {}
     for process, thread, _, _ in slices:
@@ -154,7 +152,7 @@ async def test_the_lanes_of_rollouts_sub_agents_engines_and_sandboxes_are_there(
     assert names["engines"] >= {f"r-{number} #{turn}" for number in (1, 2, 3) for turn in range(3)}
 
 
-async def test_the_update_of_weights_lies_between_the_rollouts_that_it_parts(traced: Traced) -> None:
+async def test_the_update_of_weights_lies_between_the_rollouts_that_it_parts(traced):
     slices = await traced.shown.rows(SLICES)
     updates = [(thread, name) for process, thread, name, _ in slices if name.startswith("weights")]
     assert updates == [("policy weights", "weights 7")]
@@ -171,7 +169,7 @@ async def test_the_update_of_weights_lies_between_the_rollouts_that_it_parts(tra
     ) == ["7"]
 
 
-async def test_the_tracks_are_on_the_screen(traced: Traced) -> None:
+async def test_the_tracks_are_on_the_screen(traced):
     page = traced.shown.page
     for process in ("rollouts 1", "engines 2", "sandboxes 3"):
         await expect(page.locator(".pf-track__title", has_text=process).first).to_be_visible()
@@ -195,6 +193,6 @@ def crossing(tmp_path: Path) -> Path:
     return file
 
 
-async def test_perfetto_reports_slices_that_do_not_nest(browser: Browser, crossing: Path) -> None:
+async def test_perfetto_reports_slices_that_do_not_nest(browser, crossing):
     async with perfetto_page(browser, crossing) as shown:
         assert await shown.rows(PROBLEMS) == [("slice_drop_overlapping_complete_event", 1)]

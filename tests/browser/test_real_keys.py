@@ -1,17 +1,14 @@
 """The page of a service with keys and a prefix: nothing is shown without a key, and one of `read` changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 from playwright.async_api import Page, expect
 
 from tests.support.browser.prefix_proxy import prefix_proxy
-from tests.support.browser.watched_page import Notes
 from tests.support.processes.service import Running, scripted_engine, service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ADMIN, READ = "the-key-of-the-administrator", "the-key-that-may-only-read"
 PREFIX = "/node/host-1.cluster/8080"
@@ -37,9 +34,7 @@ async def use_key(page: Page, key: str) -> None:
     await page.keyboard.press("Enter")
 
 
-async def test_nothing_is_shown_before_the_right_key_is_given(
-    page: Page, notes: Notes, server: Running
-) -> None:
+async def test_nothing_is_shown_before_the_right_key_is_given(page, notes, server):
     notes.expected_statuses = {401}
     await page.goto(f"{server.url}/#/engines")
     await expect(page.get_by_role("dialog")).to_contain_text("This service needs a key")
@@ -52,9 +47,7 @@ async def test_nothing_is_shown_before_the_right_key_is_given(
     assert ADMIN not in server.log
 
 
-async def test_a_key_that_may_only_read_looks_at_everything_and_changes_nothing(
-    page: Page, notes: Notes, server: Running
-) -> None:
+async def test_a_key_that_may_only_read_looks_at_everything_and_changes_nothing(page, notes, server):
     notes.expected_statuses = {401}
     await page.goto(f"{server.url}/#/engines")
     await use_key(page, READ)
@@ -74,9 +67,7 @@ async def test_a_key_that_may_only_read_looks_at_everything_and_changes_nothing(
 
 
 @pytest.mark.parametrize("strip", [True, False], ids=["taken away", "passed on"])
-async def test_a_proxy_may_keep_or_take_away_the_prefix(
-    page: Page, notes: Notes, server: Running, strip: bool
-) -> None:
+async def test_a_proxy_may_keep_or_take_away_the_prefix(page, notes, server, strip):
     notes.expected_statuses = {401}
     with prefix_proxy(server.url, PREFIX, strip=strip) as url:
         await page.goto(f"{url}#/nodes")

@@ -1,21 +1,18 @@
 """The page with a real service behind it: what rollouts do is seen while they do it, and orders are carried out."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Browser, Locator, Page, expect
+from playwright.async_api import Locator, Page, expect
 
 from tests.support.browser.prefix_proxy import prefix_proxy
 from tests.support.browser.watched_page import watched_page
 from tests.support.processes.service import Running, scripted_engine, service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 PATIENCE = 60_000
 
@@ -51,9 +48,7 @@ def figure(page: Page, name: str) -> Locator:
     return page.locator(".figures > div", has_text=name).locator(".value")
 
 
-async def test_rollouts_are_seen_while_they_run_and_when_they_end(
-    page: Page, server: Running, http: httpx.AsyncClient
-) -> None:
+async def test_rollouts_are_seen_while_they_run_and_when_they_end(page, server, http):
     await page.goto(server.url)
     await expect(page.get_by_text("Live", exact=True)).to_be_visible()
     before = int(await figure(page, "Completed").inner_text())
@@ -73,7 +68,7 @@ async def order(page: Page, label: str) -> None:
     await expect(dialog).to_have_count(0, timeout=PATIENCE)
 
 
-async def test_a_pool_is_paused_and_resumed(page: Page, server: Running, http: httpx.AsyncClient) -> None:
+async def test_a_pool_is_paused_and_resumed(page, server, http):
     await page.goto(f"{server.url}/#/engines")
     try:
         await order(page, "Pause")
@@ -85,9 +80,7 @@ async def test_a_pool_is_paused_and_resumed(page: Page, server: Running, http: h
         await post(http, "/v1/resume", {})
 
 
-async def test_an_engine_is_drained_and_put_back(
-    page: Page, server: Running, http: httpx.AsyncClient
-) -> None:
+async def test_an_engine_is_drained_and_put_back(page, server, http):
     await page.goto(f"{server.url}/#/engines")
     engine = (await http.get("/v1/backends")).json()[0]
     try:
@@ -101,9 +94,7 @@ async def test_an_engine_is_drained_and_put_back(
             await post(http, "/v1/backends", {"url": engine["url"], "pool": engine["pool"]})
 
 
-async def test_a_node_is_drained_and_resumed_and_its_concurrency_changed(
-    page: Page, server: Running, http: httpx.AsyncClient
-) -> None:
+async def test_a_node_is_drained_and_resumed_and_its_concurrency_changed(page, server, http):
     await page.goto(f"{server.url}/#/nodes")
     try:
         await order(page, "Drain")
@@ -120,7 +111,7 @@ async def test_a_node_is_drained_and_resumed_and_its_concurrency_changed(
     await expect(page.get_by_label("Workers of evaluate")).to_have_value("7")
 
 
-async def test_all_rollouts_are_aborted_at_once(page: Page, server: Running, http: httpx.AsyncClient) -> None:
+async def test_all_rollouts_are_aborted_at_once(page, server, http):
     await post(http, "/v1/pause", {})
     try:
         await submit(http, 3)
@@ -135,9 +126,7 @@ async def test_all_rollouts_are_aborted_at_once(page: Page, server: Running, htt
         await post(http, "/v1/resume", {})
 
 
-async def test_an_engine_that_hangs_is_named_with_its_rollouts(
-    page: Page, engine: Running, server: Running, http: httpx.AsyncClient
-) -> None:
+async def test_an_engine_that_hangs_is_named_with_its_rollouts(page, engine, server, http):
     await page.goto(server.url)
     await expect(page.get_by_text("Live", exact=True)).to_be_visible()
     engine.stop(signal.SIGSTOP)
@@ -160,9 +149,7 @@ async def test_an_engine_that_hangs_is_named_with_its_rollouts(
     await expect(page.get_by_role("alert")).to_have_count(0)
 
 
-async def test_a_rollout_is_saved_and_looked_at_from_the_file(
-    page: Page, browser: Browser, server: Running, http: httpx.AsyncClient, tmp_path: Path
-) -> None:
+async def test_a_rollout_is_saved_and_looked_at_from_the_file(page, browser, server, http, tmp_path):
     request = {"task": {"environment": "echo", "instance": {"number": 7}}, "rollout_id": "saved"}
     ended = await http.post("/v1/rollouts?wait=60", json=request)
     assert ended.json()["state"] == "completed"
@@ -181,7 +168,7 @@ async def test_a_rollout_is_saved_and_looked_at_from_the_file(
         await expect(saved.locator(".trajectory")).to_contain_text("started no sub-agents")
 
 
-async def test_a_proxy_that_takes_its_prefix_away_needs_no_setting(page: Page, server: Running) -> None:
+async def test_a_proxy_that_takes_its_prefix_away_needs_no_setting(page, server):
     with prefix_proxy(server.url, "/proxy/8080", strip=True) as url:
         await page.goto(f"{url}#/nodes")
         await expect(page.get_by_text("Live", exact=True)).to_be_visible()

@@ -1,9 +1,5 @@
 """A saved rollout is looked at from a file: all of its page works, nothing is asked of anyone, and text stays text."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import anyio
 import pytest
 from playwright.async_api import Page, expect
@@ -17,13 +13,11 @@ from rollout_service.server.trajectories import outline, token_range
 from tests.browser.rollouts.test_hostile_trajectory import ID as HOSTILE
 from tests.browser.rollouts.test_hostile_trajectory import TEXT, hostile
 from tests.support.browser.axe import violations
-from tests.support.browser.fake_service import FakeService
 from tests.support.browser.saved import save
 from tests.support.browser.trajectories import CannedRollout, CannedSegment, coding_rollout, words
-from tests.support.browser.watched_page import Notes
 from tests.support.store import trees
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 TABS = ["conversation", "tokens", "prompts", "raw"]
@@ -37,7 +31,7 @@ def requests(page: Page) -> list[str]:
     return found
 
 
-async def test_the_whole_page_works_from_a_file(page: Page, requests: list[str], tmp_path: Path) -> None:
+async def test_the_whole_page_works_from_a_file(page, requests, tmp_path):
     url = save(coding_rollout(ID), tmp_path)
     await page.goto(url)
     await expect(page).to_have_title(f"Rollout {ID}")
@@ -54,7 +48,7 @@ async def test_the_whole_page_works_from_a_file(page: Page, requests: list[str],
     assert requests == [url], "nothing is loaded but the file"
 
 
-async def test_what_needs_the_service_is_not_there(page: Page, tmp_path: Path) -> None:
+async def test_what_needs_the_service_is_not_there(page, tmp_path):
     await page.goto(save(coding_rollout(ID), tmp_path))
     await expect(page.locator(".message")).to_have_count(5)
     await expect(page.get_by_role("button", name="Save as HTML")).to_have_count(0)
@@ -62,7 +56,7 @@ async def test_what_needs_the_service_is_not_there(page: Page, tmp_path: Path) -
     assert set(links) <= {"#content", *[f"#/rollouts/{ID}?tab=tokens&turn={turn}" for turn in (0, 1)]}
 
 
-async def test_a_turn_leads_to_its_tokens(page: Page, tmp_path: Path) -> None:
+async def test_a_turn_leads_to_its_tokens(page, tmp_path):
     await page.goto(save(coding_rollout(ID), tmp_path))
     await page.get_by_role("link", name="turn 1").click()
     await expect(page.locator(".token-facts")).to_contain_text("version 4")
@@ -70,12 +64,12 @@ async def test_a_turn_leads_to_its_tokens(page: Page, tmp_path: Path) -> None:
     await expect(page.locator(".message")).to_have_count(5)
 
 
-async def test_an_address_leads_to_a_view(page: Page, tmp_path: Path) -> None:
+async def test_an_address_leads_to_a_view(page, tmp_path):
     await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/rollouts/{ID}?tab=tokens&turn=1")
     await expect(page.locator(".token-facts")).to_contain_text("version 4")
 
 
-async def test_conversation_and_tokens_are_searched_with_the_keyboard(page: Page, tmp_path: Path) -> None:
+async def test_conversation_and_tokens_are_searched_with_the_keyboard(page, tmp_path):
     await page.goto(save(coding_rollout(ID), tmp_path))
     await expect(page.locator(".message")).to_have_count(5)
     await page.keyboard.press("/")
@@ -90,7 +84,7 @@ async def test_conversation_and_tokens_are_searched_with_the_keyboard(page: Page
     await expect(page.locator(".t.hit").first).to_be_visible()
 
 
-async def test_tokens_have_their_colors_and_a_legend(page: Page, tmp_path: Path) -> None:
+async def test_tokens_have_their_colors_and_a_legend(page, tmp_path):
     await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/?tab=tokens")
     legend = page.locator(".token-legend")
     colors = page.get_by_role("group", name="Color by")
@@ -103,7 +97,7 @@ async def test_tokens_have_their_colors_and_a_legend(page: Page, tmp_path: Path)
         await expect(legend).to_contain_text(label)
 
 
-async def test_help_and_colors_have_their_keys(page: Page, tmp_path: Path) -> None:
+async def test_help_and_colors_have_their_keys(page, tmp_path):
     await page.emulate_media(color_scheme="light")
     await page.goto(save(coding_rollout(ID), tmp_path))
     await expect(page.locator(".message")).to_have_count(5)
@@ -115,7 +109,7 @@ async def test_help_and_colors_have_their_keys(page: Page, tmp_path: Path) -> No
     await expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-async def test_a_segment_of_any_length_is_there(page: Page, tmp_path: Path) -> None:
+async def test_a_segment_of_any_length_is_there(page, tmp_path):
     """The service answers with 20,000 tokens at most, and the file with all of a segment."""
     segments = [CannedSegment(words("a word and another " * 8_000, 0)), CannedSegment(words("the end", 1))]
     total = sum(len(segment.pieces) for segment in segments)
@@ -124,11 +118,10 @@ async def test_a_segment_of_any_length_is_there(page: Page, tmp_path: Path) -> N
     await expect(page.locator(".tokens [role=status]")).to_have_text(f"{total:,} tokens")
 
 
-async def test_a_sub_agent_has_its_own_conversation_and_tokens(page: Page, tmp_path: Path) -> None:
+async def test_a_sub_agent_has_its_own_conversation_and_tokens(page, tmp_path):
     nodes = trees.rollout(ID).nodes
     answers: dict[str, BaseModel] = {"nodes": RolloutNodes(rollout_id=ID, nodes=trees.bare(nodes))}
     trajectory = nodes[1].trajectory
-    assert trajectory is not None
     answers["messages?node=2"] = RolloutMessages(
         rollout_id=ID, node=2, messages=trajectory.messages, finish_reasons=trajectory.finish_reasons
     )
@@ -146,7 +139,7 @@ async def test_a_sub_agent_has_its_own_conversation_and_tokens(page: Page, tmp_p
     await expect(page.locator(".message")).to_have_count(5)
 
 
-async def test_a_preview_that_forbids_storage_shows_the_page(page: Page, tmp_path: Path) -> None:
+async def test_a_preview_that_forbids_storage_shows_the_page(page, tmp_path):
     """Mail programs and portals show attachments in a sandbox, in which a page has no origin of its own."""
     save(coding_rollout(ID), tmp_path)
     sandbox = {"content-security-policy": "sandbox allow-scripts"}
@@ -166,13 +159,13 @@ async def test_a_preview_that_forbids_storage_shows_the_page(page: Page, tmp_pat
     await expect(page.locator(".token-line").first).to_be_visible()
 
 
-async def test_what_the_service_did_not_have_is_said(page: Page, tmp_path: Path) -> None:
+async def test_what_the_service_did_not_have_is_said(page, tmp_path):
     await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/?tab=subagents")
     await expect(page.get_by_role("alert")).to_contain_text("did not have this when the file was saved")
 
 
 @pytest.mark.parametrize("tab", TABS)
-async def test_attacks_stay_text(page: Page, requests: list[str], tmp_path: Path, tab: str) -> None:
+async def test_attacks_stay_text(page, requests, tmp_path, tab):
     url = save(hostile(), tmp_path)
     await page.goto(f"{url}#/rollouts/{HOSTILE}?tab={tab}")
     await expect(page.get_by_role("tab", selected=True)).to_have_text(tab.title())
@@ -186,7 +179,7 @@ async def test_attacks_stay_text(page: Page, requests: list[str], tmp_path: Path
     assert requests == [url]
 
 
-async def test_data_that_ends_scripts_and_begins_comments_comes_back(page: Page, tmp_path: Path) -> None:
+async def test_data_that_ends_scripts_and_begins_comments_comes_back(page, tmp_path):
     attack = f"</script><script>window.hit = 1</script><!--<script>{TEXT}</script>-->"
     rollout = hostile()
     rollout.changes |= {"notes": [attack], "metadata": {attack: attack}}
@@ -203,9 +196,7 @@ async def test_data_that_ends_scripts_and_begins_comments_comes_back(page: Page,
     assert await page.evaluate("window.hit") is None
 
 
-async def test_no_other_script_runs_and_nothing_is_sent(
-    page: Page, notes: Notes, fake: FakeService, tmp_path: Path
-) -> None:
+async def test_no_other_script_runs_and_nothing_is_sent(page, notes, fake, tmp_path):
     """Even what got into the document would run nothing and reach nobody."""
     await page.goto(save(coding_rollout(ID), tmp_path))
     await page.evaluate(
@@ -233,7 +224,7 @@ async def test_no_other_script_runs_and_nothing_is_sent(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("tab", TABS)
-async def test_the_file_can_be_used_by_all(page: Page, tmp_path: Path, scheme: str, tab: str) -> None:
+async def test_the_file_can_be_used_by_all(page, tmp_path, scheme, tab):
     await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/?tab={tab}")
     await expect(page.get_by_role("tab", selected=True)).to_be_visible()
@@ -242,9 +233,7 @@ async def test_the_file_can_be_used_by_all(page: Page, tmp_path: Path, scheme: s
     assert await violations(page) == []
 
 
-async def test_the_button_saves_what_the_service_answers_with(
-    page: Page, fake: FakeService, notes: Notes, tmp_path: Path
-) -> None:
+async def test_the_button_saves_what_the_service_answers_with(page, fake, notes, tmp_path):
     notes.expected_statuses = {401}
     key = "a-key-of-a-reader"
     fake.keys = {key: Role.READ}
@@ -260,7 +249,7 @@ async def test_the_button_saves_what_the_service_answers_with(
     assert "what the service answers with" in await anyio.Path(await download.path()).read_text()
 
 
-async def test_a_page_that_cannot_be_saved_says_why(page: Page, fake: FakeService, notes: Notes) -> None:
+async def test_a_page_that_cannot_be_saved_says_why(page, fake, notes):
     notes.expected_statuses = {404}
     coding_rollout(ID).serve(fake)
     await page.goto(f"{fake.url}#/rollouts/{ID}")
@@ -271,9 +260,7 @@ async def test_a_page_that_cannot_be_saved_says_why(page: Page, fake: FakeServic
 
 
 @pytest.mark.parametrize("state", [RolloutState.QUEUED, RolloutState.ROLLOUT])
-async def test_a_rollout_under_way_cannot_be_saved(
-    page: Page, fake: FakeService, notes: Notes, state: RolloutState
-) -> None:
+async def test_a_rollout_under_way_cannot_be_saved(page, fake, notes, state):
     notes.expected_statuses = {404}
     rollout = coding_rollout(ID)
     rollout.changes = {"state": state, "finished_at": None, "reward": None}

@@ -1,7 +1,5 @@
 """TRL's own GRPO trainer learns through the service, with real TRL, real sandboxes and the embedded engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every benchmark works: its smallest plan gives the figures that it documents, and nothing that it counts is lost."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -122,14 +120,8 @@ CASES: Mapping[str, tuple[Case, ...]] = {
             ),
         ),
     ),
-    "crash": (
-        Case((), CRASHED, ("--store", "sqlite")),
-        Case(("redis",), CRASHED, ("--store", "redis")),
-    ),
-    "dashboard": (
-        Case(("browser",)),
-        Case(("redis",), flags=("--store", "redis"), gives_all=False),
-    ),
+    "crash": (Case((), CRASHED, ("--store", "sqlite")), Case(("redis",), CRASHED, ("--store", "redis"))),
+    "dashboard": (Case(("browser",)), Case(("redis",), flags=("--store", "redis"), gives_all=False)),
     "environments": (Case(("apptainer", "swe"), (repairs_alone_are_rewarded, images_share_layers)),),
     "gateway": (
         Case((), (zero("lost_tokens", "invented_tokens"), agents_are_captured_whole), ("--peer", "none")),
@@ -216,7 +208,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "case"), cases())
-def test_a_benchmark_gives_its_figures(name: str, case: Case, tmp_path: Path) -> None:
+def test_a_benchmark_gives_its_figures(name, case, tmp_path):
     script, file = FOLDER / f"{name}.py", tmp_path / "figures.json"
     command = [sys.executable, str(script), f"--{case.size}", "--json", str(file), *case.flags]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -241,5 +233,5 @@ def documented(script: Path) -> Iterator[re.Pattern[str]]:
             yield re.compile(name.replace("*", "").replace("_N", r"_\d+"))
 
 
-def test_every_case_is_of_a_benchmark() -> None:
+def test_every_case_is_of_a_benchmark():
     assert set(CASES) <= {path.stem for path in FOLDER.glob("*.py")} - OTHERS

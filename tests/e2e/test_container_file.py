@@ -55,7 +55,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "service.sif"
 
 
-def test_the_service_starts_from_the_image(image: Path, tmp_path: Path) -> None:
+def test_the_service_starts_from_the_image(image, tmp_path):
     flags = ["--port", "0", "--sandbox", "local", "--state-dir", "/tmp/state", "--port-file", "/out/address"]
     spaces = ["--userns", "--containall", "--cleanenv", "--writable-tmpfs", "--bind", f"{tmp_path}:/out"]
     inside = [str(image), "rollout-service", "serve", *flags]
@@ -83,7 +83,7 @@ def is_ready(address: str) -> bool:
         return False
 
 
-def test_the_image_has_apptainer(image: Path) -> None:
+def test_the_image_has_apptainer(image):
     """Sandboxes within a container need rights that this test does not have."""
     command = [str(find_apptainer()), "exec", "--userns", "--containall", "--cleanenv", str(image)]
     done = subprocess.run([*command, "apptainer", "--version"], capture_output=True, text=True, check=False)

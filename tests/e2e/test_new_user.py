@@ -56,7 +56,7 @@ def first_demo(user: NewUser, images: Path) -> str:
     return demo(user, ROLLOUT_IMAGES_DIR=str(images))
 
 
-def test_the_demo_takes_a_new_user_through_all_that_may_be_missing(user: NewUser, first_demo: str) -> None:
+def test_the_demo_takes_a_new_user_through_all_that_may_be_missing(user, first_demo):
     """The demo uses the base image if there is one; otherwise it builds one, or says that subordinate ids are missing.
 
     /usr/sbin, where chroot is, is not on the user's PATH.
@@ -84,7 +84,7 @@ def says_what_is_missing(user: NewUser) -> None:
 
 
 @pytest.mark.usefixtures("first_demo")
-def test_the_sandboxes_of_a_new_user_conform(user: NewUser, images: Path) -> None:
+def test_the_sandboxes_of_a_new_user_conform(user, images):
     done = user.run(
         ".venv/bin/python -m sandboxes.conformance apptainer --json -",
         ROLLOUT_IMAGES_DIR=str(images),
@@ -97,7 +97,7 @@ def test_the_sandboxes_of_a_new_user_conform(user: NewUser, images: Path) -> Non
 
 
 @pytest.mark.usefixtures("first_demo")
-def test_a_failed_build_is_reported_once(user: NewUser) -> None:
+def test_a_failed_build_is_reported_once(user):
     definition = user.home / "broken.def"
     definition.write_text(
         "Bootstrap: scratch\n\n%setup\n    printf '\\033[91mthe reason\\033[0m\\n'; exit 3\n"
@@ -108,7 +108,7 @@ def test_a_failed_build_is_reported_once(user: NewUser) -> None:
     assert "\033" not in failed.stdout
 
 
-def test_nothing_of_a_new_user_stays() -> None:
+def test_nothing_of_a_new_user_stays():
     with new_user() as gone:
         assert gone.run("sleep 1000 >/dev/null 2>&1 & echo started").stdout == "started\n"
     assert subprocess.run(["id", gone.name], capture_output=True, check=False).returncode == 1

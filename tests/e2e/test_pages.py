@@ -1,7 +1,6 @@
 """Every shell block of the README, the tutorials and the guides runs as it stands, in the order of its page."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -26,5 +25,5 @@ RUN = {page: [block for block in blocks if not block.not_run] for page, blocks i
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=PARTS.get(page, [])) for page, blocks in RUN.items() if blocks]
 )
-def test_the_blocks_of_a_page_run_as_they_stand(page: str, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_run_as_they_stand(page, tmp_path):
     run_blocks(RUN[page], tmp_path)

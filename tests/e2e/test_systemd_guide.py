@@ -72,7 +72,7 @@ def completes(machine: Machine) -> bool:
     return (rollout["state"], rollout["reward"]) == ("completed", 1.0)
 
 
-def test_the_service_works_with_sandboxes(machine: Machine) -> None:
+def test_the_service_works_with_sandboxes(machine):
     assert completes(machine), journal(machine)
     owner = machine.run("ps -o user= -C rollout-service").stdout.split()
     assert set(owner) == {"rollout"}
@@ -80,7 +80,7 @@ def test_the_service_works_with_sandboxes(machine: Machine) -> None:
     assert files == "600 root\n700 rollout\n"
 
 
-def test_with_more_rights_code_may_be_root_inside(machine: Machine) -> None:
+def test_with_more_rights_code_may_be_root_inside(machine):
     machine.run("printf '[sandbox]\\nfakeroot = true\\n' >>/etc/rollout-service/rollout.toml")
     done = machine.run(
         f"set -e\n{ADD_RIGHTS}\ncurl -s --retry 10 --retry-all-errors http://127.0.0.1:8080/ready"
@@ -89,7 +89,7 @@ def test_with_more_rights_code_may_be_root_inside(machine: Machine) -> None:
     assert completes(machine), journal(machine)
 
 
-def test_a_wrong_setting_ends_it_for_good(machine: Machine) -> None:
+def test_a_wrong_setting_ends_it_for_good(machine):
     machine.run(
         "sed -i '1i port = \"none\"' /etc/rollout-service/rollout.toml; systemctl restart rollout-service"
     )

@@ -1,7 +1,5 @@
 """The reference trainer continues after it is killed, and the weights that it publishes are those that sample."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

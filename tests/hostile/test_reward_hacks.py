@@ -15,21 +15,14 @@ from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 from sandboxes.host.facts import find_apptainer
 from sandboxes.images.squashfs import unpack
 from sandboxes.images.store import ImageStore
 from sandboxes.runtime.execution import STALL_SECONDS
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.apptainer,
-    pytest.mark.timeout(900),
-    pytest.mark.slow(seconds=140),
-]
+pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(900), pytest.mark.slow(seconds=140)]
 LONG = pytest.mark.extended(
     "rollout_service/authoring/attacks/", "rollout_service/environments/", "sandboxes/"
 )
@@ -39,14 +32,6 @@ PATIENCE_SECONDS = 25.0
 AT_ONCE = 6
 """Number of attacks at once: more than there are processors, since some only wait."""
 SOLUTION = "wc -w <text.txt >answer.txt"
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
 
 
 def declarative(folder, sandbox="fresh"):

@@ -1,7 +1,5 @@
 """Libraries of games as they are without a bridge."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from typing import Any

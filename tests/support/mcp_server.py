@@ -3,8 +3,6 @@
 As hostile servers may, it prints lines that are no messages, asks its client for things, and lists its tools in pages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

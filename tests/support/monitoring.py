@@ -1,7 +1,5 @@
 """What is below `deploy/monitoring`, the names of metrics in expressions, and the programs of Prometheus."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil
@@ -42,8 +40,6 @@ def program(name: str) -> str:
 def make_board() -> ModuleType:
     """Return the script that makes the board."""
     spec = importlib.util.spec_from_file_location("make_board", MONITORING / "make_board.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

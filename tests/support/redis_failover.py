@@ -1,7 +1,5 @@
 """A primary and a replica of Redis, and an address that leads to one of them and can be moved to the other."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,10 +1,7 @@
 """The membership and leadership of a Redis without the rest of its store, at times that a test chooses."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pydantic_core import from_json
@@ -13,16 +10,6 @@ from api_schemas.events import Event
 from rollout_service.store.redis import RedisConfig, RedisConnection
 from rollout_service.store.redis.reader import decode_entry
 from rollout_service.store.redis.store import RedisCluster
-
-
-@dataclass
-class Clock:
-    """A clock that only the test moves."""
-
-    now: float = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class RedisMembers:

@@ -1,7 +1,5 @@
 """A real Redis as a process of a test: started, stopped, killed, paused, and given too little memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -123,7 +121,6 @@ class RedisServer:
         """Wait until it answers."""
         end = time.monotonic() + START_SECONDS
         while True:
-            assert self.process is not None
             assert self.process.poll() is None, self.log
             try:
                 self.do("PING")
@@ -147,7 +144,6 @@ class RedisServer:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keep it from running until the end of the block: connections stay open, and nothing answers."""
-        assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield

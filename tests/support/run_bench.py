@@ -1,7 +1,5 @@
 """A store, a manager of runs and a worker whose rollouts end as a test says."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -13,7 +11,6 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Usage
 from api_schemas.runs import Batch, DatasetTasks, FileTasks, InlineTasks, RunRequest
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.base.errors import StoreError
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Score
@@ -25,6 +22,7 @@ from rollout_service.runs.task_files import open_file
 from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.samples import segment, trajectory
 
 GONE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 BROKEN = ErrorInfo(code="environment_failed", boundary=Boundary.ENVIRONMENT, message="broken")
@@ -88,7 +86,6 @@ class Bench:
     async def next(self, run_id: str = "a") -> Batch:
         """Lease the next batch, acknowledge it and return it."""
         batch = await self.lease(run_id)
-        assert batch is not None
         await self.delivery.acknowledge(run_id, batch.batch_id)
         return batch
 
@@ -128,14 +125,6 @@ def result(lease: Lease, end: RolloutState | ErrorInfo | Score | float, version:
         state = end
     elif isinstance(end, ErrorInfo):
         state = RolloutState.FAILED
-    segment = Segment(
-        token_ids=[1, 2],
-        loss_mask=[0, 1],
-        logprobs=[0.0, -0.5],
-        versions=[-1, version],
-        turn_ids=[-1, 0],
-        fork_reason=ForkReason.FIRST,
-    )
     return Rollout(
         rollout_id=lease.rollout_id,
         state=state,
@@ -146,12 +135,7 @@ def result(lease: Lease, end: RolloutState | ErrorInfo | Score | float, version:
         error=end if isinstance(end, ErrorInfo) else None,
         usage=Usage(sampled_tokens=100 * (1 + place(lease)[1])),
         created_at=lease.created_at,
-        trajectory=Trajectory(
-            segments=[segment],
-            messages=[],
-            finish_reasons=[FinishReason.STOP],
-            fork_counts={ForkReason.FIRST: 1},
-        ),
+        trajectory=trajectory(segment([1, 2], [0, 1], versions=[-1, version])),
     )
 
 

@@ -1,13 +1,11 @@
 """A run `a` of four tasks in a store, and the steps by which its groups become batches."""
 
-from __future__ import annotations
-
 import json
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import Group, InlineTasks, RunRequest
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
+from api_schemas.trajectories import Trajectory
 from rollout_service.store import Store
 from rollout_service.store.codec.groups import group_json
 from rollout_service.store.codec.trajectories import COLUMNS
@@ -19,18 +17,9 @@ from rollout_service.store.runs_contract import (
     NewGroup,
     NoBatch,
 )
+from tests.support import samples
 
 TASKS = [Task(environment="calc", instance={"n": n}) for n in range(4)]
-
-
-class ManualClock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def run_request(**fields: object) -> RunRequest:
@@ -54,19 +43,10 @@ def new_group(number: int, size: int = 2) -> NewGroup:
 
 def trajectory(version: int) -> Trajectory:
     """Return a trajectory with tokens of this version and the next."""
-    segment = Segment(
-        token_ids=[5, 6, 7],
-        loss_mask=[0, 1, 1],
-        logprobs=[0.0, -0.5, -0.25],
-        versions=[-1, version, version + 1],
-        turn_ids=[-1, 0, 0],
-        fork_reason=ForkReason.FIRST,
-    )
-    return Trajectory(
-        segments=[segment],
-        messages=[],
-        finish_reasons=[FinishReason.STOP],
-        fork_counts={ForkReason.FIRST: 1},
+    return samples.trajectory(
+        samples.segment(
+            [5, 6, 7], [0, 1, 1], logprobs=[0.0, -0.5, -0.25], versions=[-1, version, version + 1]
+        )
     )
 
 

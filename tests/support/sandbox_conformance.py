@@ -1,7 +1,5 @@
 """Checks of the sandbox contract, as tests assert them."""
 
-from __future__ import annotations
-
 from sandboxes import SandboxProvider
 from sandboxes.conformance import Check
 from sandboxes.conformance.runner import assess_check

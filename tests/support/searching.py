@@ -1,7 +1,5 @@
 """Finds a text in all that stores keep: in each value as it is, and in what is compressed there."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

@@ -1,7 +1,5 @@
 """Rollouts whose agents had sub-agents, made by hand, and sub-agents that play scripts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """An HTTP server with a few pages, on the loopback of this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

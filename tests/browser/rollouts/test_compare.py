@@ -1,9 +1,5 @@
 """Two rollouts side by side."""
 
-from __future__ import annotations
-
-from typing import Literal
-
 import pytest
 from playwright.async_api import Page, expect
 
@@ -19,7 +15,7 @@ from tests.support.browser.trajectories import (
     words,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 FIRST, SECOND = "math-7.g12.s3", "math-7.g12.s4"
 
@@ -36,7 +32,7 @@ def long_rollout(rollout_id: str, word: str, reward: float) -> CannedRollout:
     return CannedRollout(rollout_id, [CannedSegment(pieces)], reward=reward)
 
 
-async def test_the_first_token_that_differs_is_shown_on_both_sides(page: Page, fake: FakeService) -> None:
+async def test_the_first_token_that_differs_is_shown_on_both_sides(page, fake):
     first, second = long_rollout(FIRST, "left", 1.0), long_rollout(SECOND, "right", 0.0)
     await opened(page, fake, first, second)
     at = next(index for index, piece in enumerate(first.segments[0].pieces) if piece.turn == 0)
@@ -47,7 +43,7 @@ async def test_the_first_token_that_differs_is_shown_on_both_sides(page: Page, f
     await expect(page.locator(".reward")).to_have_text(["1", "0"])
 
 
-async def test_both_sides_scroll_together(page: Page, fake: FakeService) -> None:
+async def test_both_sides_scroll_together(page, fake):
     await opened(page, fake, long_rollout(FIRST, "left", 1.0), long_rollout(SECOND, "right", 0.0))
     await expect(page.locator(".t.differs")).to_have_count(2)
     boxes = page.locator(".token-lines")
@@ -58,7 +54,7 @@ async def test_both_sides_scroll_together(page: Page, fake: FakeService) -> None
     assert tops[0] == tops[1] > 0
 
 
-async def test_conversations_differ_word_by_word(page: Page, fake: FakeService) -> None:
+async def test_conversations_differ_word_by_word(page, fake):
     second = coding_rollout(SECOND, answer="The slice ended one late; it is mended, and all 42 tests pass.\n")
     await opened(page, fake, coding_rollout(FIRST), second, tab="conversation")
     await expect(page.get_by_text("1 of 5 messages differ")).to_be_visible()
@@ -68,7 +64,7 @@ async def test_conversations_differ_word_by_word(page: Page, fake: FakeService) 
     await expect(page.locator(".pair")).to_have_count(5)
 
 
-async def test_the_next_sample_of_the_group_takes_its_place(page: Page, fake: FakeService) -> None:
+async def test_the_next_sample_of_the_group_takes_its_place(page, fake):
     for number in range(3, 6):
         coding_rollout(f"math-7.g12.s{number}").serve(fake)
     rows = [summary(f"math-7.g12.s{number}", run_id="math-7", group=12) for number in range(3, 6)]
@@ -80,16 +76,14 @@ async def test_the_next_sample_of_the_group_takes_its_place(page: Page, fake: Fa
     await expect(page.get_by_text("No token differs.")).to_be_visible()
 
 
-async def test_without_two_rollouts_it_says_how_to_choose_them(page: Page, fake: FakeService) -> None:
+async def test_without_two_rollouts_it_says_how_to_choose_them(page, fake):
     await page.goto(f"{fake.url}#/compare?ids=a")
     await expect(page.get_by_text("Tick two rows")).to_be_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("tab", ["tokens", "conversation"])
-async def test_axe_finds_nothing_serious_side_by_side(
-    page: Page, fake: FakeService, tab: str, scheme: Literal["light", "dark"]
-) -> None:
+async def test_axe_finds_nothing_serious_side_by_side(page, fake, tab, scheme):
     await page.emulate_media(color_scheme=scheme)
     second = coding_rollout(SECOND, answer="The slice ended one late; it is mended.\n")
     await opened(page, fake, coding_rollout(FIRST), second, tab=tab)

@@ -1,21 +1,18 @@
 """Output that a model or a sandbox made up to harm its readers stays text, and keeps the page quick."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import expect
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message, ToolCall
 from tests.support.browser.axe import violations
-from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import CannedRollout, CannedSegment, Piece, coding_rollout, step
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "hostile"
 ATTACKS = [
@@ -55,7 +52,7 @@ def hostile() -> CannedRollout:
 
 
 @pytest.mark.parametrize("tab", ["conversation", "tokens", "prompts", "raw"])
-async def test_attacks_stay_text(page: Page, fake: FakeService, tab: str) -> None:
+async def test_attacks_stay_text(page, fake, tab):
     hostile().serve(fake)
     await page.goto(f"{fake.url}#/rollouts/{ID}?tab={tab}")
     await expect(page.get_by_role("tab", selected=True)).to_have_text(tab.title())
@@ -73,7 +70,7 @@ async def test_attacks_stay_text(page: Page, fake: FakeService, tab: str) -> Non
     assert not set(shown) & set("\u202e\u2066\u200b\ufeff\x07\x1b")
 
 
-async def test_hidden_characters_become_marks(page: Page, fake: FakeService) -> None:
+async def test_hidden_characters_become_marks(page, fake):
     hostile().serve(fake)
     await page.goto(f"{fake.url}#/rollouts/{ID}?tab=tokens")
     lines = page.locator(".token-lines")
@@ -87,7 +84,7 @@ async def test_hidden_characters_become_marks(page: Page, fake: FakeService) -> 
 @pytest.mark.parametrize(
     "part", ["x", "\x1b", "\u202e", "<b>"], ids=["plain", "escapes", "overrides", "tags"]
 )
-async def test_a_line_of_a_megabyte_does_not_stop_the_page(page: Page, fake: FakeService, part: str) -> None:
+async def test_a_line_of_a_megabyte_does_not_stop_the_page(page, fake, part):
     rollout = CannedRollout(
         ID,
         [CannedSegment([Piece(b"a", 0)])],
@@ -104,7 +101,7 @@ async def test_a_line_of_a_megabyte_does_not_stop_the_page(page: Page, fake: Fak
     assert await page.locator(".text-row").count() < 100
 
 
-async def test_a_token_of_a_megabyte_takes_one_line(page: Page, fake: FakeService) -> None:
+async def test_a_token_of_a_megabyte_takes_one_line(page, fake):
     pieces = [Piece(b"before\n"), Piece(b"y" * 1_000_000, 0), Piece(b"\nafter")]
     CannedRollout(ID, [CannedSegment(pieces)]).serve(fake)
     await page.goto(f"{fake.url}#/rollouts/{ID}?tab=tokens")
@@ -114,9 +111,7 @@ async def test_a_token_of_a_megabyte_takes_one_line(page: Page, fake: FakeServic
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("tab", ["conversation", "tokens", "prompts", "subagents", "raw"])
-async def test_the_page_can_be_used_by_all(
-    page: Page, fake: FakeService, notes, scheme: str, tab: str
-) -> None:  # type: ignore[no-untyped-def]
+async def test_the_page_can_be_used_by_all(page, fake, notes, scheme, tab):  # type: ignore[no-untyped-def]
     notes.expected_statuses = {404}
     await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     coding_rollout("r-1").serve(fake)

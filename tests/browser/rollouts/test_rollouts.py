@@ -1,9 +1,6 @@
 """The list of rollouts: filters in the address, pages, what is new, and the keyboard."""
 
-from __future__ import annotations
-
 from datetime import timedelta
-from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -15,9 +12,8 @@ from api_schemas.views.summaries import RolloutSummary, SummaryPage
 from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, summary
-from tests.support.browser.watched_page import Notes
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 
 class Listed:
@@ -65,7 +61,7 @@ def first_shown(page: Page) -> object:
     )
 
 
-async def test_the_filters_are_the_services_and_stand_in_the_address(page: Page, fake: FakeService) -> None:
+async def test_the_filters_are_the_services_and_stand_in_the_address(page, fake):
     listed = Listed(fake, 3)
     listed.rows[1] = listed.row(1, state=RolloutState.FAILED, error_code="tool_timeout")
     await page.goto(fake.url + "#/rollouts")
@@ -85,7 +81,7 @@ async def test_the_filters_are_the_services_and_stand_in_the_address(page: Page,
     await expect(page.locator(".summary-row")).to_have_count(3)
 
 
-async def test_states_have_their_counts(page: Page, fake: FakeService) -> None:
+async def test_states_have_their_counts(page, fake):
     Listed(fake, 1)
     await page.goto(fake.url + "#/rollouts")
     states = page.get_by_role("group", name="State")
@@ -93,9 +89,7 @@ async def test_states_have_their_counts(page: Page, fake: FakeService) -> None:
     await expect(states.get_by_role("button", name="all")).to_contain_text("99,658")
 
 
-async def test_ten_thousand_rollouts_are_scrolled_with_few_rows_in_the_document(
-    page: Page, fake: FakeService
-) -> None:
+async def test_ten_thousand_rollouts_are_scrolled_with_few_rows_in_the_document(page, fake):
     Listed(fake, 10_000)
     await page.goto(fake.url + "#/rollouts")
     rows = page.locator(".summary-table .rows")
@@ -106,9 +100,7 @@ async def test_ten_thousand_rollouts_are_scrolled_with_few_rows_in_the_document(
     assert await page.locator(".row").count() < 100
 
 
-async def test_the_list_is_current_although_the_service_shares_older_answers(
-    page: Page, fake: FakeService
-) -> None:
+async def test_the_list_is_current_although_the_service_shares_older_answers(page, fake):
     listed = Listed(fake, 3)
     ages: list[str | None] = []
 
@@ -127,7 +119,7 @@ async def test_the_list_is_current_although_the_service_shares_older_answers(
     assert ages == ["no-cache", "max-age=2", "max-age=2"]
 
 
-async def test_new_rows_appear_above_without_moving_what_is_read(page: Page, fake: FakeService) -> None:
+async def test_new_rows_appear_above_without_moving_what_is_read(page, fake):
     listed = Listed(fake, 300)
     await page.goto(fake.url + "#/rollouts")
     await expect(page.locator(".summary-row").first).to_contain_text("r-00299")
@@ -143,9 +135,7 @@ async def test_new_rows_appear_above_without_moving_what_is_read(page: Page, fak
     await expect(page.get_by_text("r-00309", exact=True)).to_be_visible()
 
 
-async def test_at_the_top_new_rows_and_changed_states_are_shown_at_once(
-    page: Page, fake: FakeService
-) -> None:
+async def test_at_the_top_new_rows_and_changed_states_are_shown_at_once(page, fake):
     listed = Listed(fake, 5)
     listed.rows[4] = listed.row(4, state=RolloutState.ROLLOUT)
     await page.goto(fake.url + "#/rollouts")
@@ -156,9 +146,7 @@ async def test_at_the_top_new_rows_and_changed_states_are_shown_at_once(
     await expect(page.locator(".summary-row").nth(1).locator(".badge")).to_have_text("completed")
 
 
-async def test_rows_are_walked_opened_and_compared_with_keys(
-    page: Page, fake: FakeService, notes: Notes
-) -> None:
+async def test_rows_are_walked_opened_and_compared_with_keys(page, fake, notes):
     notes.expected_statuses = {404}  # for the trajectories to compare, if they are asked for before the end
     Listed(fake, 5)
     await page.goto(fake.url + "#/rollouts")
@@ -170,7 +158,7 @@ async def test_rows_are_walked_opened_and_compared_with_keys(
     await expect(page).to_have_url(fake.url + "#/compare?ids=r-00004%2Cr-00003")
 
 
-async def test_enter_opens_the_row(page: Page, fake: FakeService, notes: Notes) -> None:
+async def test_enter_opens_the_row(page, fake, notes):
     notes.expected_statuses = {404}
     Listed(fake, 5)
     await page.goto(fake.url + "#/rollouts")
@@ -182,9 +170,7 @@ async def test_enter_opens_the_row(page: Page, fake: FakeService, notes: Notes) 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_finds_nothing_serious_in_the_list(
-    page: Page, fake: FakeService, scheme: Literal["light", "dark"]
-) -> None:
+async def test_axe_finds_nothing_serious_in_the_list(page, fake, scheme):
     Listed(fake, 100)
     await page.emulate_media(color_scheme=scheme)
     await page.goto(f"{fake.url}#/rollouts?state=completed")

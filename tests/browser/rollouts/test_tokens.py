@@ -1,7 +1,5 @@
 """Tokens: their colors and what they mean, forks, search, jumps, and trajectories of any length."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -18,7 +16,7 @@ from tests.support.browser.trajectories import (
     words,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 
@@ -48,7 +46,7 @@ async def drawn(page: Page) -> str:
     )
 
 
-async def test_every_token_is_drawn_once_and_in_order(page: Page, fake: FakeService) -> None:
+async def test_every_token_is_drawn_once_and_in_order(page, fake):
     rollout = coding_rollout(ID)
     await opened(page, fake, rollout)
     await expect(page.locator(".tokens").get_by_role("status")).to_have_text("152 tokens")
@@ -56,7 +54,7 @@ async def test_every_token_is_drawn_once_and_in_order(page: Page, fake: FakeServ
     assert (await drawn(page)).replace("\n", "").replace("⏎", "\n") == wanted
 
 
-async def test_sampled_tokens_are_underlined_in_every_coloring(page: Page, fake: FakeService) -> None:
+async def test_sampled_tokens_are_underlined_in_every_coloring(page, fake):
     await opened(page, fake)
     for name in ["Mask", "Log-probability", "Entropy", "Weights", "Turn", "Segment"]:
         await color_by(page, name)
@@ -67,7 +65,7 @@ async def test_sampled_tokens_are_underlined_in_every_coloring(page: Page, fake:
         )
 
 
-async def test_the_legend_has_the_color_of_each_token(page: Page, fake: FakeService) -> None:
+async def test_the_legend_has_the_color_of_each_token(page, fake):
     await opened(page, fake)
     legend = page.get_by_role("list", name="Legend").last
     for name, words_of in [
@@ -90,7 +88,7 @@ async def test_the_legend_has_the_color_of_each_token(page: Page, fake: FakeServ
         assert set(used) == set(colors)
 
 
-async def test_unlikely_tokens_stand_out_by_color_and_weight(page: Page, fake: FakeService) -> None:
+async def test_unlikely_tokens_stand_out_by_color_and_weight(page, fake):
     likely, unsure, unlikely = (
         Piece(text, 0, logprob) for text, logprob in [(b"sure", -0.001), (b"maybe", -1.0), (b"odd", -7.5)]
     )
@@ -105,7 +103,7 @@ async def test_unlikely_tokens_stand_out_by_color_and_weight(page: Page, fake: F
     await expect(page.locator(".token-lines .t", has_text="odd")).to_have_css("font-weight", "700")
 
 
-async def test_what_is_known_of_a_token(page: Page, fake: FakeService) -> None:
+async def test_what_is_known_of_a_token(page, fake):
     await opened(page, fake)
     await page.locator(".t.m", has_text="parser").hover()
     facts = page.locator(".token-facts")
@@ -117,9 +115,7 @@ async def test_what_is_known_of_a_token(page: Page, fake: FakeService) -> None:
     assert await facts.locator("dd").first.inner_text() != before
 
 
-async def test_forks_are_bars_with_their_reason_and_what_is_shared_is_dimmed(
-    page: Page, fake: FakeService
-) -> None:
+async def test_forks_are_bars_with_their_reason_and_what_is_shared_is_dimmed(page, fake):
     await opened(page, fake)
     bars = page.locator(".segment-bar")
     await expect(bars.nth(1)).to_contain_text("compaction · shares 38 tokens with segment 0")
@@ -129,7 +125,7 @@ async def test_forks_are_bars_with_their_reason_and_what_is_shared_is_dimmed(
     assert "<|summary|>" in await drawn(page)
 
 
-async def test_a_search_finds_text_that_spans_tokens(page: Page, fake: FakeService) -> None:
+async def test_a_search_finds_text_that_spans_tokens(page, fake):
     await opened(
         page, fake, one_segment([Piece(b"nee"), Piece(b"dle", 0), Piece(b" hay "), Piece(b"NEEDLE")])
     )
@@ -142,13 +138,13 @@ async def test_a_search_finds_text_that_spans_tokens(page: Page, fake: FakeServi
     await expect(page.locator(".t.here")).to_have_text("NEEDLE")
 
 
-async def test_a_pattern_is_searched_as_it_is_written(page: Page, fake: FakeService) -> None:
+async def test_a_pattern_is_searched_as_it_is_written(page, fake):
     await opened(page, fake, one_segment([Piece(b"a+(b"), Piece(b"aab")]))
     await page.locator("[data-search]").fill("a+(b")
     await expect(page.locator(".t.hit")).to_have_text(["a+(b"])
 
 
-async def test_jumps_to_turns_segments_and_unlikely_tokens(page: Page, fake: FakeService) -> None:
+async def test_jumps_to_turns_segments_and_unlikely_tokens(page, fake):
     pieces = []
     for turn in range(40):
         pieces += words(f"observation {turn} " + "of many words " * 40)
@@ -165,14 +161,14 @@ async def test_jumps_to_turns_segments_and_unlikely_tokens(page: Page, fake: Fak
     await expect(here).to_have_attribute("data-turn", "2")
 
 
-async def test_a_link_leads_to_a_turn(page: Page, fake: FakeService) -> None:
+async def test_a_link_leads_to_a_turn(page, fake):
     pieces = [piece for turn in range(60) for piece in [*words("read " * 200), Piece(b"Said\n", turn)]]
     await opened(page, fake, one_segment(pieces), "&turn=51")
     await expect(page.locator(".t.here")).to_have_attribute("data-turn", "51")
     await expect(page.locator(".t.here")).to_be_in_viewport()
 
 
-async def test_tokens_that_are_parts_of_a_character_are_shown_as_bytes(page: Page, fake: FakeService) -> None:
+async def test_tokens_that_are_parts_of_a_character_are_shown_as_bytes(page, fake):
     sun = "日".encode()
     contents = [b"a", sun[:1], sun[1:], "é".encode(), b"\xff", b"z"]
     assert decoded(contents) == ("a日é\ufffdz", [1, 1, 2, 3, 4, 5], [1, 2, 4])
@@ -182,7 +178,7 @@ async def test_tokens_that_are_parts_of_a_character_are_shown_as_bytes(page: Pag
     await expect(page.locator(".token-facts")).to_contain_text("97 a5")
 
 
-async def test_a_trajectory_without_a_tokenizer_shows_ids(page: Page, fake: FakeService) -> None:
+async def test_a_trajectory_without_a_tokenizer_shows_ids(page, fake):
     rollout = one_segment([Piece(b"abc"), Piece(b"xyz", 0)])
     rollout.has_text = False
     await opened(page, fake, rollout)
@@ -190,9 +186,7 @@ async def test_a_trajectory_without_a_tokenizer_shows_ids(page: Page, fake: Fake
     await expect(page.locator(".tokens")).to_contain_text("tokens are shown as ids")
 
 
-async def test_a_hundred_thousand_tokens_are_read_with_few_of_them_in_the_document(
-    page: Page, fake: FakeService
-) -> None:
+async def test_a_hundred_thousand_tokens_are_read_with_few_of_them_in_the_document(page, fake):
     pieces = []
     for turn in range(100):
         pieces += [Piece(b"word%d " % (at % 1000)) for at in range(500)]
@@ -216,7 +210,7 @@ async def test_a_hundred_thousand_tokens_are_read_with_few_of_them_in_the_docume
     assert len(asked) == 6, "in ranges, each once"
 
 
-async def test_the_columns_of_a_segment_hold_what_the_ranges_said(page: Page, fake: FakeService) -> None:
+async def test_the_columns_of_a_segment_hold_what_the_ranges_said(page, fake):
     await page.goto(fake.url)
     found = await page.evaluate(
         """async () => {
@@ -256,9 +250,7 @@ async def test_the_columns_of_a_segment_hold_what_the_ranges_said(page: Page, fa
         ([9] * 8000, [8] * 8000, 0),
     ],
 )
-async def test_a_difference_rebuilds_both_lists(
-    page: Page, fake: FakeService, a: list[int], b: list[int], first: int | None
-) -> None:
+async def test_a_difference_rebuilds_both_lists(page, fake, a, b, first):
     await page.goto(fake.url)
     found = await page.evaluate(
         """async ([a, b]) => {
@@ -275,7 +267,7 @@ async def test_a_difference_rebuilds_both_lists(
         assert rebuilt == whole
 
 
-async def test_a_shared_prefix_is_marked_where_segments_fork_twice(page: Page, fake: FakeService) -> None:
+async def test_a_shared_prefix_is_marked_where_segments_fork_twice(page, fake):
     start = words("one two three ")
     segments = [
         CannedSegment([*start, Piece(b"A", 0)]),

@@ -1,7 +1,5 @@
 """The page of a rollout: its timeline, its conversation, and its prompts."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest
@@ -16,7 +14,7 @@ from api_schemas.views.summaries import SummaryPage
 from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, coding_rollout, step, summary
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 
@@ -27,7 +25,7 @@ async def opened(page: Page, fake: FakeService, tab: str = "conversation") -> No
     await expect(page.get_by_role("heading", level=1)).to_contain_text(ID)
 
 
-async def test_the_head_says_what_became_of_it(page: Page, fake: FakeService) -> None:
+async def test_the_head_says_what_became_of_it(page, fake):
     await opened(page, fake)
     head = page.locator(".rollout-head")
     for text in ["completed", "finished", "41 tokens", "50 % cached", "tests", "format"]:
@@ -35,7 +33,7 @@ async def test_the_head_says_what_became_of_it(page: Page, fake: FakeService) ->
     await expect(head.get_by_role("link", name="math-7")).to_have_attribute("href", "#/runs/math-7")
 
 
-async def test_a_failure_is_told_with_its_hint_and_the_attempts_before(page: Page, fake: FakeService) -> None:
+async def test_a_failure_is_told_with_its_hint_and_the_attempts_before(page, fake):
     rollout = coding_rollout(ID)
     error = ErrorInfo(
         code="tool_timeout",
@@ -61,7 +59,7 @@ async def test_a_failure_is_told_with_its_hint_and_the_attempts_before(page: Pag
     await expect(page.locator(".reward")).to_have_text("\u2013")
 
 
-async def test_the_samples_of_its_group_are_a_link_away(page: Page, fake: FakeService) -> None:
+async def test_the_samples_of_its_group_are_a_link_away(page, fake):
     coding_rollout(ID).serve(fake)
     rows = [summary(f"math-7.g12.s{number}", run_id="math-7", group=12) for number in (2, 3, 4)]
     fake.answer("GET /v1/summaries", SummaryPage(rows=rows))
@@ -76,7 +74,7 @@ async def test_the_samples_of_its_group_are_a_link_away(page: Page, fake: FakeSe
     )
 
 
-async def test_the_timeline_has_lanes_with_the_details_of_each_bar(page: Page, fake: FakeService) -> None:
+async def test_the_timeline_has_lanes_with_the_details_of_each_bar(page, fake):
     await opened(page, fake)
     lanes = page.locator(".lane-title")
     await expect(lanes).to_have_text(["stages", "agent", "tools", "sandbox"])
@@ -87,7 +85,7 @@ async def test_the_timeline_has_lanes_with_the_details_of_each_bar(page: Page, f
     await expect(details).to_contain_text("req-1")
 
 
-async def test_the_timeline_is_walked_and_zoomed_with_keys(page: Page, fake: FakeService) -> None:
+async def test_the_timeline_is_walked_and_zoomed_with_keys(page, fake):
     await opened(page, fake)
     box = page.locator(".timeline-box")
     await box.focus()
@@ -105,7 +103,7 @@ async def test_the_timeline_is_walked_and_zoomed_with_keys(page: Page, fake: Fak
     assert await ticks.all_text_contents() == before
 
 
-async def test_sub_agents_and_tools_at_once_have_rows_of_their_own(page: Page, fake: FakeService) -> None:
+async def test_sub_agents_and_tools_at_once_have_rows_of_their_own(page, fake):
     rollout = coding_rollout(ID)
     rollout.steps += [
         step(StepKind.TOOL, 8.5, 2.0, "bash", lane="call_7", call="call_7"),
@@ -126,7 +124,7 @@ async def test_sub_agents_and_tools_at_once_have_rows_of_their_own(page: Page, f
     assert tops[0] != tops[1]
 
 
-async def test_a_rollout_under_way_shows_what_it_waits_for(page: Page, fake: FakeService) -> None:
+async def test_a_rollout_under_way_shows_what_it_waits_for(page, fake):
     rollout = coding_rollout(ID)
     rollout.changes = {"state": RolloutState.ROLLOUT, "reward": None, "finished_at": None, "spans": []}
     rollout.steps = []
@@ -154,7 +152,7 @@ async def test_a_rollout_under_way_shows_what_it_waits_for(page: Page, fake: Fak
     await expect(now).to_have_count(0)
 
 
-async def test_a_conversation_is_told_with_turns_tools_and_times(page: Page, fake: FakeService) -> None:
+async def test_a_conversation_is_told_with_turns_tools_and_times(page, fake):
     await opened(page, fake)
     messages = page.locator(".message")
     await expect(messages).to_have_count(5)
@@ -169,7 +167,7 @@ async def test_a_conversation_is_told_with_turns_tools_and_times(page: Page, fak
     )
 
 
-async def test_kinds_of_messages_can_be_left_out(page: Page, fake: FakeService) -> None:
+async def test_kinds_of_messages_can_be_left_out(page, fake):
     await opened(page, fake)
     toggles = page.get_by_role("group", name="Kinds of messages")
     await toggles.get_by_role("button", name="tool results").click()
@@ -180,7 +178,7 @@ async def test_kinds_of_messages_can_be_left_out(page: Page, fake: FakeService) 
     await expect(page.locator(".tool-call")).to_have_count(0)
 
 
-async def test_a_conversation_is_searched_with_the_keyboard(page: Page, fake: FakeService) -> None:
+async def test_a_conversation_is_searched_with_the_keyboard(page, fake):
     await opened(page, fake)
     await expect(page.locator(".message").first).to_be_visible()
     await page.keyboard.press("/")
@@ -195,7 +193,7 @@ async def test_a_conversation_is_searched_with_the_keyboard(page: Page, fake: Fa
     await expect(page.locator("mark.found").first).to_have_text("parse")
 
 
-async def test_a_match_far_into_a_long_text_is_brought_into_sight(page: Page, fake: FakeService) -> None:
+async def test_a_match_far_into_a_long_text_is_brought_into_sight(page, fake):
     rollout = coding_rollout(ID)
     rollout.messages = [Message(role="user", content="line\n" * 20_000 + "needle\n" + "line\n" * 20_000)]
     rollout.serve(fake)
@@ -207,7 +205,7 @@ async def test_a_match_far_into_a_long_text_is_brought_into_sight(page: Page, fa
     assert await page.locator(".text-row").count() < 100
 
 
-async def test_the_prompts_on_both_sides_of_a_fork_are_compared_by_ids(page: Page, fake: FakeService) -> None:
+async def test_the_prompts_on_both_sides_of_a_fork_are_compared_by_ids(page, fake):
     await opened(page, fake, "prompts")
     prompts = page.get_by_role("region", name="Prompts")
     await expect(prompts).to_contain_text("segment 1 began: compaction")
@@ -217,7 +215,7 @@ async def test_the_prompts_on_both_sides_of_a_fork_are_compared_by_ids(page: Pag
     await expect(prompts.locator(".diff-part.removed")).to_contain_text("<|summary|>")
 
 
-async def test_an_unknown_rollout_is_a_message(page: Page, fake: FakeService, notes) -> None:  # type: ignore[no-untyped-def]
+async def test_an_unknown_rollout_is_a_message(page, fake, notes):  # type: ignore[no-untyped-def]
     notes.expected_statuses = {404}
     await page.goto(f"{fake.url}#/rollouts/none")
     await expect(page.get_by_role("alert").filter(has_text="not_found")).to_be_visible()

@@ -1,23 +1,20 @@
 """The tabs of rollouts with sub-agents, and of parts of live sessions."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Literal
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import expect
 
 from api_schemas.rollouts.sessions import MarkReason, MaskReason, RolloutKind, SessionInfo, TurnMark, Votes
 from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import InvalidBecause, NodeParent, RolloutNodes
 from api_schemas.trajectories import FinishReason, Message
 from tests.support.browser.axe import violations
-from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import BEGAN, coding_rollout
 from tests.support.store.trees import WORK, bare, node
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 
@@ -26,7 +23,7 @@ def parent(node_id: str = "", turn: int = 0) -> NodeParent:
     return NodeParent(node_id=node_id, turn=turn, call_id="c", wave=0)
 
 
-async def test_sub_agents_are_a_tree_that_leads_to_their_conversations(page: Page, fake: FakeService) -> None:
+async def test_sub_agents_are_a_tree_that_leads_to_their_conversations(page, fake):
     coding_rollout(ID).serve(fake)
     nodes = bare(
         [
@@ -63,7 +60,7 @@ async def test_sub_agents_are_a_tree_that_leads_to_their_conversations(page: Pag
     assert all(path.endswith("&node=3") for path in tokens)
 
 
-async def test_the_turns_of_a_session_have_their_votes_everywhere(page: Page, fake: FakeService) -> None:
+async def test_the_turns_of_a_session_have_their_votes_everywhere(page, fake):
     rollout = coding_rollout(ID)
     rollout.changes = {
         "kind": RolloutKind.SESSION,

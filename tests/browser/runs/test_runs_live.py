@@ -1,7 +1,5 @@
 """The page of a run of a real service: it fills as rollouts end, and its buttons do what the key allows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +7,9 @@ import httpx
 import pytest
 from playwright.async_api import Page, expect
 
-from tests.support.browser.watched_page import Notes
 from tests.support.processes.service import scripted_engine, service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 KEYS = {role: f"a-key-of-the-role-{role}" for role in ("read", "submit", "admin")}
 CONFIG = "\n".join(f'[[keys]]\nname = "{role}"\nrole = "{role}"\nkey = "{key}"' for role, key in KEYS.items())
@@ -56,7 +53,7 @@ async def open_run(page: Page, api: Api, name: str, role: str) -> None:
     await expect(page.get_by_role("status")).to_have_text("Live")
 
 
-async def test_a_run_fills_while_one_looks_at_it(page: Page, api: Api) -> None:
+async def test_a_run_fills_while_one_looks_at_it(page, api):
     page.set_default_timeout(60_000)
     api.make_run("grows", 0)
     await open_run(page, api, "grows", "read")
@@ -73,7 +70,7 @@ async def test_a_run_fills_while_one_looks_at_it(page: Page, api: Api) -> None:
     assert api.client.get("/v1/runs/grows").json()["counts"]["ready"] == 3
 
 
-async def test_a_run_is_paused_resumed_and_ended_with_a_key_that_may_submit(page: Page, api: Api) -> None:
+async def test_a_run_is_paused_resumed_and_ended_with_a_key_that_may_submit(page, api):
     api.make_run("steered", 1)
     await open_run(page, api, "steered", "submit")
     for button, state in (("Pause", "paused"), ("Resume", "running"), ("End", "ended")):
@@ -85,7 +82,7 @@ async def test_a_run_is_paused_resumed_and_ended_with_a_key_that_may_submit(page
     await expect(page.get_by_role("button", name="Pause")).to_have_count(0)
 
 
-async def test_a_key_that_may_only_read_cannot_steer_a_run(page: Page, notes: Notes, api: Api) -> None:
+async def test_a_key_that_may_only_read_cannot_steer_a_run(page, notes, api):
     notes.expected_statuses = {403}
     api.make_run("looked-at", 1)
     await open_run(page, api, "looked-at", "read")

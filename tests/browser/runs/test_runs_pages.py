@@ -1,12 +1,9 @@
 """The pages of runs and sessions show what the API says, follow it, and steer runs only where the key allows it."""
 
-from __future__ import annotations
-
 import re
 
-import anyio
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Page, expect
 from starlette.requests import Request
 
 from api_schemas.runs import RunState
@@ -15,9 +12,10 @@ from rollout_service.http.keyring import Role
 from tests.support.browser import canned_runs
 from tests.support.browser.axe import violations
 from tests.support.browser.fake_service import FakeService
-from tests.support.browser.watched_page import Notes, watched_page
+from tests.support.browser.watched_page import watched_page
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 RUN = f"/v1/runs/{canned_runs.RUN}"
 
@@ -49,9 +47,7 @@ async def open_run(page: Page, fake: FakeService, query: str = "") -> None:
     await expect(page.get_by_role("heading", level=1)).to_have_text(canned_runs.RUN)
 
 
-async def test_the_runs_are_listed_the_newest_first_with_their_problems(
-    page: Page, runs: FakeService
-) -> None:
+async def test_the_runs_are_listed_the_newest_first_with_their_problems(page, runs):
     await page.goto(f"{runs.url}#/runs")
     rows = page.get_by_role("row")
     await expect(rows).to_have_count(4)
@@ -62,7 +58,7 @@ async def test_the_runs_are_listed_the_newest_first_with_their_problems(
     await expect(page.get_by_role("heading", level=1)).to_have_text("math-grpo-7")
 
 
-async def test_plots_are_drawn_and_can_be_read_without_seeing_them(page: Page, runs: FakeService) -> None:
+async def test_plots_are_drawn_and_can_be_read_without_seeing_them(page, runs):
     await open_run(page, runs)
     plots = page.locator(".plot")
     await expect(plots).to_have_count(6)
@@ -77,7 +73,7 @@ async def test_plots_are_drawn_and_can_be_read_without_seeing_them(page: Page, r
     await expect(plots.nth(0).get_by_role("row")).to_have_count(121)
 
 
-async def test_a_plot_says_the_values_under_the_pointer(page: Page, runs: FakeService) -> None:
+async def test_a_plot_says_the_values_under_the_pointer(page, runs):
     await open_run(page, runs)
     plot = page.locator(".plot").nth(3)
     last = await plot.locator(".plot-legend .mono").inner_text()
@@ -87,7 +83,7 @@ async def test_a_plot_says_the_values_under_the_pointer(page: Page, runs: FakeSe
     await expect(plot.locator(".plot-legend .mono")).to_have_text(last)
 
 
-async def test_plots_follow_the_colors_and_the_width_of_the_page(page: Page, runs: FakeService) -> None:
+async def test_plots_follow_the_colors_and_the_width_of_the_page(page, runs):
     await open_run(page, runs)
     canvas = page.locator(".plot canvas").first
     await expect(canvas).to_be_visible()
@@ -105,9 +101,7 @@ def two_pages(request: Request) -> GroupPage:
     return canned_runs.groups()
 
 
-async def test_groups_are_drawn_as_far_as_they_can_be_seen_and_fetched_as_one_scrolls(
-    page: Page, runs: FakeService
-) -> None:
+async def test_groups_are_drawn_as_far_as_they_can_be_seen_and_fetched_as_one_scrolls(page, runs):
     del runs.answers[f"GET {RUN}/groups"]
     runs.handlers[f"GET {RUN}/groups"] = two_pages
     await open_run(page, runs)
@@ -119,7 +113,7 @@ async def test_groups_are_drawn_as_far_as_they_can_be_seen_and_fetched_as_one_sc
     assert any("cursor=next" in path for _, path, _ in runs.requests)
 
 
-async def test_a_sample_says_its_reward_and_leads_to_its_rollout(page: Page, runs: FakeService) -> None:
+async def test_a_sample_says_its_reward_and_leads_to_its_rollout(page, runs):
     await open_run(page, runs)
     sample = page.get_by_role("link", name="Sample 1: completed, reward 0.1, 1,510 tokens").first
     await expect(sample).to_have_attribute("href", re.compile(r"#/rollouts/math-grpo-7\.\d+\.1"))
@@ -129,7 +123,7 @@ async def test_a_sample_says_its_reward_and_leads_to_its_rollout(page: Page, run
     await expect(compare).to_have_attribute("href", re.compile(r"#/compare\?ids=math-grpo-7\.2107\.0%2C"))
 
 
-async def test_groups_are_filtered_by_state_and_reason(page: Page, runs: FakeService) -> None:
+async def test_groups_are_filtered_by_state_and_reason(page, runs):
     await open_run(page, runs)
     async with page.expect_request(re.compile("/groups.*state=dropped")):
         await page.get_by_label("State").select_option("dropped")
@@ -145,12 +139,10 @@ async def test_groups_are_filtered_by_state_and_reason(page: Page, runs: FakeSer
     await expect(rows.first).to_contain_text("zero_variance")
 
 
-async def test_groups_are_found_behind_pages_without_any(page: Page, runs: FakeService) -> None:
+async def test_groups_are_found_behind_pages_without_any(page, runs):
     runs.answer(f"GET {RUN}/groups", GroupPage(groups=[], next_cursor="on"))
     await open_run(page, runs, "?state=ready")
-    with anyio.fail_after(15):
-        while not any("cursor=on" in path for _, path, _ in runs.requests):
-            await anyio.sleep(0.01)
+    await until(lambda: any("cursor=on" in path for _, path, _ in runs.requests), 15)
     await expect(page.get_by_text("Loading")).to_be_visible()
     runs.answer(f"GET {RUN}/groups", canned_runs.groups(count=1, cursor=None))
     runs.emit("group.closed", subject="math-grpo-7.0")
@@ -158,7 +150,7 @@ async def test_groups_are_found_behind_pages_without_any(page: Page, runs: FakeS
     await expect(rows).to_have_count(1)
 
 
-async def test_a_group_whose_rollouts_are_deleted_says_so(page: Page, runs: FakeService) -> None:
+async def test_a_group_whose_rollouts_are_deleted_says_so(page, runs):
     bare = canned_runs.groups(count=1).groups[0].model_copy(update={"samples": []})
     runs.answer(f"GET {RUN}/groups", GroupPage(groups=[bare]))
     await open_run(page, runs)
@@ -166,7 +158,7 @@ async def test_a_group_whose_rollouts_are_deleted_says_so(page: Page, runs: Fake
     await expect(page.get_by_role("link", name="Compare group 2113")).to_have_count(0)
 
 
-async def test_a_group_that_changes_is_drawn_anew(page: Page, runs: FakeService) -> None:
+async def test_a_group_that_changes_is_drawn_anew(page, runs):
     await open_run(page, runs)
     first = page.get_by_role("list", name="Groups, the newest first").get_by_role("listitem").first
     await expect(first).to_contain_text("open")
@@ -188,9 +180,7 @@ async def test_a_group_that_changes_is_drawn_anew(page: Page, runs: FakeService)
         (RunState.RUNNING, "End", "ended"),
     ],
 )
-async def test_a_run_is_steered_only_after_a_question(
-    page: Page, runs: FakeService, state: RunState, button: str, patched: str
-) -> None:
+async def test_a_run_is_steered_only_after_a_question(page, runs, state, button, patched):
     runs.answer(f"GET {RUN}", canned_runs.run(state))
     runs.answer(f"PATCH {RUN}", canned_runs.run())
     await open_run(page, runs)
@@ -205,7 +195,7 @@ async def test_a_run_is_steered_only_after_a_question(
     assert ("PATCH", RUN, {"state": patched}) in runs.requests
 
 
-async def test_a_refusal_is_shown_in_the_question(page: Page, notes: Notes, runs: FakeService) -> None:
+async def test_a_refusal_is_shown_in_the_question(page, notes, runs):
     notes.expected_statuses.add(409)
     problem = {"title": "Conflict", "status": 409, "code": "conflict", "detail": "the run has ended"}
     runs.answer(f"PATCH {RUN}", problem, status=409)
@@ -215,7 +205,7 @@ async def test_a_refusal_is_shown_in_the_question(page: Page, notes: Notes, runs
     await expect(page.get_by_role("alert").filter(has_text="the run has ended")).to_be_visible()
 
 
-async def test_a_key_that_may_only_read_cannot_steer(page: Page, runs: FakeService) -> None:
+async def test_a_key_that_may_only_read_cannot_steer(page, runs):
     runs.keys = {READ_KEY: Role.READ}
     await page.add_init_script(f"sessionStorage.setItem('rollout-key', '{READ_KEY}')")
     await open_run(page, runs)
@@ -225,7 +215,7 @@ async def test_a_key_that_may_only_read_cannot_steer(page: Page, runs: FakeServi
         await expect(button).to_have_attribute("title", re.compile("needs the role submit"))
 
 
-async def test_a_run_that_has_begun_nothing_says_so(page: Page, runs: FakeService) -> None:
+async def test_a_run_that_has_begun_nothing_says_so(page, runs):
     runs.answer(f"GET {RUN}/history", canned_runs.history(0))
     runs.answer(f"GET {RUN}/groups", GroupPage(groups=[]))
     await open_run(page, runs)
@@ -233,15 +223,13 @@ async def test_a_run_that_has_begun_nothing_says_so(page: Page, runs: FakeServic
     await expect(page.get_by_text("No group has begun.")).to_be_visible()
 
 
-async def test_a_run_with_one_closed_group_is_drawn(page: Page, runs: FakeService) -> None:
+async def test_a_run_with_one_closed_group_is_drawn(page, runs):
     runs.answer(f"GET {RUN}/history", canned_runs.history(1))
     await open_run(page, runs)
     await expect(page.locator(".plot canvas")).to_have_count(6)
 
 
-async def test_sessions_are_listed_and_lead_to_their_turns_and_rollouts(
-    page: Page, runs: FakeService
-) -> None:
+async def test_sessions_are_listed_and_lead_to_their_turns_and_rollouts(page, runs):
     await page.goto(f"{runs.url}#/sessions")
     await expect(page.get_by_role("row")).to_have_count(3)
     async with page.expect_request(re.compile("/v1/sessions.*open=true")):
@@ -259,7 +247,7 @@ async def test_sessions_are_listed_and_lead_to_their_turns_and_rollouts(
     await expect(turns.nth(3)).to_contain_text("explicit")
 
 
-async def test_a_session_whose_id_is_hostile_is_text(page: Page, runs: FakeService) -> None:
+async def test_a_session_whose_id_is_hostile_is_text(page, runs):
     name = "a/b?c#<img src=x onerror=alert(1)>\u202e"
     sessions = canned_runs.sessions().model_copy(update={"sessions": [canned_runs.session(name)]})
     runs.answer("GET /v1/sessions", sessions)
@@ -272,7 +260,7 @@ async def test_a_session_whose_id_is_hostile_is_text(page: Page, runs: FakeServi
     assert await page.locator("img").count() == 0
 
 
-async def test_a_session_is_ended_after_a_question(page: Page, runs: FakeService) -> None:
+async def test_a_session_is_ended_after_a_question(page, runs):
     runs.answer("POST /v1/sessions/s-4711/end", canned_runs.session())
     await page.goto(f"{runs.url}#/sessions/s-4711")
     await page.get_by_role("button", name="End").click()
@@ -283,9 +271,7 @@ async def test_a_session_is_ended_after_a_question(page: Page, runs: FakeService
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("address", ["runs", f"runs/{canned_runs.RUN}", "sessions", "sessions/s-4711"])
-async def test_axe_finds_nothing_serious(
-    browser: Browser, runs: FakeService, address: str, scheme: str
-) -> None:
+async def test_axe_finds_nothing_serious(browser, runs, address, scheme):
     async with watched_page(browser, color_scheme=scheme) as (page, _):
         await page.goto(f"{runs.url}#/{address}")
         await expect(page.get_by_role("status")).to_have_text("Live")

@@ -13,7 +13,7 @@ import pytest
 
 from sandboxes import SandboxProvider, SandboxSpec, make_provider
 from sandboxes.config import DockerConfig, LimitDefaults
-from sandboxes.conformance import CHECKS, Check
+from sandboxes.conformance import CHECKS
 from sandboxes.errors import (
     ImageNotFoundError,
     LimitExceededError,
@@ -23,7 +23,6 @@ from sandboxes.errors import (
 from tests.support.sandbox_conformance import conforms
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.docker,
     pytest.mark.xdist_group("docker"),  # one daemon for all
     pytest.mark.timeout(300),
@@ -76,11 +75,11 @@ async def provider(daemon: str, tmp_path: Path) -> AsyncIterator[SandboxProvider
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_docker(provider: SandboxProvider, check: Check) -> None:
+async def test_docker(provider, check):
     await conforms(check, provider)
 
 
-async def test_limits_hold(provider: SandboxProvider) -> None:
+async def test_limits_hold(provider):
     assert provider.enforced == {"memory", "processes", "cpus", "disk"}
     async with await provider.start(SandboxSpec(memory_bytes=64 << 20, max_processes=40)) as sandbox:
         hog = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=30)
@@ -95,18 +94,14 @@ async def test_limits_hold(provider: SandboxProvider) -> None:
         assert (await (await sandbox.bash()).run("echo up")).output == "up\n"
 
 
-async def test_an_image_is_known_by_what_it_is_and_has_the_name_that_environments_use(
-    provider: SandboxProvider,
-) -> None:
+async def test_an_image_is_known_by_what_it_is_and_has_the_name_that_environments_use(provider):
     found = await provider.identity(SandboxSpec(image="base"))
     assert found.startswith("sha256:")
     for same in (None, found, "rollout-service/base", "docker://rollout-service/base"):
         assert await provider.identity(SandboxSpec(image=same)) == found
 
 
-async def test_a_specification_that_cannot_be_met_is_a_typed_error(
-    provider: SandboxProvider, tmp_path: Path
-) -> None:
+async def test_a_specification_that_cannot_be_met_is_a_typed_error(provider, tmp_path):
     with pytest.raises(ImageNotFoundError, match="no-such-image"):
         await provider.start(SandboxSpec(image="no-such-image"))
     with pytest.raises(SandboxConfigError):
@@ -137,14 +132,11 @@ anyio.run(main)
 """
 
 
-async def test_a_service_that_is_killed_leaves_no_container(
-    daemon: str, provider: SandboxProvider, tmp_path: Path
-) -> None:
+async def test_a_service_that_is_killed_leaves_no_container(daemon, provider, tmp_path):
     own = await provider.start(SandboxSpec())
     with subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", ABANDON, daemon, str(tmp_path / "other")], stdout=subprocess.PIPE
     ) as service:
-        assert service.stdout is not None
         assert service.stdout.readline() == b"started\n"
         assert len(docker(daemon, "ps", "--quiet").split()) == 2
         service.kill()

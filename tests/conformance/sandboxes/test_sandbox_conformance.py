@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from sandboxes import ApptainerConfig, LocalConfig, SandboxProvider, make_provider
-from sandboxes.conformance import CHECKS, Check
+from sandboxes.conformance import CHECKS
 from tests.support.sandbox_conformance import conforms
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -29,13 +27,13 @@ async def apptainer(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_local(local: SandboxProvider, check: Check) -> None:
+async def test_local(local, check):
     await conforms(check, local)
 
 
 @pytest.mark.apptainer
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_apptainer(apptainer: SandboxProvider, check: Check) -> None:
+async def test_apptainer(apptainer, check):
     await conforms(check, apptainer)
 
 
@@ -61,7 +59,7 @@ def conformance(user: OrdinaryUser, *arguments: str) -> None:
 @pytest.mark.timeout(480)
 @pytest.mark.xdist_group("conformance of an ordinary user")
 @pytest.mark.slow(seconds=200)
-def test_apptainer_of_an_ordinary_user(user: OrdinaryUser) -> None:
+def test_apptainer_of_an_ordinary_user(user):
     conformance(user)
 
 
@@ -69,7 +67,7 @@ def test_apptainer_of_an_ordinary_user(user: OrdinaryUser) -> None:
 @pytest.mark.apptainer
 @pytest.mark.timeout(480)
 @pytest.mark.xdist_group("conformance of an ordinary user")
-def test_apptainer_with_fakeroot(user: OrdinaryUser) -> None:
+def test_apptainer_with_fakeroot(user):
     conformance(user, "--config", '{"fakeroot": true}')
 
 
@@ -96,7 +94,7 @@ anyio.run(main)
 
 @pytest.mark.apptainer
 @pytest.mark.xdist_group("conformance of an ordinary user")
-def test_fakeroot_is_root_inside_and_nobody_outside(user: OrdinaryUser) -> None:
+def test_fakeroot_is_root_inside_and_nobody_outside(user):
     done = user.run(["python", "-c", ROOT_INSIDE], timeout=120)
     assert done.returncode == 0, done.stdout
     assert user.remaining_processes() == []

@@ -1,7 +1,5 @@
 """Every store erases what a person demands, in whatever state its group is, and delivers nothing of it later."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +25,6 @@ from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, create_run, lease_batch, leased_batch, trajectory
 from tests.support.searching import holding, redis_values, sqlite_values, traces
 
-pytestmark = pytest.mark.anyio
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -166,7 +163,7 @@ STATES = [in_an_open_group, in_a_group_that_waits, in_a_batch, in_a_batch_that_i
 
 
 @pytest.mark.parametrize("reach", STATES)
-async def test_nothing_of_an_erased_sample_is_kept(bench: Bench, reach: Callable[..., object]) -> None:
+async def test_nothing_of_an_erased_sample_is_kept(bench, reach):
     await create_run(bench.store, batch_size=1)
     await bench.store.runs.overwrite_deleted()
     await reach(bench)  # type: ignore[misc]
@@ -186,7 +183,7 @@ async def test_nothing_of_an_erased_sample_is_kept(bench: Bench, reach: Callable
     assert await bench.store.runs.erase(["a.0.0", "a.9.0", "gone.0.0"]) == batches
 
 
-async def test_an_erased_sample_of_an_open_group_is_masked_when_it_closes(bench: Bench) -> None:
+async def test_an_erased_sample_of_an_open_group_is_masked_when_it_closes(bench):
     await create_run(bench.store, batch_size=1)
     await in_an_open_group(bench)
     await bench.store.runs.erase(["a.0.0"])
@@ -197,7 +194,7 @@ async def test_an_erased_sample_of_an_open_group_is_masked_when_it_closes(bench:
     assert (await bench.store.runs.get("a")).count("masked") == 1
 
 
-async def test_a_closure_that_uses_what_was_erased_meanwhile_is_not_taken(bench: Bench) -> None:
+async def test_a_closure_that_uses_what_was_erased_meanwhile_is_not_taken(bench):
     await create_run(bench.store, batch_size=1)
     await in_an_open_group(bench)
     decided = await bench.decide(0)
@@ -210,7 +207,7 @@ async def test_a_closure_that_uses_what_was_erased_meanwhile_is_not_taken(bench:
 
 
 @pytest.mark.parametrize("min_usable", [1, 2])
-async def test_a_group_that_waits_is_kept_while_it_has_enough(bench: Bench, min_usable: int) -> None:
+async def test_a_group_that_waits_is_kept_while_it_has_enough(bench, min_usable):
     await create_run(bench.store, batch_size=1, min_usable=min_usable)
     await bench.ready(0)
     await bench.store.runs.group_heads("a", [0])
@@ -225,7 +222,7 @@ async def test_a_group_that_waits_is_kept_while_it_has_enough(bench: Bench, min_
     assert await bench.store.runs.erase(["a.0.1"]) == ({"a.0.1": "a.b0"} if min_usable == 1 else {})
 
 
-async def test_a_batch_keeps_its_groups_with_the_sample_masked(bench: Bench) -> None:
+async def test_a_batch_keeps_its_groups_with_the_sample_masked(bench):
     await create_run(bench.store, batch_size=2)
     await bench.ready(0, 1)
     batch = await leased_batch(bench.store)
@@ -237,7 +234,7 @@ async def test_a_batch_keeps_its_groups_with_the_sample_masked(bench: Bench) -> 
     assert await samples_of(bench, 1) == [(None, 0.0, True), (None, 1.0, True)]
 
 
-async def test_those_that_replaced_a_rollout_are_erased_with_it(bench: Bench) -> None:
+async def test_those_that_replaced_a_rollout_are_erased_with_it(bench):
     await create_run(bench.store, batch_size=1)
     await in_an_open_group(bench)
     again = RolloutRequest(rollout_id="a.0.0.1", task=TASKS[0], exports=TokenExtras(turn_marks=True))
@@ -274,7 +271,7 @@ def user_of(rollout_id: str) -> str:
     return f"u {words(rollout_id, 'said').decode()}"
 
 
-async def test_a_batch_is_made_of_one_tenants_groups_whatever_is_erased(bench: Bench) -> None:
+async def test_a_batch_is_made_of_one_tenants_groups_whatever_is_erased(bench):
     await create_run(bench.store, batch_size=2, source=InlineTasks(open=True), live=LIVE)
     await bench.ready(0, 1, 2, 3)
     ready = await bench.store.runs.ready_groups("a")
@@ -287,7 +284,7 @@ async def test_a_batch_is_made_of_one_tenants_groups_whatever_is_erased(bench: B
     assert (await leased_batch(bench.store, "last")).groups == [0]
 
 
-async def test_the_rollouts_of_a_user_are_found_in_open_and_closed_groups(bench: Bench) -> None:
+async def test_the_rollouts_of_a_user_are_found_in_open_and_closed_groups(bench):
     await create_run(bench.store, batch_size=1, source=InlineTasks(open=True), live=LIVE)
     await bench.ready(0)
     await leased_batch(bench.store)

@@ -1,7 +1,5 @@
 """Every kind of store lists rollouts as a model does, whatever is asked for and however many pages it takes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
@@ -24,25 +22,14 @@ from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.redis.store import RedisStore
-from rollout_service.store.runs_contract import (
-    BatchLeaseRequest,
-    ClosedSample,
-    GroupClosure,
-    NewGroup,
-)
+from rollout_service.store.runs_contract import BatchLeaseRequest, ClosedSample, GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
-from tests.support.runs import ManualClock, create_run, new_group
-
-pytestmark = pytest.mark.anyio
+from tests.support.runs import create_run, new_group
 
 S = RolloutState
 START = datetime.fromtimestamp(ManualClock().now, UTC)
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
@@ -97,7 +84,7 @@ async def pages(
     return rows
 
 
-async def test_a_row_says_how_a_rollout_went(store: Store, clock: ManualClock) -> None:
+async def test_a_row_says_how_a_rollout_went(store, clock):
     await create_run(store)
     await store.runs.start_groups("a", [NewGroup(0, 0, [order("a.0.0", "math", "big")])])
     clock.now += 10
@@ -131,7 +118,7 @@ async def test_a_row_says_how_a_rollout_went(store: Store, clock: ManualClock) -
     assert row == waiting.model_copy(update=done)
 
 
-async def test_a_rollout_that_never_began_has_no_figures(store: Store) -> None:
+async def test_a_rollout_that_never_began_has_no_figures(store):
     await store.submit(order("r"))
     await store.cancel("r")
     (row,) = await pages(store, SummaryFilter())
@@ -139,7 +126,7 @@ async def test_a_rollout_that_never_began_has_no_figures(store: Store) -> None:
     assert (row.turns, row.tokens, row.seconds, row.run_id, row.group) == (None,) * 5
 
 
-async def test_pages_stay_the_same_while_rollouts_arrive(store: Store) -> None:
+async def test_pages_stay_the_same_while_rollouts_arrive(store):
     for number in range(5):
         await store.submit(order(f"r{number}"))
     first = await store.summaries(SummaryFilter(), limit=2)
@@ -152,7 +139,7 @@ async def test_pages_stay_the_same_while_rollouts_arrive(store: Store) -> None:
     assert (third.next_cursor, third.matching) == (None, 7)
 
 
-async def test_how_many_match_is_told_only_where_it_is_known(store: Store) -> None:
+async def test_how_many_match_is_told_only_where_it_is_known(store):
     for number in range(3):
         await store.submit(order(f"r{number}"))
     await store.cancel("r0")
@@ -162,21 +149,19 @@ async def test_how_many_match_is_told_only_where_it_is_known(store: Store) -> No
 
 
 @pytest.mark.parametrize("cursor", ["12", "o5", "n-1", "nn", "n1' OR 1", ""])
-async def test_a_wrong_cursor_is_refused(store: Store, cursor: str) -> None:
+async def test_a_wrong_cursor_is_refused(store, cursor):
     with pytest.raises(InvalidFieldError) as refused:
         await store.summaries(SummaryFilter(), cursor=cursor)
     assert refused.value.fields[0].path == "query.cursor"
 
 
-async def test_a_run_that_is_unknown_has_no_rollouts(store: Store) -> None:
+async def test_a_run_that_is_unknown_has_no_rollouts(store):
     await store.submit(order("b.0.0"))
     page = await store.summaries(SummaryFilter(run="b"))
     assert (page.rows, page.next_cursor) == ([], None)
 
 
-async def test_a_search_that_finds_little_ends_and_goes_on(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_search_that_finds_little_ends_and_goes_on(store, monkeypatch):
     for module in ("sqlite.store", "sqlite.lists.summaries", "redis.lists"):
         monkeypatch.setattr(f"rollout_service.store.{module}.ROWS_AT_ONCE", 3)
     for module in ("sqlite.store", "redis.lists"):
@@ -329,7 +314,7 @@ CALLS, SEARCHES = st.lists(steps(), min_size=5, max_size=40), st.lists(filters()
 
 @settings(SETTINGS, max_examples=30)
 @given(calls=CALLS, searches=SEARCHES)
-def test_sqlite_lists_as_the_model_does(calls: list[Any], searches: list[SummaryFilter]) -> None:
+def test_sqlite_lists_as_the_model_does(calls, searches):
     async def main() -> None:
         clock = ManualClock()
         async with await SqliteStore.open(":memory:", clock=clock) as store:
@@ -341,9 +326,7 @@ def test_sqlite_lists_as_the_model_does(calls: list[Any], searches: list[Summary
 @pytest.mark.redis
 @settings(SETTINGS, max_examples=20)
 @given(calls=CALLS, searches=SEARCHES)
-def test_redis_lists_as_the_model_does(
-    shared_redis: RedisServer, calls: list[Any], searches: list[SummaryFilter]
-) -> None:
+def test_redis_lists_as_the_model_does(shared_redis, calls, searches):
     async def main() -> None:
         clock = ManualClock()
         async with AsyncExitStack() as stack:
@@ -373,7 +356,7 @@ async def closed_group(
     await store.runs.close_group("a", closure)
 
 
-async def test_the_history_says_how_a_run_went(store: Store, clock: ManualClock) -> None:
+async def test_the_history_says_how_a_run_went(store, clock):
     await create_run(store, batch_size=1)
     assert (await store.runs.history("a", points=10)).groups == []
     await store.runs.update("a", version=5)
@@ -404,7 +387,7 @@ async def test_the_history_says_how_a_run_went(store: Store, clock: ManualClock)
     assert halves.dropped == {"zero_variance": [1, 0]}
 
 
-async def test_the_history_outlives_the_rollouts_but_not_the_run(store: Store, clock: ManualClock) -> None:
+async def test_the_history_outlives_the_rollouts_but_not_the_run(store, clock):
     await create_run(store, batch_size=1)
     await closed_group(store, 0, reason="zero_variance", mean=0.0)
     await closed_group(store, 1, reason="too_few_usable", mean=0.75)
@@ -430,7 +413,7 @@ async def test_the_history_outlives_the_rollouts_but_not_the_run(store: Store, c
     assert (await store.runs.history("a", points=10)).groups == []
 
 
-async def test_a_surplus_group_passed_the_filters_and_was_dropped(store: Store) -> None:
+async def test_a_surplus_group_passed_the_filters_and_was_dropped(store):
     await create_run(store, batch_size=1, surplus="cancel")
     await closed_group(store, 0)
     await closed_group(store, 1)
@@ -443,7 +426,7 @@ async def test_a_surplus_group_passed_the_filters_and_was_dropped(store: Store) 
     assert (row.number, row.batch, row.reason) == (0, 0, None)
 
 
-async def test_an_open_group_shows_how_far_its_samples_are(store: Store) -> None:
+async def test_an_open_group_shows_how_far_its_samples_are(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0)])
     await store.cancel("a.0.1")
@@ -456,13 +439,13 @@ async def test_an_open_group_shows_how_far_its_samples_are(store: Store) -> None
 
 
 @pytest.mark.parametrize("cursor", ["n", "5", "o1", "n1;"])
-async def test_a_wrong_cursor_of_groups_is_refused(store: Store, cursor: str) -> None:
+async def test_a_wrong_cursor_of_groups_is_refused(store, cursor):
     await create_run(store)
     with pytest.raises(InvalidFieldError):
         await store.runs.group_page("a", GroupSelection(), cursor=cursor)
 
 
-async def test_a_run_that_is_unknown_has_no_history(store: Store) -> None:
+async def test_a_run_that_is_unknown_has_no_history(store):
     with pytest.raises(NotFoundError):
         await store.runs.history("b", points=3)
     with pytest.raises(NotFoundError):

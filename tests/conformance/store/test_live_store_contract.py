@@ -1,7 +1,5 @@
 """Every store of live sessions keeps its contract."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,6 @@ from rollout_service.live.contract import DIGEST_BYTES, OptOuts
 from rollout_service.live.sqlite.store import MAX_DIGESTS, SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(params=["memory", "file"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqliteLiveStore]:
@@ -24,7 +20,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         yield store
 
 
-async def test_a_session_comes_back_as_it_was(store: SqliteLiveStore) -> None:
+async def test_a_session_comes_back_as_it_was(store):
     session = a_session(
         key_hash=b"k" * 32,
         continues="earlier",
@@ -41,27 +37,25 @@ async def test_a_session_comes_back_as_it_was(store: SqliteLiveStore) -> None:
     assert await store.session("s") == session
 
 
-async def test_sessions_without_a_key_have_none(store: SqliteLiveStore) -> None:
+async def test_sessions_without_a_key_have_none(store):
     await store.open(a_session())
     assert await store.session_of_key(b"") is None
     assert await store.session("another") is None
 
 
-async def test_the_newest_session_of_a_client_is_found(store: SqliteLiveStore) -> None:
+async def test_the_newest_session_of_a_client_is_found(store):
     await store.open(a_session("opened", explicit=True))
     assert await store.latest_of_client("") is None
     for number in range(3):
         await store.open(a_session(f"s{number}", explicit=False, client="c" if number < 2 else "d"))
     latest = await store.latest_of_client("c")
-    assert latest is not None
     assert (latest.session_id, latest.client) == ("s1", "c")
     await store.delete(session_id="s1")
     earlier = await store.latest_of_client("c")
-    assert earlier is not None
     assert earlier.session_id == "s0"
 
 
-async def test_the_tenants_with_sessions_are_listed(store: SqliteLiveStore) -> None:
+async def test_the_tenants_with_sessions_are_listed(store):
     for number, tenant in enumerate(("b", "a", "b")):
         await store.open(a_session(f"s{number}", tenant=tenant))
     assert await store.tenants() == ["a", "b"]
@@ -71,7 +65,7 @@ def digests(*numbers: int) -> frozenset[bytes]:
     return frozenset(number.to_bytes(DIGEST_BYTES) for number in numbers)
 
 
-async def test_what_was_not_to_be_stored_outlives_its_session(store: SqliteLiveStore) -> None:
+async def test_what_was_not_to_be_stored_outlives_its_session(store):
     assert await store.opt_outs("c") == OptOuts()
     await store.open(a_session())
     await store.opt_out("c", OptOuts(digests(1, 2)), 5.0)
@@ -87,7 +81,7 @@ async def test_what_was_not_to_be_stored_outlives_its_session(store: SqliteLiveS
     assert not (await store.opt_outs("d")).is_complete
 
 
-async def test_of_too_much_some_is_kept_and_noted(store: SqliteLiveStore) -> None:
+async def test_of_too_much_some_is_kept_and_noted(store):
     await store.opt_out("c", OptOuts(digests(*range(MAX_DIGESTS))), 5.0)
     assert (await store.opt_outs("c")).is_complete
     await store.opt_out("c", OptOuts(digests(MAX_DIGESTS)), 5.0)
@@ -97,7 +91,7 @@ async def test_of_too_much_some_is_kept_and_noted(store: SqliteLiveStore) -> Non
     assert not (await store.opt_outs("c")).is_complete
 
 
-async def test_sessions_come_newest_first_and_in_pages(store: SqliteLiveStore) -> None:
+async def test_sessions_come_newest_first_and_in_pages(store):
     for number in range(5):
         await store.open(a_session(f"s{number}", opened_at=float(number // 2)))
     await store.close_session("s4", ClosedBecause.EXPLICIT, 10.0)
@@ -109,7 +103,7 @@ async def test_sessions_come_newest_first_and_in_pages(store: SqliteLiveStore) -
     assert len(await store.sessions(is_open=True)) == 4
 
 
-async def test_sessions_can_be_asked_for_by_their_user(store: SqliteLiveStore) -> None:
+async def test_sessions_can_be_asked_for_by_their_user(store):
     for number, user in enumerate(("alice", "bob", "alice")):
         await store.open(a_session(f"s{number}", user=user, opened_at=float(number)))
     await store.close_session("s0", ClosedBecause.EXPLICIT, 10.0)
@@ -118,16 +112,15 @@ async def test_sessions_can_be_asked_for_by_their_user(store: SqliteLiveStore) -
     assert not await store.sessions(user="")
 
 
-async def test_a_session_closes_once(store: SqliteLiveStore) -> None:
+async def test_a_session_closes_once(store):
     await store.open(a_session())
     assert await store.close_session("s", ClosedBecause.EXPLICIT, 5.0)
     assert not await store.close_session("s", ClosedBecause.IDLE, 6.0)
     found = await store.session("s")
-    assert found is not None
     assert (found.closed_at, found.closed_because) == (5.0, ClosedBecause.EXPLICIT)
 
 
-async def test_sessions_expire_when_they_are_idle_or_old(store: SqliteLiveStore) -> None:
+async def test_sessions_expire_when_they_are_idle_or_old(store):
     await store.open(a_session("idle", opened_at=50.0, used_at=60.0))
     await store.open(a_session("old", opened_at=0.0, used_at=99.0))
     await store.open(a_session("fresh", opened_at=50.0, used_at=60.0))
@@ -136,7 +129,7 @@ async def test_sessions_expire_when_they_are_idle_or_old(store: SqliteLiveStore)
     assert expired == {"idle": ClosedBecause.IDLE, "old": ClosedBecause.MAX_AGE}
 
 
-async def test_a_turn_comes_back_as_it_was(store: SqliteLiveStore) -> None:
+async def test_a_turn_comes_back_as_it_was(store):
     await store.open(a_session())
     hint = Hint(text="use =", prompt_ids=[1, 2], candidates=3, selected_by="longest")
     judge = JudgedBy(pool="judge", model="m@1", prompt_hash="abc")
@@ -155,7 +148,7 @@ async def test_a_turn_comes_back_as_it_was(store: SqliteLiveStore) -> None:
     assert await store.turns("s", 1) == []
 
 
-async def test_recording_a_turn_again_changes_nothing(store: SqliteLiveStore) -> None:
+async def test_recording_a_turn_again_changes_nothing(store):
     await store.open(a_session())
     await store.record(a_turn())
     await store.record(a_turn(answer="another"))
@@ -163,17 +156,16 @@ async def test_recording_a_turn_again_changes_nothing(store: SqliteLiveStore) ->
     assert (await store.counts("s"))["served"] == 1
 
 
-async def test_the_first_mask_stays(store: SqliteLiveStore) -> None:
+async def test_the_first_mask_stays(store):
     await store.open(a_session())
     await store.record(a_turn())
     await store.mask("s", 0, MaskReason.SUPERSEDED)
     await store.mask("s", 0, MaskReason.REDACTED)
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert turn.mask is MaskReason.SUPERSEDED
 
 
-async def test_only_turns_that_may_be_judged_come_to_the_judge(store: SqliteLiveStore) -> None:
+async def test_only_turns_that_may_be_judged_come_to_the_judge(store):
     await store.open(a_session())
     for turn in range(6):
         await store.record(a_turn(turn, kind=TurnKind.SIDE if turn == 1 else TurnKind.MAIN))
@@ -189,18 +181,17 @@ async def test_only_turns_that_may_be_judged_come_to_the_judge(store: SqliteLive
     assert await store.to_judge(10) == []
 
 
-async def test_the_first_next_state_stays(store: SqliteLiveStore) -> None:
+async def test_the_first_next_state_stays(store):
     await store.open(a_session())
     await store.record(a_turn())
     assert await store.follow("s", 0, a_state("first"))
     assert not await store.follow("s", 0, a_state("second"))
     assert not await store.follow("s", 7, a_state())
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert turn.next_state == a_state("first")
 
 
-async def test_explicit_feedback_wins_whenever_it_comes(store: SqliteLiveStore) -> None:
+async def test_explicit_feedback_wins_whenever_it_comes(store):
     await store.open(a_session())
     hint = Hint(text="use =", prompt_ids=[1], candidates=1, selected_by="longest")
     for turn in range(2):
@@ -217,27 +208,24 @@ async def test_explicit_feedback_wins_whenever_it_comes(store: SqliteLiveStore) 
     assert (await store.counts("s"))["judged"] == 2
 
 
-async def test_a_turn_that_a_part_has_keeps_its_value(store: SqliteLiveStore) -> None:
+async def test_a_turn_that_a_part_has_keeps_its_value(store):
     await store.open(a_session())
     await store.record(a_turn())
     await store.mark("s", 0, judged(1.0))
     await store.take_part("s", "run", [0], {}, 5.0)
     assert not await store.mark("s", 0, explicit(-1.0))
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert turn.mark == judged(1.0)
 
 
-async def test_each_turn_is_in_one_part_at_most(store: SqliteLiveStore) -> None:
+async def test_each_turn_is_in_one_part_at_most(store):
     await store.open(a_session())
     for turn in range(4):
         await store.record(a_turn(turn))
     first = await store.take_part("s", "run", [0, 2], {1: MaskReason.ZERO}, 5.0)
-    assert first is not None
     assert (first.part, first.run_id, first.usable, first.offset) == (0, "run", (0, 2), None)
     assert await store.take_part("s", "run", [2, 3], {}, 6.0) is None
     second = await store.take_part("s", "run", [3], {}, 7.0)
-    assert second is not None
     assert second.part == 1
     assert [turn.part for turn in await store.turns("s")] == [0, 0, 0, 1]
     assert [turn.dropped for turn in await store.turns("s")] == [None, MaskReason.ZERO, None, None]
@@ -250,18 +238,17 @@ async def test_each_turn_is_in_one_part_at_most(store: SqliteLiveStore) -> None:
         await store.take_part("s", None, [1], {}, 5.0)
 
 
-async def test_turns_can_be_decided_without_a_part(store: SqliteLiveStore) -> None:
+async def test_turns_can_be_decided_without_a_part(store):
     await store.open(a_session())
     await store.record(a_turn())
     assert await store.take_part("s", "run", [], {0: MaskReason.NO_NEXT_STATE}, 5.0) is None
     assert await store.parts() == []
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert (turn.part, turn.dropped) == (None, MaskReason.NO_NEXT_STATE)
     assert await store.undecided(10) == []
 
 
-async def test_a_part_is_claimed_by_one_rollout(store: SqliteLiveStore) -> None:
+async def test_a_part_is_claimed_by_one_rollout(store):
     await store.open(a_session())
     for turn in range(2):
         await store.record(a_turn(turn))
@@ -273,7 +260,7 @@ async def test_a_part_is_claimed_by_one_rollout(store: SqliteLiveStore) -> None:
     assert await store.claim([("unknown", 0)], "c") is None
 
 
-async def test_sessions_with_undecided_turns_come_in_turn(store: SqliteLiveStore) -> None:
+async def test_sessions_with_undecided_turns_come_in_turn(store):
     for name in ("a", "b", "c", "empty"):
         await store.open(a_session(name))
         if name != "empty":
@@ -282,7 +269,7 @@ async def test_sessions_with_undecided_turns_come_in_turn(store: SqliteLiveStore
     assert seen == [["a", "b"], ["a", "c"], ["a", "b"]]
 
 
-async def test_counts_stay_when_sessions_go(store: SqliteLiveStore) -> None:
+async def test_counts_stay_when_sessions_go(store):
     await store.open(a_session())
     for turn in range(5):
         await store.record(a_turn(turn))
@@ -319,7 +306,7 @@ async def test_counts_stay_when_sessions_go(store: SqliteLiveStore) -> None:
     }
 
 
-async def test_a_user_is_deleted_with_all_sessions(store: SqliteLiveStore) -> None:
+async def test_a_user_is_deleted_with_all_sessions(store):
     for name, user in (("a", "u"), ("b", "u"), ("c", "v")):
         await store.open(a_session(name, user=user))
     assert await store.sessions_of("u") == 2
@@ -330,7 +317,7 @@ async def test_a_user_is_deleted_with_all_sessions(store: SqliteLiveStore) -> No
         await store.delete()
 
 
-async def test_pruning_removes_what_is_decided_and_what_is_too_old(store: SqliteLiveStore) -> None:
+async def test_pruning_removes_what_is_decided_and_what_is_too_old(store):
     for name in ("open", "decided", "waiting", "delivered"):
         await store.open(a_session(name, retention_seconds=10_000.0))
         await store.record(a_turn(session_id=name))
@@ -350,7 +337,7 @@ async def test_pruning_removes_what_is_decided_and_what_is_too_old(store: Sqlite
     assert await store.sessions_of("u") == 4  # so that a user is new only once
 
 
-async def test_pruning_keeps_the_newest_bytes_of_each_user(store: SqliteLiveStore) -> None:
+async def test_pruning_keeps_the_newest_bytes_of_each_user(store):
     for number, name in enumerate(("first", "second", "third")):
         await store.open(a_session(name, opened_at=float(number)))
         await store.record(a_turn(session_id=name, body=b"x" * 1_000))
@@ -368,7 +355,7 @@ def modes(folder: Path) -> set[int]:
     return {file.stat().st_mode & 0o077 for file in folder.iterdir()}
 
 
-async def test_a_file_belongs_to_one_store_and_keeps_what_it_has(tmp_path: Path) -> None:
+async def test_a_file_belongs_to_one_store_and_keeps_what_it_has(tmp_path):
     path = tmp_path / "live.sqlite3"
     async with SqliteLiveStore(path) as store:
         await store.open(a_session())

@@ -1,7 +1,5 @@
 """Whatever is asked of runs, in whatever order, a store in Redis answers as SQLite does and records the same events."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -31,8 +29,8 @@ from rollout_service.store.runs_contract import (
     OpenGroup,
 )
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.redis_server import RedisServer
-from tests.support.runs import TASKS, ManualClock, create_run, end_all, new_group
+from tests.support.clocks import ManualClock
+from tests.support.runs import TASKS, create_run, end_all, new_group
 
 pytestmark = pytest.mark.redis
 
@@ -195,14 +193,9 @@ async def visible(store: Store) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
-@settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(calls=st.lists(steps(), min_size=10, max_size=50), surplus=st.sampled_from(["carry_over", "cancel"]))
-def test_redis_answers_as_sqlite_does(
-    shared_redis: RedisServer, calls: list[tuple[str, Step]], surplus: str
-) -> None:
+def test_redis_answers_as_sqlite_does(shared_redis, calls, surplus):
     async def compare() -> None:
         clock = ManualClock()
         async with AsyncExitStack() as stack:

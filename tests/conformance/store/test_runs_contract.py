@@ -1,7 +1,5 @@
 """Every kind of store keeps the contract of runs, groups and batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,10 +27,10 @@ from rollout_service.store.runs_contract import (
     NoBatch,
 )
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 from tests.support.runs import (
     TASKS,
-    ManualClock,
     close_group,
     create_run,
     end_all,
@@ -44,8 +42,6 @@ from tests.support.runs import (
     trajectory,
     without_tokens,
 )
-
-pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
@@ -60,11 +56,6 @@ async def in_redis(server: RedisServer, clock: ManualClock) -> AsyncIterator[Sto
         yield store
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
 async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
     if request.param == "sqlite":
@@ -75,7 +66,7 @@ async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIter
         yield made
 
 
-async def test_a_run_is_made_once(store: Store) -> None:
+async def test_a_run_is_made_once(store):
     first, new = await store.runs.create(run_request(), tasks=4, digest=None, version=3)
     again, newer = await store.runs.create(run_request(), tasks=4, digest=None, version=9)
     assert (new, newer) == (True, False)
@@ -88,7 +79,7 @@ async def test_a_run_is_made_once(store: Store) -> None:
     assert await store.runs.inline_tasks("a", first=1, limit=2) == TASKS[1:3]
 
 
-async def test_the_cursor_moves_with_the_groups(store: Store) -> None:
+async def test_the_cursor_moves_with_the_groups(store):
     await create_run(store)
     assert await store.runs.start_groups("a", [new_group(1)]) == 0, "a task would be skipped"
     assert await store.runs.start_groups("a", [new_group(0), new_group(1)]) == 2
@@ -104,7 +95,7 @@ async def test_the_cursor_moves_with_the_groups(store: Store) -> None:
     assert await store.runs.start_groups("a", [new_group(2)]) == 0
 
 
-async def test_members_report_their_versions(store: Store) -> None:
+async def test_members_report_their_versions(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0)])
     await end_all(store, version=4)
@@ -112,7 +103,7 @@ async def test_members_report_their_versions(store: Store) -> None:
     assert {(member.oldest_version, member.newest_version) for member in group.members} == {(4, 5)}
 
 
-async def test_a_retried_sample_is_counted(store: Store) -> None:
+async def test_a_retried_sample_is_counted(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0)])
     again = RolloutRequest(rollout_id="a.0.1.1", task=TASKS[0])
@@ -124,7 +115,7 @@ async def test_a_retried_sample_is_counted(store: Store) -> None:
     assert (await store.runs.get("a")).count("retried") == 1
 
 
-async def test_a_batch_is_leased_acknowledged_and_never_comes_again(store: Store) -> None:
+async def test_a_batch_is_leased_acknowledged_and_never_comes_again(store):
     await create_run(store)
     await make_ready(store, 0)
     assert await lease_batch(store) == NoBatch(over=False, due_in=math.inf)
@@ -142,7 +133,7 @@ async def test_a_batch_is_leased_acknowledged_and_never_comes_again(store: Store
     assert (run.count("acknowledged"), run.count("batched"), run.count("batches:acknowledged")) == (2, 0, 1)
 
 
-async def test_repeating_a_key_returns_the_same_batch(store: Store) -> None:
+async def test_repeating_a_key_returns_the_same_batch(store):
     await create_run(store)
     await make_ready(store, 0, 1, 2, 3)
     first, again, other = (
@@ -154,7 +145,7 @@ async def test_repeating_a_key_returns_the_same_batch(store: Store) -> None:
     assert again.delivery == 1
 
 
-async def test_an_unacknowledged_batch_is_delivered_again(store: Store, clock: ManualClock) -> None:
+async def test_an_unacknowledged_batch_is_delivered_again(store, clock):
     await create_run(store)
     await make_ready(store, 0, 1)
     await leased_batch(store)
@@ -168,7 +159,7 @@ async def test_an_unacknowledged_batch_is_delivered_again(store: Store, clock: M
     await store.runs.acknowledge("a", 0)
 
 
-async def test_the_last_batch_may_be_smaller_and_ends_the_run(store: Store) -> None:
+async def test_the_last_batch_may_be_smaller_and_ends_the_run(store):
     await create_run(store, source=InlineTasks(tasks=TASKS[:3]))
     await make_ready(store, 0, 1, 2)
     assert (await leased_batch(store)).groups == [0, 1]
@@ -199,7 +190,7 @@ async def mask(store: Store, bound: int, *, usable: int = 0) -> list[int]:
     return [group.number for group in groups]
 
 
-async def test_stale_groups_are_dropped_and_counted(store: Store) -> None:
+async def test_stale_groups_are_dropped_and_counted(store):
     await create_run(store, max_staleness=1)
     await make_ready(store, 0, version=0)
     await make_ready(store, 1, 2, version=2)
@@ -214,7 +205,7 @@ async def test_stale_groups_are_dropped_and_counted(store: Store) -> None:
     assert (await store.runs.update("a", version=1)).version == 2, "a version never goes back"
 
 
-async def test_a_group_keeps_the_weights_of_its_rewards(store: Store) -> None:
+async def test_a_group_keeps_the_weights_of_its_rewards(store):
     await create_run(store, max_staleness=1)
     await store.runs.start_groups("a", [new_group(0), new_group(1)])
     await end_all(store)
@@ -259,7 +250,7 @@ def replace_version(weights: RewardWeights, version: int) -> RewardWeights:
     return weights.model_copy(update={"at_version": version})
 
 
-async def test_what_a_group_adds_to_the_counters_is_added_once(store: Store) -> None:
+async def test_what_a_group_adds_to_the_counters_is_added_once(store):
     await create_run(store, max_staleness=1)
     await store.runs.start_groups("a", [new_group(0), new_group(1)])
     await end_all(store)
@@ -275,7 +266,7 @@ async def test_what_a_group_adds_to_the_counters_is_added_once(store: Store) -> 
     assert rules.dropped_counts(run.counters) == {}
 
 
-async def test_a_batch_that_grew_too_old_is_dissolved(store: Store, clock: ManualClock) -> None:
+async def test_a_batch_that_grew_too_old_is_dissolved(store, clock):
     await create_run(store, max_staleness=1)
     await make_ready(store, 0, version=0)
     await make_ready(store, 1, version=2)
@@ -291,7 +282,7 @@ async def test_a_batch_that_grew_too_old_is_dissolved(store: Store, clock: Manua
     assert (await leased_batch(store)).groups == [1, 2]
 
 
-async def test_a_lease_is_renewed_while_it_is_held(store: Store, clock: ManualClock) -> None:
+async def test_a_lease_is_renewed_while_it_is_held(store, clock):
     await create_run(store)
     await make_ready(store, 0, 1)
     await leased_batch(store)
@@ -314,7 +305,7 @@ async def test_a_lease_is_renewed_while_it_is_held(store: Store, clock: ManualCl
         await store.runs.renew_batch("a", 1, key=None, seconds=60)
 
 
-async def test_a_returned_batch_that_grew_too_old_is_dissolved_before_a_lease(store: Store) -> None:
+async def test_a_returned_batch_that_grew_too_old_is_dissolved_before_a_lease(store):
     await create_run(store, max_staleness=1)
     await make_ready(store, 0, version=0)
     await make_ready(store, 1, version=2)
@@ -338,7 +329,7 @@ async def test_a_returned_batch_that_grew_too_old_is_dissolved_before_a_lease(st
     assert (await store.runs.get("a")).count("batched") == 2, "only what waits is revised"
 
 
-async def test_a_consumer_may_ask_for_stale_groups(store: Store) -> None:
+async def test_a_consumer_may_ask_for_stale_groups(store):
     await create_run(store, max_staleness=0)
     await make_ready(store, 0, 1, version=0)
     await store.runs.update("a", version=5)
@@ -346,7 +337,7 @@ async def test_a_consumer_may_ask_for_stale_groups(store: Store) -> None:
     assert isinstance(batch, BatchLease)
 
 
-async def test_dropped_groups_are_reported_with_the_next_batch(store: Store) -> None:
+async def test_dropped_groups_are_reported_with_the_next_batch(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(n) for n in range(4)])
     await end_all(store)
@@ -358,7 +349,7 @@ async def test_dropped_groups_are_reported_with_the_next_batch(store: Store) -> 
     assert (await store.runs.get("a")).count("dropped:zero_variance") == 2, "dropped is for good"
 
 
-async def test_tasks_are_appended_once(store: Store) -> None:
+async def test_tasks_are_appended_once(store):
     await create_run(store, source=InlineTasks(open=True))
     assert (await store.runs.append("a", TASKS[:2], offset=0, close=False)).tasks == 2
     assert (await store.runs.append("a", TASKS[:2], offset=0, close=False)).tasks == 2
@@ -371,7 +362,7 @@ async def test_tasks_are_appended_once(store: Store) -> None:
         await store.runs.append("a", TASKS, offset=None, close=False)
 
 
-async def test_a_run_that_is_over_stays_over(store: Store) -> None:
+async def test_a_run_that_is_over_stays_over(store):
     await create_run(store)
     problem = ErrorInfo(code="c", boundary=Boundary.SERVICE, message="m")
     assert (await store.runs.update("a", state=RunState.PAUSED, problem=problem)).problem == problem
@@ -384,7 +375,7 @@ async def test_a_run_that_is_over_stays_over(store: Store) -> None:
     assert await lease_batch(store) == NoBatch(over=True, due_in=math.inf)
 
 
-async def test_only_what_is_settled_is_pruned(store: Store, clock: ManualClock) -> None:
+async def test_only_what_is_settled_is_pruned(store, clock):
     await create_run(store, source=FileTasks(path="/x.jsonl", environment="calc", epochs=None))
     await make_ready(store, 0, 1, 2, 3)
     await leased_batch(store)
@@ -399,7 +390,7 @@ async def test_only_what_is_settled_is_pruned(store: Store, clock: ManualClock) 
     assert await store.runs.prune("a", seconds=None, max_bytes=0) == 2
 
 
-async def test_waiting_sees_every_change(store: Store) -> None:
+async def test_waiting_sees_every_change(store):
     seen = await store.runs.wait_for_change(0)
     await create_run(store)
     seen = await store.runs.wait_for_change(seen)
@@ -413,20 +404,19 @@ async def test_waiting_sees_every_change(store: Store) -> None:
             await close_group(store, 0)
 
 
-async def test_a_group_that_does_not_fit_the_columns_is_delivered_as_json(store: Store) -> None:
+async def test_a_group_that_does_not_fit_the_columns_is_delivered_as_json(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0)])
     large = trajectory(0).segments[0].model_copy(update={"token_ids": [5, 6, 2**31]})
     await end_all(store, made=trajectory(0).model_copy(update={"segments": [large]}))
     await close_group(store, 0)
     found = (await store.runs.group("a", 0)).samples[0].rollout.trajectory
-    assert found is not None
     assert found.segments == [large]
     with pytest.raises(OverflowError):
         await store.runs.group_heads("a", [0])
 
 
-async def test_the_head_of_a_group_is_what_its_json_says(store: Store) -> None:
+async def test_the_head_of_a_group_is_what_its_json_says(store):
     await create_run(store)
     await make_ready(store, 0, 1)
     heads = await store.runs.group_heads("a", [1, 0])
@@ -441,7 +431,7 @@ async def test_the_head_of_a_group_is_what_its_json_says(store: Store) -> None:
         await store.runs.group_heads("a", [0, 7])
 
 
-async def test_a_surplus_is_dropped_and_what_is_under_way_is_cancelled(store: Store) -> None:
+async def test_a_surplus_is_dropped_and_what_is_under_way_is_cancelled(store):
     await create_run(store, surplus="cancel")
     await make_ready(store, 0, 1, 2)
     await store.runs.start_groups("a", [new_group(3)])
@@ -457,7 +447,7 @@ async def test_a_surplus_is_dropped_and_what_is_under_way_is_cancelled(store: St
     assert dict(run.counters) == {"batched": 2, "dropped:surplus": 1, "open": 1}
 
 
-async def test_events_tell_what_became_of_a_run(store: Store) -> None:
+async def test_events_tell_what_became_of_a_run(store):
     await create_run(store, source=InlineTasks(tasks=TASKS[:3]))
     await make_ready(store, 0, 1)
     await store.runs.start_groups("a", [new_group(2)])
@@ -487,7 +477,7 @@ async def test_events_tell_what_became_of_a_run(store: Store) -> None:
     ]
 
 
-async def test_groups_whose_rollouts_exist_with_another_request_do_not_start(store: Store) -> None:
+async def test_groups_whose_rollouts_exist_with_another_request_do_not_start(store):
     await create_run(store)
     await store.submit(RolloutRequest(rollout_id="a.1.0", task=TASKS[3]))
     with pytest.raises(ConflictError, match=r"a\.1\.0 already exists"):
@@ -498,7 +488,7 @@ async def test_groups_whose_rollouts_exist_with_another_request_do_not_start(sto
     assert await store.runs.open_groups("a") == []
 
 
-async def test_the_oldest_tokens_beyond_a_size_are_pruned(store: Store, clock: ManualClock) -> None:
+async def test_the_oldest_tokens_beyond_a_size_are_pruned(store, clock):
     source = FileTasks(path="/x.jsonl", environment="calc", epochs=None)
     await create_run(store, source=source, batch_size=1)
     for number in range(150):
@@ -519,7 +509,7 @@ async def test_the_oldest_tokens_beyond_a_size_are_pruned(store: Store, clock: M
     assert await store.runs.prune("a", seconds=None, max_bytes=0) == 20
 
 
-async def test_settled_groups_and_ended_runs_are_deleted_by_age(store: Store, clock: ManualClock) -> None:
+async def test_settled_groups_and_ended_runs_are_deleted_by_age(store, clock):
     await create_run(store)
     await make_ready(store, 0, 1, 2, 3)
     await store.submit(RolloutRequest(rollout_id="plain", task=TASKS[0]))
@@ -556,7 +546,7 @@ async def test_settled_groups_and_ended_runs_are_deleted_by_age(store: Store, cl
     assert (await store.runs.get("a")).cursor == 0, "the id is free again"
 
 
-async def test_replaced_rollouts_are_deleted_with_their_group(store: Store) -> None:
+async def test_replaced_rollouts_are_deleted_with_their_group(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0), new_group(1)])
     await end_all(store)
@@ -573,7 +563,7 @@ async def test_replaced_rollouts_are_deleted_with_their_group(store: Store) -> N
     assert {one.rollout_id for one in (await store.list()).rollouts} == {"a.1.0", "a.1.1"}
 
 
-async def test_unacknowledged_groups_are_never_deleted(store: Store, clock: ManualClock) -> None:
+async def test_unacknowledged_groups_are_never_deleted(store, clock):
     await create_run(store)
     await make_ready(store, 0)
     await store.runs.start_groups("a", [new_group(1)])
@@ -587,9 +577,7 @@ async def test_unacknowledged_groups_are_never_deleted(store: Store, clock: Manu
     assert [run.run_id for run in await store.runs.active()] == ["a"], "a group is open"
 
 
-async def test_groups_dropped_in_a_row_are_counted_until_one_is_kept(
-    store: Store, clock: ManualClock
-) -> None:
+async def test_groups_dropped_in_a_row_are_counted_until_one_is_kept(store, clock):
     await create_run(store, source=InlineTasks(tasks=TASKS, epochs=None))
 
     async def close(number: int, reason: str | None, failure: str | None = None) -> None:
@@ -628,9 +616,7 @@ async def test_groups_dropped_in_a_row_are_counted_until_one_is_kept(
     assert run.changed_at.timestamp() == clock.now
 
 
-async def test_how_long_an_agent_works_is_measured_by_the_stores_clock(
-    store: Store, clock: ManualClock
-) -> None:
+async def test_how_long_an_agent_works_is_measured_by_the_stores_clock(store, clock):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0)])
     [first, *_] = await store.claim("w", limit=9, lease_seconds=60)

@@ -1,7 +1,5 @@
 """Every kind of store keeps the `Store` contract, in examples and in a state machine."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +16,13 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from api_schemas.base import TraceContext
 from api_schemas.errors import Boundary, ErrorInfo
@@ -34,7 +38,7 @@ from api_schemas.rollouts import (
 )
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from api_schemas.trajectories import Message, Trajectory
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.settings import RetentionSettings
@@ -43,27 +47,20 @@ from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTur
 from rollout_service.store.redis import RedisStore
 from rollout_service.store.runs_contract import NewGroup
 from rollout_service.store.sqlite import SqliteStore
+from tests.support import samples
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
-
-pytestmark = pytest.mark.anyio
 
 START = 1_700_000_000.0
 INFRASTRUCTURE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 S = RolloutState
 
 
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = START
-
-    def __call__(self) -> float:
-        return self.now
+Factory = Callable[[ManualClock], AbstractAsyncContextManager[Store]]
 
 
 @asynccontextmanager
-async def sqlite_in_memory(clock: Clock) -> AsyncIterator[Store]:
+async def sqlite_in_memory(clock: ManualClock) -> AsyncIterator[Store]:
     async with await SqliteStore.open(":memory:", clock=clock) as store:
         yield store
 
@@ -72,7 +69,7 @@ def redis_shared(server: RedisServer) -> Factory:
     """Return a factory of stores in one Redis, in which every other owner but one with a live process is gone."""
 
     @asynccontextmanager
-    async def opened(clock: Clock) -> AsyncIterator[Store]:
+    async def opened(clock: ManualClock) -> AsyncIterator[Store]:
         async with await RedisStore.open(
             server.config(), clock=clock, is_gone=lambda owner: "/" not in owner or is_gone(owner)
         ) as store:
@@ -85,7 +82,7 @@ def redis_with_folder(server: RedisServer, folder: Path) -> Factory:
     """Return a factory of stores in one Redis, with the trajectories of each in a folder of its own."""
 
     @asynccontextmanager
-    async def opened(clock: Clock) -> AsyncIterator[Store]:
+    async def opened(clock: ManualClock) -> AsyncIterator[Store]:
         async with await RedisStore.open(
             server.config(),
             clock=clock,
@@ -97,7 +94,6 @@ def redis_with_folder(server: RedisServer, folder: Path) -> Factory:
     return opened
 
 
-Factory = Callable[[Clock], AbstractAsyncContextManager[Store]]
 KINDS = ["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder"))]
 
 
@@ -111,12 +107,7 @@ def kind(request: pytest.FixtureRequest) -> Factory:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def store(kind: Factory, clock: Clock) -> AsyncIterator[Store]:
+async def store(kind: Factory, clock: ManualClock) -> AsyncIterator[Store]:
     async with kind(clock) as made:
         yield made
 
@@ -126,21 +117,8 @@ def order(rollout_id: str = "r1", **instance: Any) -> RolloutRequest:
 
 
 def trajectory(tokens: int) -> Trajectory:
-    ids = list(range(tokens))
-    segment = Segment(
-        token_ids=ids,
-        loss_mask=[1] * tokens,
-        logprobs=[-0.5] * tokens,
-        versions=[3] * tokens,
-        turn_ids=[0] * tokens,
-        fork_reason=ForkReason.FIRST,
-    )
-    return Trajectory(
-        segments=[segment],
-        messages=[Message(role="user", content="1 + 1 = ?")],
-        finish_reasons=[FinishReason.STOP],
-        fork_counts={ForkReason.FIRST: 1},
-    )
+    messages = [Message(role="user", content="1 + 1 = ?")]
+    return samples.trajectory(samples.segment(list(range(tokens))), messages=messages)
 
 
 def outcome(lease: Lease, state: RolloutState = S.COMPLETED, **fields: Any) -> Rollout:
@@ -161,7 +139,7 @@ async def take(store: Store, owner: str = "a", *, seconds: float = 10.0) -> Leas
     return lease
 
 
-async def test_a_rollout_from_submit_to_result(store: Store, clock: Clock) -> None:
+async def test_a_rollout_from_submit_to_result(store, clock):
     request = order(question="1 + 1").model_copy(update={"metadata": {"step": 7}})
     queued, new = await store.submit(request)
     assert new
@@ -204,14 +182,14 @@ async def known(store: Store, rollout_id: str = "r1") -> Rollout:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 50_000])
-async def test_a_trajectory_of_any_size_comes_back_as_it_was(store: Store, tokens: int) -> None:
+async def test_a_trajectory_of_any_size_comes_back_as_it_was(store, tokens):
     await store.submit(order())
     lease = await take(store)
     assert await store.finish(lease, "a", outcome(lease, trajectory=trajectory(tokens)))
     assert await store.trajectory("r1") == trajectory(tokens)
 
 
-async def test_unknown_and_unfinished_rollouts_have_no_trajectory(store: Store) -> None:
+async def test_unknown_and_unfinished_rollouts_have_no_trajectory(store):
     assert await store.get("r1") is None
     assert await store.trajectory("r1") is None
     await store.submit(order())
@@ -222,7 +200,7 @@ async def test_unknown_and_unfinished_rollouts_have_no_trajectory(store: Store) 
     assert (await known(store)).error == INFRASTRUCTURE
 
 
-async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refused(store: Store) -> None:
+async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refused(store):
     await store.submit(order(x=1, y=2))
     again, new = await store.submit(order(y=2, x=1))
     assert not new
@@ -234,7 +212,7 @@ async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refuse
         await store.submit(RolloutRequest(task=Task(environment="calc")))
 
 
-async def test_the_callers_trace_is_kept_and_does_not_make_another_request(store: Store) -> None:
+async def test_the_callers_trace_is_kept_and_does_not_make_another_request(store):
     traced = TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01", tracestate="vendor=1")
     await store.submit(order().model_copy(update={"trace": traced}))
     for other in (None, traced.model_copy(update={"traceparent": f"00-{'c' * 32}-{'d' * 16}-00"})):
@@ -247,7 +225,7 @@ async def test_the_callers_trace_is_kept_and_does_not_make_another_request(store
     assert (await take(store)).request.trace == traced
 
 
-async def test_a_conflict_does_not_affect_concurrent_submits(store: Store) -> None:
+async def test_a_conflict_does_not_affect_concurrent_submits(store):
     await store.submit(order("r0"))
     outcomes: dict[str, str] = {}
 
@@ -265,7 +243,7 @@ async def test_a_conflict_does_not_affect_concurrent_submits(store: Store) -> No
     assert await store.counts() == {S.QUEUED: 20}
 
 
-async def test_claims_are_oldest_first_and_disjoint(store: Store) -> None:
+async def test_claims_are_oldest_first_and_disjoint(store):
     for number in range(7):
         await store.submit(order(f"r{number}"))
     first = await store.claim("a", limit=3, lease_seconds=10)
@@ -274,9 +252,7 @@ async def test_claims_are_oldest_first_and_disjoint(store: Store) -> None:
     assert await store.claim("a", limit=10, lease_seconds=10) == []
 
 
-async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(
-    store: Store, clock: Clock
-) -> None:
+async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(store, clock):
     await store.submit(order())
     lost = await take(store, "a", seconds=10)
     assert await store.advance(lost, "a", S.ROLLOUT)
@@ -299,14 +275,14 @@ async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(
     assert (await known(store)).reward == 0.25
 
 
-async def test_an_expired_lease_that_nobody_took_can_still_end(store: Store, clock: Clock) -> None:
+async def test_an_expired_lease_that_nobody_took_can_still_end(store, clock):
     await store.submit(order())
     lease = await take(store)
     clock.now += 100
     assert await store.finish(lease, "a", outcome(lease))
 
 
-async def test_renewing_touches_only_the_named_leases_of_the_owner(store: Store, clock: Clock) -> None:
+async def test_renewing_touches_only_the_named_leases_of_the_owner(store, clock):
     for number in range(3):
         await store.submit(order(f"r{number}"))
     await store.claim("a", limit=2, lease_seconds=10)
@@ -320,7 +296,7 @@ async def test_renewing_touches_only_the_named_leases_of_the_owner(store: Store,
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("crashed", [False, True])
-async def test_released_rollouts_are_requeued(store: Store, clock: Clock, begun: bool, crashed: bool) -> None:
+async def test_released_rollouts_are_requeued(store, clock, begun, crashed):
     await store.submit(order())
     lost = await take(store)
     if begun:
@@ -337,7 +313,7 @@ async def test_released_rollouts_are_requeued(store: Store, clock: Clock, begun:
     assert await store.finish(again, "a", outcome(again))
 
 
-async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store: Store) -> None:
+async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store):
     program = "from rollout_service.cluster.identity import ServiceIdentity as I; print(I.create())"
     dead = (await anyio.run_process([sys.executable, "-c", program])).stdout.decode().strip()
     mine = str(ServiceIdentity.create())
@@ -349,7 +325,7 @@ async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store: Stor
     assert [lease.rollout_id for lease in await store.claim(mine, limit=9, lease_seconds=10)] == ["r2"]
 
 
-async def test_only_rollouts_of_the_named_pools_are_leased(store: Store, clock: Clock) -> None:
+async def test_only_rollouts_of_the_named_pools_are_leased(store, clock):
     for number, pool in enumerate(("policy", "judge", "policy", "judge")):
         await store.submit(order(f"r{number}").model_copy(update={"pool": pool}))
     assert await store.claim("a", limit=9, lease_seconds=10, pools=[]) == []
@@ -364,7 +340,7 @@ async def test_only_rollouts_of_the_named_pools_are_leased(store: Store, clock: 
     ]
 
 
-async def test_only_rollouts_of_environments_that_suit_are_leased(store: Store) -> None:
+async def test_only_rollouts_of_environments_that_suit_are_leased(store):
     for number, environment in enumerate(("calc", "code", "calc", "code")):
         request = RolloutRequest(rollout_id=f"r{number}", task=Task(environment=environment, instance={}))
         await store.submit(request)
@@ -376,7 +352,7 @@ async def test_only_rollouts_of_environments_that_suit_are_leased(store: Store) 
     assert [lease.rollout_id for lease in await store.claim("b", limit=9, lease_seconds=10)] == ["r0", "r2"]
 
 
-async def test_a_rollout_waits_for_the_node_that_suits_it_best(store: Store, clock: Clock) -> None:
+async def test_a_rollout_waits_for_the_node_that_suits_it_best(store, clock):
     await store.submit(order())
     waits = {"calc": 2.0}
     assert await store.claim("a", limit=9, lease_seconds=10, waits=waits) == []
@@ -392,7 +368,7 @@ async def test_a_rollout_waits_for_the_node_that_suits_it_best(store: Store, clo
     assert len(await store.claim("b", limit=9, lease_seconds=10, waits={"calc": 0.0})) == 1
 
 
-async def test_an_expired_lease_is_taken_over_only_by_a_node_that_suits(store: Store, clock: Clock) -> None:
+async def test_an_expired_lease_is_taken_over_only_by_a_node_that_suits(store, clock):
     await store.submit(order())
     await take(store, "a", seconds=10)
     clock.now += 10
@@ -401,7 +377,7 @@ async def test_an_expired_lease_is_taken_over_only_by_a_node_that_suits(store: S
     assert len(await store.claim("b", limit=1, lease_seconds=10, waits={"calc": 2.0})) == 1
 
 
-async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store: Store) -> None:
+async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store):
     await store.submit(order())
     for number in range(5):
         lease = await take(store, f"owner-{number}")
@@ -410,7 +386,7 @@ async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store: Sto
         await store.recover("next")
 
 
-async def test_a_retry_waits_and_remembers_why(store: Store, clock: Clock) -> None:
+async def test_a_retry_waits_and_remembers_why(store, clock):
     await store.submit(order())
     lease = await take(store)
     assert await store.retry(lease, "a", INFRASTRUCTURE, delay_seconds=5)
@@ -426,22 +402,33 @@ def saved_turn(lease: Lease, number: int) -> UnsavedTurn:
     return UnsavedTurn(lease.rollout_id, lease.token, number, data)
 
 
+async def end_attempt(store: Store, clock: ManualClock, lease: Lease, way: str, **how: Any) -> None:
+    """End the attempt of a lease of 10 seconds that "a" holds, in one of the ways there are."""
+    if way == "expire":
+        clock.now += 10
+    elif way == "recover":
+        await store.recover("b")
+    elif way == "retry":
+        await store.retry(lease, "a", INFRASTRUCTURE, **how)
+    elif way == "restart":
+        await store.restart(lease, "a")
+    elif way == "finish":
+        await store.finish(lease, "a", outcome(lease))
+    else:
+        await store.release("a")
+        if way == "cancel":
+            await store.cancel("r1")
+
+
 @pytest.mark.parametrize("way", ["expire", "release", "recover", "retry"])
-async def test_turns_outlive_an_interrupted_attempt(store: Store, clock: Clock, way: str) -> None:
+async def test_turns_outlive_an_interrupted_attempt(store, clock, way):
     await store.submit(order("r1"))
     await store.submit(order("r2"))
     lease, other = await store.claim("a", limit=2, lease_seconds=10)
     assert lease.saved_turns == 0
     turns = [saved_turn(lease, 0), saved_turn(other, 0), saved_turn(lease, 1)]
     assert await store.save_turns("a", turns) == len(turns)
-    if way == "expire":
-        clock.now += 10
-    elif way == "release":
-        await store.release("a")
-    elif way == "recover":
-        await store.recover("b")
-    else:
-        await store.retry(lease, "a", INFRASTRUCTURE, keep_turns=True)
+    await end_attempt(store, clock, lease, way, keep_turns=True)
     again = await take(store, "b")
     assert (again.rollout_id, again.saved_turns) == ("r1", 2)
     assert await store.saved_turns("r1") == [turns[0].data, turns[2].data]
@@ -450,7 +437,7 @@ async def test_turns_outlive_an_interrupted_attempt(store: Store, clock: Clock, 
     assert await store.saved_turns("unknown") == []
 
 
-async def test_turns_are_saved_by_the_holder_alone_and_without_a_gap(store: Store, clock: Clock) -> None:
+async def test_turns_are_saved_by_the_holder_alone_and_without_a_gap(store, clock):
     await store.submit(order())
     lost = await take(store, "a")
     assert await store.save_turns("a", [saved_turn(lost, 1)]) == 0, "turn 0 is missing"
@@ -466,20 +453,12 @@ async def test_turns_are_saved_by_the_holder_alone_and_without_a_gap(store: Stor
 
 
 @pytest.mark.parametrize("way", ["finish", "cancel", "retry", "restart"])
-async def test_turns_of_an_attempt_that_is_over_are_deleted(store: Store, way: str) -> None:
+async def test_turns_of_an_attempt_that_is_over_are_deleted(store, clock, way):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.ROLLOUT)
     await store.save_turns("a", [saved_turn(lease, 0)])
-    if way == "finish":
-        await store.finish(lease, "a", outcome(lease))
-    elif way == "cancel":
-        await store.release("a")
-        await store.cancel("r1")
-    elif way == "retry":
-        await store.retry(lease, "a", INFRASTRUCTURE)
-    else:
-        await store.restart(lease, "a")
+    await end_attempt(store, clock, lease, way)
     assert await store.saved_turns("r1") == []
 
 
@@ -487,7 +466,7 @@ def steps_of(rollout_id: str, number: int) -> EncodedSteps:
     return EncodedSteps(rollout_id, f"steps {number} of {rollout_id}".encode() + bytes(range(256)))
 
 
-async def test_steps_are_kept_for_each_attempt_in_order(store: Store) -> None:
+async def test_steps_are_kept_for_each_attempt_in_order(store):
     for name in ("r1", "r2", "r3"):
         await store.submit(order(name))
     attempts = [steps_of("r1", 0), steps_of("r2", 0), steps_of("r1", 1)]
@@ -501,7 +480,7 @@ async def test_steps_are_kept_for_each_attempt_in_order(store: Store) -> None:
     assert await store.save_steps([]) == 0
 
 
-async def test_steps_of_many_rollouts_are_written_and_read_at_once(store: Store) -> None:
+async def test_steps_of_many_rollouts_are_written_and_read_at_once(store):
     names = [f"r{number}" for number in range(700)]
     for name in names:
         await store.submit(order(name))
@@ -509,34 +488,26 @@ async def test_steps_of_many_rollouts_are_written_and_read_at_once(store: Store)
     assert len(await store.saved_steps(names)) == len(names)
 
 
-async def test_a_rollout_keeps_the_steps_of_a_bounded_number_of_attempts(store: Store) -> None:
+async def test_a_rollout_keeps_the_steps_of_a_bounded_number_of_attempts(store):
     await store.submit(order())
     attempts = [steps_of("r1", number) for number in range(MAX_RECORDS + 3)]
     assert await store.save_steps(attempts) == MAX_RECORDS
     assert (await store.saved_steps(["r1"]))["r1"] == [one.data for one in attempts[:MAX_RECORDS]]
 
 
-@pytest.mark.parametrize("way", ["finish", "retry", "restart", "release", "lost"])
-async def test_steps_are_kept_however_their_attempt_ended(store: Store, clock: Clock, way: str) -> None:
+@pytest.mark.parametrize("way", ["finish", "retry", "restart", "release", "expire"])
+async def test_steps_are_kept_however_their_attempt_ended(store, clock, way):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.ROLLOUT)
-    if way == "finish":
-        await store.finish(lease, "a", outcome(lease))
-    elif way == "retry":
-        await store.retry(lease, "a", INFRASTRUCTURE)
-    elif way == "restart":
-        await store.restart(lease, "a")
-    elif way == "release":
-        await store.release("a")
-    else:
-        clock.now += 10
+    await end_attempt(store, clock, lease, way)
+    if way == "expire":
         await take(store, "b")
     assert await store.save_steps([steps_of("r1", 0)]) == 1
     assert await store.saved_steps(["r1"]) == {"r1": [steps_of("r1", 0).data]}
 
 
-async def test_steps_are_deleted_with_their_rollout(store: Store, clock: Clock) -> None:
+async def test_steps_are_deleted_with_their_rollout(store, clock):
     await store.submit(order())
     lease = await take(store)
     await store.finish(lease, "a", outcome(lease))
@@ -549,7 +520,7 @@ async def test_steps_are_deleted_with_their_rollout(store: Store, clock: Clock) 
     assert await store.saved_steps(["r1"]) == {}
 
 
-async def test_a_lease_tells_the_run_and_the_group(store: Store) -> None:
+async def test_a_lease_tells_the_run_and_the_group(store):
     source = InlineTasks(tasks=[Task(environment="calc", instance={})])
     run = RunRequest(run_id="a", source=source, group_size=1, batch_size=1)
     await store.runs.create(run, tasks=1, version=0, digest=None)
@@ -560,7 +531,7 @@ async def test_a_lease_tells_the_run_and_the_group(store: Store) -> None:
     assert [(one.run_id, one.group) for one in leases] == [("a", 0), (None, None)]
 
 
-async def test_a_restarted_rollout_is_queued_with_its_attempt_not_counted(store: Store) -> None:
+async def test_a_restarted_rollout_is_queued_with_its_attempt_not_counted(store):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.ROLLOUT)
@@ -571,7 +542,7 @@ async def test_a_restarted_rollout_is_queued_with_its_attempt_not_counted(store:
     assert (again.attempt, again.saved_turns, again.spans, again.retries) == (1, 0, [span], [])
 
 
-async def test_stages_only_go_forward_within_an_attempt(store: Store) -> None:
+async def test_stages_only_go_forward_within_an_attempt(store):
     await store.submit(order())
     lease = await take(store)
     assert await store.advance(lease, "a", S.ROLLOUT)
@@ -585,7 +556,7 @@ async def test_stages_only_go_forward_within_an_attempt(store: Store) -> None:
     assert (await known(store)).state is S.ROLLOUT
 
 
-async def test_cancel_of_a_queued_rollout_is_final(store: Store) -> None:
+async def test_cancel_of_a_queued_rollout_is_final(store):
     await store.submit(order())
     assert await store.cancel("r1") is S.QUEUED
     assert await store.cancel("r1") is S.CANCELLED
@@ -595,7 +566,7 @@ async def test_cancel_of_a_queued_rollout_is_final(store: Store) -> None:
     assert await store.claim("a", limit=1, lease_seconds=10) == []
 
 
-async def test_cancel_before_submit_leaves_a_tombstone_for_one_rollout(store: Store) -> None:
+async def test_cancel_before_submit_leaves_a_tombstone_for_one_rollout(store):
     assert await store.cancel("r1") is None
     assert await store.cancel("r1") is None
     assert await store.get("r1") is None
@@ -605,7 +576,7 @@ async def test_cancel_before_submit_leaves_a_tombstone_for_one_rollout(store: St
     assert await store.claim("a", limit=1, lease_seconds=10) == []
 
 
-async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store: Store) -> None:
+async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store):
     await store.submit(order())
     lease = await take(store)
     assert await store.cancel("r1") is S.QUEUED
@@ -618,26 +589,17 @@ async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store: Store) ->
 
 
 @pytest.mark.parametrize("way", ["expire", "release", "recover", "retry", "restart"])
-async def test_a_cancelled_rollout_is_never_queued_again(store: Store, clock: Clock, way: str) -> None:
+async def test_a_cancelled_rollout_is_never_queued_again(store, clock, way):
     await store.submit(order())
-    lease = await take(store, seconds=10)
+    lease = await take(store)
     await store.cancel("r1")
-    if way == "expire":
-        clock.now += 10
-    elif way == "release":
-        await store.release("a")
-    elif way == "recover":
-        await store.recover("b")
-    elif way == "restart":
-        await store.restart(lease, "a")
-    else:
-        await store.retry(lease, "a", INFRASTRUCTURE)
+    await end_attempt(store, clock, lease, way)
     assert await store.claim("b", limit=1, lease_seconds=10) == []
     assert (await known(store)).state is S.CANCELLED
     assert await store.counts() == {S.CANCELLED: 1}
 
 
-async def test_every_change_of_state_is_an_event(store: Store) -> None:
+async def test_every_change_of_state_is_an_event(store):
     assert await store.last_event() == 0
     await store.submit(order())
     lease = await take(store)
@@ -662,7 +624,7 @@ async def test_every_change_of_state_is_an_event(store: Store) -> None:
     assert await store.events(after=3, limit=2) == events[3:5]
 
 
-async def test_pages_cover_everything_once(store: Store) -> None:
+async def test_pages_cover_everything_once(store):
     for number in range(10):
         await store.submit(order(f"r{number}"))
     for number in (2, 3, 7):
@@ -710,7 +672,7 @@ async def woken_by(wait: Callable[[], Awaitable[Any]], act: Callable[[], Awaitab
     return answers[0]
 
 
-async def test_waiting_for_work(store: Store, clock: Clock) -> None:
+async def test_waiting_for_work(store, clock):
     assert await store.claim("a", limit=2, lease_seconds=10) == []
     assert not await returns(store.wait_for_work())
     await woken_by(store.wait_for_work, lambda: store.submit(order("r1")))
@@ -734,7 +696,7 @@ async def test_waiting_for_work(store: Store, clock: Clock) -> None:
     assert await returns(store.wait_for_work()), "another's lease ran out"
 
 
-async def test_waiting_for_cancels(store: Store) -> None:
+async def test_waiting_for_cancels(store):
     await store.submit(order())
     await take(store)
     await store.cancel_requested("a")
@@ -744,7 +706,7 @@ async def test_waiting_for_cancels(store: Store) -> None:
     assert not await returns(store.wait_for_cancels())
 
 
-async def test_waiting_for_events(store: Store) -> None:
+async def test_waiting_for_events(store):
     assert not await returns(store.wait_for_events(after=0))
     assert await woken_by(lambda: store.wait_for_events(after=0), lambda: store.submit(order())) == 1
     assert await returns(store.wait_for_events(after=0))
@@ -752,9 +714,7 @@ async def test_waiting_for_events(store: Store) -> None:
     assert await store.wait_for_events(after=2) == 1, "there never was such an event, or it was lost"
 
 
-async def test_a_rollout_that_has_waited_is_found_behind_many_that_have_not(
-    store: Store, clock: Clock
-) -> None:
+async def test_a_rollout_that_has_waited_is_found_behind_many_that_have_not(store, clock):
     for number in range(300):
         await store.submit(order(f"r{number}"))
     held = await store.claim("b", limit=300, lease_seconds=100)
@@ -770,7 +730,7 @@ async def test_a_rollout_that_has_waited_is_found_behind_many_that_have_not(
     assert [lease.rollout_id for lease in found] == [*(f"r{number}" for number in range(300)), "young"]
 
 
-async def test_an_owner_is_told_what_it_holds(store: Store) -> None:
+async def test_an_owner_is_told_what_it_holds(store):
     assert await store.held("a") == {}
     for number in range(3):
         await store.submit(order(f"r{number}"))
@@ -785,7 +745,7 @@ async def test_an_owner_is_told_what_it_holds(store: Store) -> None:
 
 
 @pytest.mark.parametrize("way", ["finish", "cancel", "release"])
-async def test_waiting_for_a_result(store: Store, way: str) -> None:
+async def test_waiting_for_a_result(store, way):
     assert await store.wait_for_result("r1") is None
     await store.submit(order())
 
@@ -805,7 +765,7 @@ async def test_waiting_for_a_result(store: Store, way: str) -> None:
     assert await store.wait_for_result("r1") == ended
 
 
-async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store: Store) -> None:
+async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store):
     await store.submit(order())
     leases: list[Lease] = []
     with anyio.CancelScope() as scope:
@@ -814,7 +774,7 @@ async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store: Store) ->
     assert [lease.rollout_id for lease in leases] == ["r1"]
 
 
-async def test_a_closed_store_says_so(store: Store) -> None:
+async def test_a_closed_store_says_so(store):
     await store.submit(order())
     await store.close()
     await store.close()
@@ -850,10 +810,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self, kind: Factory) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = ManualClock()
         self.stack = ExitStack()
         portal: BlockingPortal = self.stack.enter_context(anyio.from_thread.start_blocking_portal())
-        self.portal = portal
+        self.call = portal.call
         self.store: Store = self.stack.enter_context(portal.wrap_async_context_manager(kind(self.clock)))
         self.known: dict[str, Known] = {}
         self.buried: set[str] = set()
@@ -863,18 +823,11 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.stack.close()
 
-    def call(self, make: Callable[[], Awaitable[Any]]) -> Any:
-        async def run() -> Any:
-            return await make()
-
-        return self.portal.call(run)
-
-    def holder(self, owner: str, lease: Lease) -> Known | None:
+    def pick(self, data: st.DataObject) -> tuple[str, Lease, Known | None]:
+        """Return an owner, a lease that it was given, and the state of the rollout if it still holds it."""
+        owner, lease = data.draw(st.sampled_from(self.leases))
         record = self.known[lease.rollout_id]
-        return record if record.owner == owner and record.lease is lease else None
-
-    def pick(self, data: st.DataObject) -> tuple[str, Lease] | None:
-        return data.draw(st.sampled_from(self.leases)) if self.leases else None
+        return owner, lease, record if record.owner == owner and record.lease is lease else None
 
     @staticmethod
     def give_back(record: Known) -> None:
@@ -955,12 +908,10 @@ class StoreMachine(RuleBasedStateMachine):
         for record in held:
             self.give_back(record)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), state=st.sampled_from(STAGES[1:]))
     def advance(self, data: st.DataObject, state: RolloutState) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         if record and STAGES.index(state) < STAGES.index(record.state):
             with pytest.raises(ValueError, match="back"):
                 self.call(lambda: self.store.advance(lease, owner, state))
@@ -970,36 +921,30 @@ class StoreMachine(RuleBasedStateMachine):
             record.attempt += record.state is S.QUEUED
             record.state = state
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), number=st.integers(0, 3))
     def save_turn(self, data: st.DataObject, number: int) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         saved = record is not None and len(record.turns) == number
         turn = saved_turn(lease, number)
         assert self.call(lambda: self.store.save_turns(owner, [turn])) == saved
         if record and saved:
             record.turns.append(turn.data)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def restart(self, data: st.DataObject) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         assert self.call(lambda: self.store.restart(lease, owner)) == (record is not None)
         if record:
             record.attempt -= record.state is not S.QUEUED
             record.turns = []
             self.give_back(record)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), delay=st.integers(0, 10), keep=st.booleans())
     def retry(self, data: st.DataObject, delay: int, keep: bool) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         done = self.call(
             lambda: self.store.retry(lease, owner, INFRASTRUCTURE, delay_seconds=delay, keep_turns=keep)
         )
@@ -1011,12 +956,10 @@ class StoreMachine(RuleBasedStateMachine):
             record.attempt += record.state is S.QUEUED
             self.give_back(record)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), state=st.sampled_from([S.COMPLETED, S.FAILED, S.CANCELLED]))
     def finish(self, data: st.DataObject, state: RolloutState) -> None:
-        if (picked := self.pick(data)) is None:
-            return
-        owner, lease = picked
-        record = self.holder(owner, lease)
+        owner, lease, record = self.pick(data)
         reward = float(next(self.rewards))
         result = outcome(lease, state, reward=reward)
         assert self.call(lambda: self.store.finish(lease, owner, result)) == (record is not None)
@@ -1065,8 +1008,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert sorted(asked) == sorted(held)
 
 
-def test_any_sequence_of_calls_keeps_the_contract(kind: Factory) -> None:
+def test_any_sequence_of_calls_keeps_the_contract(kind):
     run_state_machine_as_test(
-        lambda: StoreMachine(kind),
-        settings=settings(stateful_step_count=30, deadline=None),
+        lambda: StoreMachine(kind), settings=settings(stateful_step_count=30, deadline=None)
     )

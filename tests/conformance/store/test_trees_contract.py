@@ -1,7 +1,5 @@
 """Every kind of store keeps the sub-agents of rollouts, and delivers them only where they were asked for."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from uuid import uuid4
@@ -19,19 +17,13 @@ from rollout_service.store.codec.rollouts import FrozenTokensError
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
-from tests.support.runs import TASKS, ManualClock, create_run, leased_batch, without_tokens
+from tests.support.runs import TASKS, create_run, leased_batch, without_tokens
 from tests.support.store.trees import NOW, WORK, bare, conversation, node, order, rollout
-
-pytestmark = pytest.mark.anyio
 
 KINDS = ["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder"))]
 SUMMARY, TOKENS = NodeDetail.SUMMARY, NodeDetail.TOKENS
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture(params=KINDS)
@@ -76,44 +68,38 @@ async def close_a_group(store: Store, detail: NodeDetail, **fields: object) -> G
 
 
 @pytest.mark.parametrize("detail", NodeDetail)
-async def test_a_rollout_has_what_its_request_asks_for(store: Store, detail: NodeDetail) -> None:
+async def test_a_rollout_has_what_its_request_asks_for(store, detail):
     result = await finish(store, order(detail))
     for read in (await store.get("r1"), await store.wait_for_result("r1")):
-        assert read is not None
         assert read.nodes == ([] if detail is NodeDetail.NONE else bare(result.nodes))
         assert read.work == (None if detail is NodeDetail.NONE else WORK)
     everything = await store.get("r1", whole_tree=True)
-    assert everything is not None
     assert (everything.nodes, everything.work) == (bare(result.nodes), WORK)
     (listed,) = (await store.list()).rollouts
     assert (listed.nodes, listed.work) == ([], None if detail is NodeDetail.NONE else WORK)
     assert await store.trajectory("r1") == result.trajectory
     tree, whole = await store.tree("r1"), await store.tree("r1", trajectories=True)
-    assert tree is not None
-    assert whole is not None
     assert (tree.nodes, tree.work, whole.work) == (bare(result.nodes), WORK, WORK)
     assert whole.nodes == (result.nodes if detail is TOKENS else bare(result.nodes))
 
 
-async def test_a_rollout_that_has_not_ended_has_no_tree(store: Store) -> None:
+async def test_a_rollout_that_has_not_ended_has_no_tree(store):
     assert await store.tree("r1") is None
     await store.submit(order(SUMMARY))
     assert await store.tree("r1", trajectories=True) is None
     await finish(store, order(SUMMARY), nodes=[], work=None)
     tree = await store.tree("r1")
-    assert tree is not None
     assert (tree.nodes, tree.work) == ([], None)
 
 
-async def test_the_tokens_of_a_large_tree_come_back(store: Store) -> None:
+async def test_the_tokens_of_a_large_tree_come_back(store):
     nodes = [node("r1", n, trajectory=conversation(5_000, mask=0)) for n in range(1, 9)]
     result = await finish(store, order(TOKENS), nodes=nodes)
     tree = await store.tree("r1", trajectories=True)
-    assert tree is not None
     assert tree.nodes == result.nodes
 
 
-async def test_a_sample_with_a_frozen_token_to_train_on_is_refused(store: Store) -> None:
+async def test_a_sample_with_a_frozen_token_to_train_on_is_refused(store):
     await store.submit(order(TOKENS))
     (lease,) = await store.claim("w", limit=1, lease_seconds=100)
     wrong = ended(lease, nodes=[node("r1", 1, trajectory=conversation(2, mask=1))])
@@ -123,7 +109,7 @@ async def test_a_sample_with_a_frozen_token_to_train_on_is_refused(store: Store)
     assert await store.finish(lease, "w", ended(lease)), "the lease is held, and a right result is taken"
 
 
-async def test_a_group_has_what_its_run_asks_for(store: Store) -> None:
+async def test_a_group_has_what_its_run_asks_for(store):
     group = await close_a_group(store, TOKENS)
     kept, stale = group.samples
     assert kept.rollout.nodes == rollout("a.0.0").nodes
@@ -135,7 +121,7 @@ async def test_a_group_has_what_its_run_asks_for(store: Store) -> None:
     assert columns.array("token_ids").tolist() == [0, 1, 2], "sub-agents have no columns"
 
 
-async def test_redelivery_is_byte_identical(store: Store, clock: ManualClock) -> None:
+async def test_redelivery_is_byte_identical(store, clock):
     await close_a_group(store, TOKENS)
     seen = set()
     for _ in range(3):
@@ -147,7 +133,7 @@ async def test_redelivery_is_byte_identical(store: Store, clock: ManualClock) ->
     assert len(seen) == 1
 
 
-async def test_a_run_that_did_not_ask_is_delivered_as_if_there_were_no_sub_agents(store: Store) -> None:
+async def test_a_run_that_did_not_ask_is_delivered_as_if_there_were_no_sub_agents(store):
     group = await close_a_group(store, NodeDetail.NONE)
     for sample in group.samples:
         assert (sample.rollout.nodes, sample.rollout.work) == ([], None)
@@ -158,7 +144,7 @@ async def test_a_run_that_did_not_ask_is_delivered_as_if_there_were_no_sub_agent
     assert head.json == without_tokens(group)
 
 
-async def test_a_tree_that_is_too_large_for_a_batch_is_delivered_by_reference(store: Store) -> None:
+async def test_a_tree_that_is_too_large_for_a_batch_is_delivered_by_reference(store):
     large = [node("a.0.0", 1), node("a.0.0", 2, result="x" * MAX_NODES_BYTES)]
     group = await close_a_group(store, SUMMARY, nodes=large)
     for sample in group.samples:
@@ -166,21 +152,19 @@ async def test_a_tree_that_is_too_large_for_a_batch_is_delivered_by_reference(st
     (head,) = await store.runs.group_heads("a", [0])
     assert head.json == without_tokens(group)
     tree = await store.tree("a.0.0")
-    assert tree is not None
     assert tree.nodes == bare(large), "the reference leads to all of them"
     (exported, _) = await store.runs.exported_samples("a", 0)
     assert exported.sample.rollout.nodes == bare(large)
     assert not exported.sample.nodes_by_reference
 
 
-async def test_pruning_takes_all_tokens_and_leaves_the_tree(store: Store) -> None:
+async def test_pruning_takes_all_tokens_and_leaves_the_tree(store):
     await close_a_group(store, TOKENS)
     await leased_batch(store)
     await store.runs.acknowledge("a", 0)
     assert await store.runs.prune("a", seconds=None, max_bytes=0) == 1
     assert await store.trajectory("a.0.0") is None
     tree = await store.tree("a.0.0", trajectories=True)
-    assert tree is not None
     assert (tree.nodes, tree.work) == (bare(rollout("a.0.0").nodes), WORK)
     sample = (await store.runs.group("a", 0)).samples[0]
     assert sample.rollout.nodes == tree.nodes
@@ -192,7 +176,7 @@ async def test_pruning_takes_all_tokens_and_leaves_the_tree(store: Store) -> Non
     assert await store.tree("a.0.0") is None
 
 
-async def test_a_rollout_that_expires_takes_its_tree_along(store: Store, clock: ManualClock) -> None:
+async def test_a_rollout_that_expires_takes_its_tree_along(store, clock):
     await finish(store, order(TOKENS))
     clock.now += 100
     assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=50.0)) == 1
@@ -200,7 +184,7 @@ async def test_a_rollout_that_expires_takes_its_tree_along(store: Store, clock: 
 
 
 @pytest.mark.parametrize("detail", NodeDetail)
-async def test_scoring_again_gets_the_tree_whatever_was_asked_for(store: Store, detail: NodeDetail) -> None:
+async def test_scoring_again_gets_the_tree_whatever_was_asked_for(store, detail):
     await close_a_group(store, detail)
     recorded, _ = await store.runs.recorded_rollouts(["a.0.0", "a.0.1"])
     assert recorded.rollout.nodes == bare(rollout("a.0.0").nodes)

@@ -1,7 +1,5 @@
 """Three services share a Redis: one is killed, stopped for a while or drained, and every rollout ends exactly once."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -121,9 +119,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         yield made
 
 
-def test_a_killed_node_loses_nothing_and_a_leader_is_followed(
-    nodes: Nodes, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_killed_node_loses_nothing_and_a_leader_is_followed(nodes, record_property):
     nodes.eventually(lambda: sum(map(nodes.leads, nodes.services)) == 1)
     victim = next(name for name in nodes.services if nodes.leads(name))
     ids = nodes.submit(24)
@@ -147,7 +143,7 @@ def test_a_killed_node_loses_nothing_and_a_leader_is_followed(
 
 
 @LONG
-def test_a_node_that_slept_writes_over_no_result_and_joins_again(nodes: Nodes) -> None:
+def test_a_node_that_slept_writes_over_no_result_and_joins_again(nodes):
     ids = nodes.submit(40)
     nodes.eventually(lambda: nodes.view("n3")["rollouts"] > 0 and len(nodes.ends()) >= 5)
     nodes.services["n3"].stop(signal.SIGSTOP)
@@ -168,7 +164,7 @@ def test_a_node_that_slept_writes_over_no_result_and_joins_again(nodes: Nodes) -
 
 
 @LONG
-def test_a_drained_node_takes_nothing_until_it_is_resumed(nodes: Nodes) -> None:
+def test_a_drained_node_takes_nothing_until_it_is_resumed(nodes):
     assert nodes.post("/v1/nodes/n3/drain")["state"] == "draining"
     nodes.eventually(lambda: httpx.get(f"{nodes.services['n3'].url}/ready", timeout=60).status_code == 503)
     ids = nodes.submit(12)
@@ -185,7 +181,7 @@ def test_a_drained_node_takes_nothing_until_it_is_resumed(nodes: Nodes) -> None:
     assert ended["state"] == "completed"
 
 
-def test_any_node_serves_runs_leases_and_acknowledgments(nodes: Nodes) -> None:
+def test_any_node_serves_runs_leases_and_acknowledgments(nodes):
     nodes.eventually(lambda: sum(map(nodes.leads, nodes.services)) == 1)
     leader = next(name for name in nodes.services if nodes.leads(name))
     one, other = (name for name in nodes.services if name != leader)
@@ -203,7 +199,7 @@ def test_any_node_serves_runs_leases_and_acknowledgments(nodes: Nodes) -> None:
 
 
 @LONG
-def test_a_cancellation_reaches_the_node_that_works_whichever_node_is_asked(nodes: Nodes) -> None:
+def test_a_cancellation_reaches_the_node_that_works_whichever_node_is_asked(nodes):
     for drained in ("n1", "n2"):
         nodes.post(f"/v1/nodes/{drained}/drain")
         nodes.eventually(lambda drained=drained: "draining" in _readiness(nodes, drained))  # type: ignore[misc]

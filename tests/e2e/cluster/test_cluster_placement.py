@@ -3,11 +3,8 @@
 What is queued outlives a restart without the labels, and runs once they are back.
 """
 
-from __future__ import annotations
-
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,7 @@ import httpx
 import pytest
 
 from sandboxes.images.store import ImageStore
-from tests.support.processes.service import Running, scripted_engine, service
+from tests.support.processes.service import Running, eventually, scripted_engine, service
 from tests.support.redis_server import RedisServer, redis_server
 
 pytestmark = [
@@ -26,7 +23,6 @@ pytestmark = [
     pytest.mark.extended("rollout_service/cluster/", "sandboxes/"),
 ]
 
-PATIENCE_SECONDS = 90.0
 LABELS = ["gpu", "fast"]
 ENDS = ("completed", "failed", "cancelled")
 TUNED = """
@@ -76,78 +72,64 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(tmp_path, redis, engine, stack)
 
 
-def submit(node: Running, rollout_id: str, environment: str) -> httpx.Response:
-    task = {"environment": environment, "instance": {"number": 1}}
-    return httpx.post(f"{node.url}/v1/rollouts", json={"rollout_id": rollout_id, "task": task}, timeout=60)
-
-
-def get(node: Running, path: str) -> Any:
-    return httpx.get(f"{node.url}{path}", timeout=60).raise_for_status().json()
-
-
 def view(node: Running, name: str) -> dict[str, Any]:
-    return next(one for one in get(node, "/v1/nodes") if one["node"] == name)
+    return next(one for one in node.get("/v1/nodes") if one["node"] == name)
 
 
-def eventually(condition: Callable[[], Any], nodes: dict[str, Running]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, {name: node.log[-4_000:] for name, node in nodes.items()}
-        time.sleep(0.1)
-
-
-def test_rollouts_wait_for_the_node_with_their_labels(cluster: Cluster) -> None:
+def test_rollouts_wait_for_the_node_with_their_labels(cluster):
     plain, fast = cluster.start("plain", []), cluster.start("fast", LABELS)
     nodes = {"plain": plain, "fast": fast}
-    eventually(lambda: len(get(plain, "/v1/nodes")) == 2, nodes)
+    eventually(lambda: len(plain.get("/v1/nodes")) == 2, nodes.values())
     assert "tuned" not in view(plain, "plain")["environments"]
-    eventually(lambda: submit(plain, "r0", "tuned").status_code == 202, nodes)  # it has heard of the other
+    eventually(
+        lambda: plain.submit("r0", "tuned").status_code == 202, nodes.values()
+    )  # it has heard of the other
     for number in range(1, 5):
-        assert submit(plain, f"r{number}", "tuned").status_code == 202
-    eventually(lambda: get(plain, "/v1/rollouts?limit=1")["counts"].get("completed") == 5, nodes)
-    eventually(lambda: view(plain, "fast")["finished"] == 5, nodes)
+        assert plain.submit(f"r{number}", "tuned").status_code == 202
+    eventually(lambda: plain.counts().get("completed") == 5, nodes.values())
+    eventually(lambda: view(plain, "fast")["finished"] == 5, nodes.values())
     assert view(plain, "plain")["finished"] == 0
     httpx.post(f"{fast.url}/v1/nodes/fast/drain", timeout=60).raise_for_status()
-    assert submit(plain, "echo", "echo").status_code == 202
-    eventually(lambda: get(plain, "/v1/rollouts/echo")["state"] == "completed", nodes)
-    eventually(lambda: view(plain, "plain")["finished"] == 1, nodes)  # a heartbeat tells it
+    assert plain.submit("echo", "echo").status_code == 202
+    eventually(lambda: plain.state("echo") == "completed", nodes.values())
+    eventually(lambda: view(plain, "plain")["finished"] == 1, nodes.values())  # a heartbeat tells it
     httpx.post(f"{fast.url}/v1/nodes/fast/resume", timeout=60).raise_for_status()
-    eventually(lambda: submit(plain, "r5", "tuned").status_code == 202, nodes)
+    eventually(lambda: plain.submit("r5", "tuned").status_code == 202, nodes.values())
     fast.stop(signal.SIGSTOP)
     for number in range(6, 9):
-        assert submit(plain, f"r{number}", "tuned").status_code == 202
+        assert plain.submit(f"r{number}", "tuned").status_code == 202
     fast.stop(signal.SIGKILL)
     fast.ended(30)
-    eventually(lambda: submit(plain, "none", "tuned").status_code == 422, nodes)
-    refused = submit(plain, "none", "tuned").json()
+    eventually(lambda: plain.submit("none", "tuned").status_code == 422, nodes.values())
+    refused = plain.submit("none", "tuned").json()
     assert "fast, gpu" in str(refused)
     assert "[cluster] labels" in str(refused)
 
     poor = cluster.start("fast", [])
     httpx.post(f"{plain.url}/v1/nodes/plain/drain", timeout=60).raise_for_status()
-    eventually(lambda: submit(poor, "another", "echo").status_code == 202, nodes)
-    eventually(lambda: get(poor, "/v1/rollouts/another")["state"] == "completed", nodes)
-    assert [get(plain, f"/v1/rollouts/r{number}")["state"] for number in range(6, 9)] == ["queued"] * 3
+    eventually(lambda: poor.submit("another", "echo").status_code == 202, nodes.values())
+    eventually(lambda: poor.state("another") == "completed", nodes.values())
+    assert [plain.state(f"r{number}") for number in range(6, 9)] == ["queued"] * 3
     poor.stop()
     poor.ended(60)
     cluster.start("fast", LABELS)
     waiting = [f"/v1/rollouts/r{number}" for number in range(5, 9)]
-    eventually(lambda: all(get(plain, path)["state"] == "completed" for path in waiting), nodes)
+    eventually(lambda: all(plain.get(path)["state"] == "completed" for path in waiting), nodes.values())
 
 
 @pytest.mark.apptainer
-def test_rollouts_wait_for_the_busy_node_with_their_image(cluster: Cluster, tmp_path: Path) -> None:
+def test_rollouts_wait_for_the_busy_node_with_their_image(cluster, tmp_path):
     one_at_once = f'images_dir = "{ImageStore().root}"\n[pipeline]\ninit_workers = 1\nrollout_workers = 1\n'
     full = cluster.start("full", [], one_at_once, "--sandbox", "apptainer")
     bare = cluster.start("bare", [], f'images_dir = "{tmp_path}/none"\n', "--sandbox", "apptainer")
     nodes = {"full": full, "bare": bare}
-    eventually(lambda: "echo" in view(bare, "full")["images"], nodes)
-    eventually(lambda: submit(bare, "r0", "echo").status_code == 202, nodes)  # it has heard of the other
-    for number in range(1, 6):
-        assert submit(bare, f"r{number}", "echo").status_code == 202
+    eventually(lambda: "echo" in view(bare, "full")["images"], nodes.values())
     eventually(
-        lambda: sum(get(bare, "/v1/rollouts?limit=1")["counts"].get(state, 0) for state in ENDS) == 6, nodes
-    )
-    assert get(bare, "/v1/rollouts?limit=1")["counts"]["completed"] == 6
-    eventually(lambda: view(bare, "full")["finished"] == 6, nodes)
+        lambda: bare.submit("r0", "echo").status_code == 202, nodes.values()
+    )  # it has heard of the other
+    for number in range(1, 6):
+        assert bare.submit(f"r{number}", "echo").status_code == 202
+    eventually(lambda: sum(bare.counts().get(state, 0) for state in ENDS) == 6, nodes.values())
+    assert bare.counts()["completed"] == 6
+    eventually(lambda: view(bare, "full")["finished"] == 6, nodes.values())
     assert "echo" not in view(bare, "bare")["images"]

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import psutil
@@ -158,9 +158,7 @@ def check_nothing_is_left(cluster: SlurmCluster, before: dict, nodes: list[str])
 
 
 @pytest.mark.parametrize(("user", "group_size", "engine"), RUNS)
-def test_a_run_outlives_a_killed_a_preempted_and_a_drained_node(
-    cluster: SlurmCluster, user: int | None, group_size: int, engine: Callable[[], list[str]]
-) -> None:
+def test_a_run_outlives_a_killed_a_preempted_and_a_drained_node(cluster, user, group_size, engine):
     jobs, before = Jobs(cluster, user), what_is_there(cluster)
     own_redis = ["--nodes", "2", "--directive=--nodelist=n1,n2", "--redis-server", redis_program()]
     first = submit(jobs, "first", *own_redis, *engine())

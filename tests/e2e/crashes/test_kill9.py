@@ -1,7 +1,5 @@
 """After kill -9 of the server amid 64 rollouts and a restart, each rollout ends exactly once, and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -23,7 +21,7 @@ from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import redis_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow(seconds=100)]
+pytestmark = pytest.mark.slow(seconds=100)
 
 ROLLOUTS = 32
 TURNS = 4
@@ -165,9 +163,7 @@ def mentioning(folder: Path) -> list[int]:
         pytest.param("apptainer", "sqlite", marks=pytest.mark.apptainer),
     ],
 )
-async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(
-    folder: Path, provider: str, store: str
-) -> None:
+async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder, provider, store):
     ids = [f"r{number}" for number in range(ROLLOUTS)]
     log = folder / "server.log"
     with ExitStack() as stack:

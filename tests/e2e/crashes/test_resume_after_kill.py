@@ -1,11 +1,8 @@
 """After kill -9 of the service, rollouts continue from their last turns, token for token."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import pytest
@@ -45,10 +42,11 @@ class CountingEngine(ScriptedEngine):
 
 
 @pytest.mark.timeout(300)
-def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path: Path) -> None:
+def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path):
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(CountingEngine()) as engine:
         with service(tmp_path, engine.url, CONFIG, turns=TURNS) as running:
-            submit(running, "disturbed")
+            for number in range(ROLLOUTS):
+                running.submit(f"disturbed-{number}").raise_for_status()
             eventually(lambda running=running: saved(running) >= ROLLOUTS * TURNS // 2, running.log_file)
             # Answers that began together end together; a kill at that very moment would cost each rollout a turn.
             portal.call(engine._hold_turns)
@@ -62,9 +60,10 @@ def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path: Path) -> None:
         with service(tmp_path, engine.url, CONFIG, turns=TURNS) as running:
             results = wait_for_all(running, "disturbed")
             lost = engine.answered.total() - len(engine.answered)
-            submit(running, "undisturbed")
+            for number in range(ROLLOUTS):
+                running.submit(f"undisturbed-{number}").raise_for_status()
             expected = wait_for_all(running, "undisturbed")
-            counted = metric(running, "rollout_resumed_turns_total")
+            counted = running.metric("rollout_resumed_turns_total")
     assert lost <= (1 - KEPT_SHARE) * finished, f"{lost} of {finished} finished turns were sampled again"
     assert counted == finished - lost
     for result, undisturbed in zip(results, expected, strict=True):
@@ -76,14 +75,7 @@ def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path: Path) -> None:
 
 def saved(running: Running) -> float:
     """Return how many turns are saved."""
-    return metric(running, 'rollout_saved_turns_total{outcome="saved"}')
-
-
-def submit(running: Running, name: str) -> None:
-    for number in range(ROLLOUTS):
-        task = {"environment": "echo", "instance": {"number": number}}
-        order = {"rollout_id": f"{name}-{number}", "task": task}
-        httpx.post(f"{running.url}/v1/rollouts", json=order, timeout=30).raise_for_status()
+    return running.metric('rollout_saved_turns_total{outcome="saved"}')
 
 
 def wait_for_all(running: Running, name: str) -> list[dict]:
@@ -97,8 +89,3 @@ def wait_for_all(running: Running, name: str) -> list[dict]:
         result["trajectory"] = httpx.get(f"{url}/trajectory", timeout=30).raise_for_status().json()
         results.append(result)
     return results
-
-
-def metric(running: Running, name: str) -> float:
-    lines = httpx.get(f"{running.url}/metrics", timeout=30).text.splitlines()
-    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)

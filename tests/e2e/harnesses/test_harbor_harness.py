@@ -1,7 +1,5 @@
 """Tasks in Harbor's format through Codex: its work counts, and no attack through it gets a reward."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -154,11 +152,10 @@ def settings(place: Path) -> Settings:
 
 @pytest.mark.parametrize("behavior", BEHAVIORS)
 @pytest.mark.parametrize("task", TASKS)
-def test_only_work_is_rewarded(rollouts: dict[str, Rollout], task: str, behavior: str) -> None:
+def test_only_work_is_rewarded(rollouts, task, behavior):
     rollout = rollouts[f"{task}-{BEHAVIORS.index(behavior)}"]
     assert rollout.state is RolloutState.COMPLETED, rollout.error
     assert rollout.reward == float(behavior == SOLVE), (rollout.reward_parts, rollout.program)
     if rollout.stop_reason is not StopReason.SANDBOX_ENDED:  # as when its memory is full of files
-        assert rollout.program is not None
         assert rollout.program.harness == HARNESS
     assert rollout.usage.turns >= 1

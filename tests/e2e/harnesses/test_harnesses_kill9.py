@@ -1,7 +1,5 @@
 """After kill -9 of the service, programs that were at work are ended, and their rollouts begin anew."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ END_SECONDS = 240.0
 CONFIG = "[sandboxes.pressure]\nenabled = false\n"
 
 
-def test_kill_9_ends_programs_and_their_rollouts_begin_anew(tmp_path: Path) -> None:
+def test_kill_9_ends_programs_and_their_rollouts_begin_anew(tmp_path):
     model = write_model(tmp_path / "model")
     script = JobsScript(ChatRenderer.load(model), JOBS)
     engine = ScriptedEngine(script, model_path=model, vocab_size=VOCABULARY, context_length=CONTEXT)

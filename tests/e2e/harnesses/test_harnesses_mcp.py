@@ -1,7 +1,5 @@
 """Real programs are agents with the tools of an environment's MCP server, which they start in their sandboxes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,13 +144,12 @@ def write_environment(folder: Path, harness: str) -> Path:
 
 
 @pytest.mark.parametrize("harness", TOOLS)
-def test_a_program_calls_the_tool_of_the_server(rollouts: dict[str, Rollout], harness: str) -> None:
+def test_a_program_calls_the_tool_of_the_server(rollouts, harness):
     rollout = rollouts[harness]
     assert rollout.program is not None, rollout.error
     assert rollout.reward == 1.0, (rollout.error, rollout.program.output[-4_000:])
     assert rollout.stop_reason is StopReason.FINISHED
     trajectory = rollout.trajectory
-    assert trajectory is not None
     check_invariants(trajectory)
     assert len(sampled(trajectory)) == 2
     assert any("is 42" in message.content for message in trajectory.messages if message.role == "tool")

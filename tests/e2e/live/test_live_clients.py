@@ -1,7 +1,5 @@
 """Real clients with only a base URL and a key are served, and what they got is what a trainer gets, id for id."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -21,7 +19,7 @@ from api_schemas.sessions import OpenedSession, SessionCounts, SessionRequest
 from rollout_client.client import ClientRun
 from tests.support.live.child_service import LiveService, Praise, files_with, live_service, trained
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 Messages = list[dict[str, Any]]
 Ask = Callable[[OpenedSession, Messages], Awaitable[str]]
@@ -92,7 +90,7 @@ async def leased(run: ClientRun, count: int = 1) -> list[Rollout]:
 @pytest.mark.parametrize(
     "ask", [openai_whole, openai_streamed, openai_responses, anthropic_whole, anthropic_streamed]
 )
-async def test_what_a_client_got_is_what_a_trainer_gets(service: LiveService, ask: Ask) -> None:
+async def test_what_a_client_got_is_what_a_trainer_gets(service, ask):
     opened = await service.client.open_session(SessionRequest(train=True, user="alice"))
     before = len(service.engine.sampled)
     await converse(opened, ask, ["one", "two", "three"])
@@ -106,7 +104,6 @@ async def test_what_a_client_got_is_what_a_trainer_gets(service: LiveService, as
     await service.client.end_session(session.session_id)
     (rollout,) = await leased(run)
     assert rollout.kind is RolloutKind.SESSION
-    assert rollout.session is not None
     assert rollout.session.session_id == session.session_id
     assert rollout.reward == pytest.approx(0.5 / 3)
     assert trained([rollout]) == dict(zip(turns, sampled, strict=True))
@@ -118,7 +115,7 @@ async def test_what_a_client_got_is_what_a_trainer_gets(service: LiveService, as
     assert caught.value.status_code == 410
 
 
-async def test_a_front_end_with_one_key_names_its_conversations(service: LiveService) -> None:
+async def test_a_front_end_with_one_key_names_its_conversations(service):
     async with AsyncOpenAI(base_url=f"{service.client.base_url}/v1", api_key=KEY) as client:
 
         async def say(word: str, **headers: str) -> httpx.Response:
@@ -138,7 +135,7 @@ async def test_a_front_end_with_one_key_names_its_conversations(service: LiveSer
     assert sorted(one.recorded for one in counts if one.served) == [1, 2]
 
 
-async def test_the_funnel_adds_up_at_every_moment(tmp_path: Path) -> None:
+async def test_the_funnel_adds_up_at_every_moment(tmp_path):
     async with live_service(tmp_path / "state", judge=Praise()) as service:
         run = await service.train()
         asked = 0
@@ -204,7 +201,7 @@ async def metrics_of(service: LiveService) -> dict[str, float]:
     return found
 
 
-async def test_what_a_user_takes_back_is_nowhere(tmp_path: Path) -> None:
+async def test_what_a_user_takes_back_is_nowhere(tmp_path):
     state = tmp_path / "state"
     async with live_service(state, judge=Praise()) as service:
         opened = await service.client.open_session(SessionRequest(train=True, user="alice-of-wonderland"))
@@ -225,7 +222,6 @@ async def test_what_a_user_takes_back_is_nowhere(tmp_path: Path) -> None:
         run = await service.train()
         await service.client.end_session(session.session_id)
         batch = await run.lease(timeout_seconds=30)
-        assert batch is not None
         deleted = await service.client.delete_sessions(user="alice-of-wonderland")
         assert (deleted.sessions, deleted.turns) == (1, 1)
         assert [part.batch_id for part in deleted.leased] == [batch.batch_id]
@@ -237,7 +233,7 @@ async def test_what_a_user_takes_back_is_nowhere(tmp_path: Path) -> None:
         assert not files_with(state, word), word
 
 
-async def test_a_session_goes_on_after_its_end_only_as_another(service: LiveService) -> None:
+async def test_a_session_goes_on_after_its_end_only_as_another(service):
     first = await service.client.open_session(SessionRequest(train=True))
     await converse(first, openai_whole, ["one"])
     await service.client.end_session(first.session.session_id)

@@ -1,7 +1,5 @@
 """Two services share a Redis, each with live sessions of its own: one run gets the parts of both, each once."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -45,7 +43,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Running]]:
         yield services
 
 
-def test_a_run_gets_the_sessions_of_all_nodes(nodes: list[Running]) -> None:
+def test_a_run_gets_the_sessions_of_all_nodes(nodes):
     with httpx.Client(timeout=60) as http:
         http.post(f"{nodes[0].url}/v1/runs", json=RUN).raise_for_status()
         for number in range(SESSIONS):

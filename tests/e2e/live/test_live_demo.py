@@ -1,7 +1,5 @@
 """The live demo goes through the whole service: users are served, judged, trained on, and served by new weights."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A service with live sessions is killed at random moments: each answer that a user got is trained on, once."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter
@@ -26,7 +24,7 @@ from rollout_service.cli.server_child import running_child
 from sandboxes.host.ports import free_port
 from tests.support.live.child_service import END, SETTINGS, Echoes, Praise, RecordingEngine, trained
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 USERS = 6
 KILLS = 5
@@ -114,7 +112,7 @@ async def collect(client: RolloutClient, batches: dict[str, LeasedBatch]) -> Non
             return
 
 
-async def test_each_answer_that_a_user_got_is_trained_on_once(tmp_path: Path) -> None:
+async def test_each_answer_that_a_user_got_is_trained_on_once(tmp_path):
     draw = random.Random(seed := time.time_ns())
     print(f"{seed=}")  # noqa: T201 - shown if the test fails
     batches: dict[str, LeasedBatch] = {}

@@ -1,7 +1,5 @@
 """The shipped `parl-base` as the sub-agent of `pointers` and `split`, on a real engine behind a real server."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -22,8 +20,6 @@ from rollout_client.client import RolloutClient
 from rollout_service.engines.shipped import policy_folder
 from tests.support.api.server import api_server
 from tests.support.processes.children import killed
-
-pytestmark = pytest.mark.anyio
 
 POLICY = str(policy_folder("parl-base"))
 START_SECONDS = 60.0
@@ -113,13 +109,8 @@ async def roll_out(folder: Path, environment: str, instance: dict[str, object], 
     ids=["pointers", "split"],
 )
 async def test_the_shipped_subagent_reads_what_it_is_told(
-    tmp_path: Path,
-    environment: str,
-    instance: dict[str, object],
-    turns: tuple[str, ...],
-    results: list[str],
-    steps: int,
-) -> None:
+    tmp_path, environment, instance, turns, results, steps
+):
     rollouts = await roll_out(tmp_path, environment, instance, *turns)
     assert [rollout.error for rollout in rollouts] == [None] * ROLLOUTS
     given = [[node.result for node in rollout.nodes or []] for rollout in rollouts]

@@ -1,7 +1,5 @@
 """An agent and its sub-agents in a service: two pools of engines, sandboxes, and everything that is written down."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,8 +18,7 @@ from api_schemas.tasks import Task
 from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service, scripted
-
-pytestmark = pytest.mark.anyio
+from tests.support.waiting import until
 
 ENVIRONMENT = """
 name = "team"
@@ -103,12 +100,11 @@ async def metrics_of(service: GatewayService) -> str:
 
 
 @pytest.mark.parametrize("sandbox", ["shared", "own"])
-async def test_a_rollout_with_sub_agents(tmp_path: Path, sandbox: str) -> None:
+async def test_a_rollout_with_sub_agents(tmp_path, sandbox):
     policy, frozen = scripted(*lead(3)), worker()
     async with team(tmp_path, policy, frozen, sandbox=sandbox) as service:
         rollout = await finished(service, exports=TokenExtras(nodes=NodeDetail.TOKENS))
     assert (rollout.state, rollout.reward) == (RolloutState.COMPLETED, 1.0)
-    assert rollout.work is not None
     assert rollout.work.critical_steps == 1 + 2 + 1
     assert [node.node_id for node in rollout.nodes] == ["r/1", "r/2", "r/3"]
     assert len({node.sandbox for node in rollout.nodes}) == (1 if sandbox == "shared" else 3)
@@ -116,7 +112,6 @@ async def test_a_rollout_with_sub_agents(tmp_path: Path, sandbox: str) -> None:
     assert policy.requests == PROBES + 2
     for node in rollout.nodes:
         assert (node.valid, node.pool, node.versions) == (True, "frozen-1", [0, 0])
-        assert node.trajectory is not None
         assert sum(sum(segment.loss_mask) for segment in node.trajectory.segments) == 0
         assert node.usage.sampled_tokens > 0
     assert_root_is_a_plain_sample(rollout)
@@ -125,7 +120,6 @@ async def test_a_rollout_with_sub_agents(tmp_path: Path, sandbox: str) -> None:
 def assert_root_is_a_plain_sample(rollout: Rollout) -> None:
     """Check that the results are data: no text of a sub-agent is a control token, and none of its ids is trained on."""
     trajectory = rollout.trajectory
-    assert trajectory is not None
     check_invariants(trajectory)
     [segment] = trajectory.segments
     results = [message.content for message in trajectory.messages if message.role == "tool"]
@@ -137,7 +131,7 @@ def assert_root_is_a_plain_sample(rollout: Rollout) -> None:
     assert sum(segment.loss_mask) == rollout.usage.sampled_tokens
 
 
-async def test_an_update_of_the_policy_does_not_pause_its_sub_agents(tmp_path: Path) -> None:
+async def test_an_update_of_the_policy_does_not_pause_its_sub_agents(tmp_path):
     policy, frozen = scripted(*lead(2), update_seconds=8.0), worker(latency=0.3)
     async with team(tmp_path, policy, frozen) as service, anyio.create_task_group() as tasks:
         tasks.start_soon(finished, service)
@@ -147,7 +141,7 @@ async def test_an_update_of_the_policy_does_not_pause_its_sub_agents(tmp_path: P
         assert frozen.requests == PROBES + 4, "both sub-agents ended during the update"
 
 
-async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path: Path) -> None:
+async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path):
     policy, frozen = scripted(*lead(4)), worker()
     async with team(tmp_path, policy, frozen, sandbox="own") as service:
         frozen.latency = 60.0
@@ -163,8 +157,6 @@ async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path: Path) ->
         await service.client.cancel("r")
         rollout = await service.client.wait("r")
         assert rollout.state is RolloutState.CANCELLED
-        with anyio.fail_after(10):
-            while frozen.in_flight:
-                await anyio.sleep(0.01)
+        await until(lambda: not frozen.in_flight, 10)
         assert all(each.state == "warm" for each in await service.client.sandboxes())
     assert [node.invalid_because for node in rollout.nodes] == [InvalidBecause.CANCELLED] * 4

@@ -1,7 +1,5 @@
 """Streams of a real server: the overview and events, filtered, resumed, shared and left."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import socket
@@ -61,7 +59,7 @@ def events_until(api: httpx.Client, last: str, **query: Any) -> list[Event]:
     pytest.fail("the stream ended early")
 
 
-def test_the_overview_counts_what_happened(server: Running, api: httpx.Client) -> None:
+def test_the_overview_counts_what_happened(server, api):
     for number in range(3):
         assert order(api, f"counted-{number}")["state"] == "completed"
 
@@ -88,7 +86,7 @@ def api_last_event(api: httpx.Client) -> int:
         return int(next(response.iter_lines()).removeprefix("id: "))
 
 
-def test_a_failure_is_shown_with_its_cause(server: Running, api: httpx.Client) -> None:
+def test_a_failure_is_shown_with_its_cause(server, api):
     task = {"environment": "echo", "instance": {"number": 1}}
     body = {"task": task, "rollout_id": "broken", "limits": {"rollout_seconds": 0.0001}}
     failed = api.post("/v1/rollouts", params={"wait": 60}, json=body).json()
@@ -105,7 +103,7 @@ def test_a_failure_is_shown_with_its_cause(server: Running, api: httpx.Client) -
     assert groups[code]["stage"] == failed["error"]["stage"]
 
 
-def test_what_limits_the_throughput_is_named(server: Running, api: httpx.Client) -> None:
+def test_what_limits_the_throughput_is_named(server, api):
     def limit() -> str | None:
         found = Overview.model_validate_json(api.get("/v1/overview").content).bottleneck
         return None if found is None else found.kind
@@ -122,7 +120,7 @@ def test_what_limits_the_throughput_is_named(server: Running, api: httpx.Client)
     eventually(lambda: limit() is None, server.log_file)
 
 
-def test_the_overview_comes_once_a_second_to_each_of_ten_readers(api: httpx.Client, server: Running) -> None:
+def test_the_overview_comes_once_a_second_to_each_of_ten_readers(api, server):
     seen: list[list[str]] = []
 
     def read() -> None:
@@ -149,7 +147,7 @@ def test_the_overview_comes_once_a_second_to_each_of_ten_readers(api: httpx.Clie
     assert len(different) <= 6, "readers share what is sent, however they started"
 
 
-def test_events_are_chosen_by_kind(api: httpx.Client) -> None:
+def test_events_are_chosen_by_kind(api):
     before = api_last_event(api)
     order(api, "chosen-1")
     api.post("/v1/pause").raise_for_status()
@@ -164,7 +162,7 @@ def test_events_are_chosen_by_kind(api: httpx.Client) -> None:
     assert both == [event for event in every if event.kind in ("rollout.state", "pool.paused")]
 
 
-def test_events_are_chosen_by_subject(api: httpx.Client) -> None:
+def test_events_are_chosen_by_subject(api):
     order(api, "one-of-many")
     order(api, "another")
     events = events_until(api, "one-of-many", after=0, subject="one-of-many")
@@ -175,7 +173,7 @@ def test_events_are_chosen_by_subject(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("query", [{}, {"kind": "rollout."}, {"kind": "node.dead"}])
-def test_past_events_end_with_the_newest(api: httpx.Client, query: dict[str, str]) -> None:
+def test_past_events_end_with_the_newest(api, query):
     order(api, "past")
     newest = api_last_event(api)
     sent = api.get("/v1/events", params={"after": 0, "follow": "false", **query}, timeout=30).text
@@ -188,7 +186,7 @@ def test_past_events_end_with_the_newest(api: httpx.Client, query: dict[str, str
     assert all(kind.startswith(query.get("kind", "")) for kind in kinds)
 
 
-def test_past_events_after_the_newest_are_none(api: httpx.Client) -> None:
+def test_past_events_after_the_newest_are_none(api):
     newest = api_last_event(api) + 1_000
     sent = api.get("/v1/events", params={"after": newest, "follow": "false"}, timeout=30).text
     ids = [int(line.removeprefix("id: ")) for line in sent.splitlines() if line]
@@ -196,7 +194,7 @@ def test_past_events_after_the_newest_are_none(api: httpx.Client) -> None:
     assert ids[-1] < newest
 
 
-def test_an_unknown_kind_of_event_is_refused_with_a_suggestion(api: httpx.Client) -> None:
+def test_an_unknown_kind_of_event_is_refused_with_a_suggestion(api):
     answer = api.get("/v1/events", params={"kind": "rollout.sate"})
     problem = Problem.model_validate_json(answer.content)
     assert answer.status_code == 422
@@ -204,7 +202,7 @@ def test_an_unknown_kind_of_event_is_refused_with_a_suggestion(api: httpx.Client
     assert "did you mean rollout.state?" in problem.detail
 
 
-def test_a_backend_that_joins_is_an_event(api: httpx.Client) -> None:
+def test_a_backend_that_joins_is_an_event(api):
     with api.stream(
         "GET", "/v1/events", params={"after": 0, "kind": "backend.state"}, timeout=30
     ) as response:
@@ -218,9 +216,7 @@ def test_a_backend_that_joins_is_an_event(api: httpx.Client) -> None:
     "path", ["/v1/events?after=0", "/v1/events?after=0&kind=rollout.", "/v1/overview/stream"]
 )
 @pytest.mark.parametrize("is_reset", [True, False])
-def test_readers_that_leave_while_events_are_written_are_no_error(
-    server: Running, api: httpx.Client, path: str, is_reset: bool
-) -> None:
+def test_readers_that_leave_while_events_are_written_are_no_error(server, api, path, is_reset):
     before = len(server.log)
     writing = threading.Event()
 
@@ -264,7 +260,7 @@ def leave(url: str, path: str, amount: int, *, reset: bool) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def test_a_trajectory_is_read_in_ranges_with_its_text(api: httpx.Client) -> None:
+def test_a_trajectory_is_read_in_ranges_with_its_text(api):
     order(api, "to-look-at")
     trajectory = api.get("/v1/rollouts/to-look-at/trajectory").json()
     outline = api.get("/v1/rollouts/to-look-at/outline").json()
@@ -295,9 +291,7 @@ def test_a_trajectory_is_read_in_ranges_with_its_text(api: httpx.Client) -> None
         ("/v1/rollouts/looked-at/tokens?node=0", 422, "query.node"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(
-    api: httpx.Client, path: str, status: int, field: str | None
-) -> None:
+def test_what_cannot_be_shown_is_refused(api, path, status, field):
     order(api, "looked-at")
     answer = api.get(path)
     assert answer.status_code == status, answer.text
@@ -305,7 +299,7 @@ def test_what_cannot_be_shown_is_refused(
     assert [each.path for each in problem.errors] == ([field] if field else [])
 
 
-def test_large_answers_are_compressed_for_those_who_accept_it(api: httpx.Client) -> None:
+def test_large_answers_are_compressed_for_those_who_accept_it(api):
     order(api, "large")
     path = "/v1/rollouts/large/tokens"
     plain = api.get(path, headers={"Accept-Encoding": "identity"})

@@ -1,7 +1,5 @@
 """A server has an embedded engine for each of two pools: weights go to the policy alone; no run trains the other."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,8 +18,6 @@ from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli.server_child import running_server
 from rollout_service.engines.shipped import policy_folder
 
-pytestmark = pytest.mark.anyio
-
 FLAGS = ("--sandbox", "local", "--model", "calc-base", "--pool-model", "frozen-1=calc-tuned")
 
 
@@ -37,7 +33,7 @@ async def task(client: RolloutClient) -> Task:
     return Task(environment="calc", instance=instance)
 
 
-async def test_two_embedded_pools_of_which_one_is_frozen(tmp_path: Path) -> None:
+async def test_two_embedded_pools_of_which_one_is_frozen(tmp_path):
     async with served(tmp_path) as client:
         await both_pools_answer(client)
         await weights_go_to_the_policy_alone(client)

@@ -71,7 +71,7 @@ def hang_up(url: str, request: str) -> bytes:
         "GET /v1/environments/calc/dataset?limit=10000",
     ],
 )
-def test_hanging_up_is_not_an_error(server: Running, request_line: str) -> None:
+def test_hanging_up_is_not_an_error(server, request_line):
     before = len(server.log)
     for _ in range(HANG_UPS):
         assert hang_up(server.url, request_line).startswith(b"HTTP/1.1 20")
@@ -89,7 +89,7 @@ def test_hanging_up_is_not_an_error(server: Running, request_line: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["reset", "closed"])
-def test_nothing_is_leased_to_a_caller_that_is_gone(server: Running, end: str) -> None:
+def test_nothing_is_leased_to_a_caller_that_is_gone(server, end):
     run = f"/v1/runs/alone-{end}"
     httpx.post(
         f"{server.url}/v1/runs",
@@ -116,7 +116,7 @@ def test_nothing_is_leased_to_a_caller_that_is_gone(server: Running, end: str) -
     assert "Traceback" not in server.log[before:]
 
 
-def test_a_wait_for_a_rollout_ends_with_its_caller(server: Running) -> None:
+def test_a_wait_for_a_rollout_ends_with_its_caller(server):
     httpx.post(f"{server.url}/v1/pause", json={}).raise_for_status()
     address = urlsplit(server.url)
     order = {"rollout_id": "left-alone", "task": {"environment": "echo", "instance": {"number": 1}}}
@@ -133,7 +133,7 @@ def test_a_wait_for_a_rollout_ends_with_its_caller(server: Running) -> None:
 
 
 @pytest.mark.parametrize("end", ["reset", "closed"])
-def test_a_prorl_trainer_that_hangs_up_can_ask_for_its_job_again(server: Running, end: str) -> None:
+def test_a_prorl_trainer_that_hangs_up_can_ask_for_its_job_again(server, end):
     job = f"prorl-{end}"
     body = json.dumps({"job_id": job, "instance": {"data_source": "echo", "number": 1}}).encode()
     address = urlsplit(server.url)
@@ -155,8 +155,7 @@ def test_a_prorl_trainer_that_hangs_up_can_ask_for_its_job_again(server: Running
     assert "Traceback" not in server.log[before:]
 
 
-@pytest.mark.anyio
-async def test_a_reader_cut_off_before_the_first_event_misses_none(server: Running) -> None:
+async def test_a_reader_cut_off_before_the_first_event_misses_none(server):
     order = RolloutRequest(rollout_id="cut-off", task=Task(environment="echo", instance={"number": 1}))
     first: list[Event] = []
 

@@ -20,8 +20,6 @@ from rollout_service.http.connections import ConnectionLimits, Connections, find
 from rollout_service.http.protocol import RequestLimits
 from rollout_service.http.server import Server
 
-pytestmark = pytest.mark.anyio
-
 KEY = b"opens"
 GET = b"GET %s HTTP/1.1\r\nHost: here\r\n%s\r\n"
 WITH_KEY = b"Authorization: " + KEY + b"\r\n"
@@ -151,7 +149,7 @@ def refusal(answer: bytes, status: int) -> str:
     ],
     ids=["many", "long value", "long name", "large together"],
 )
-async def test_a_head_over_the_limit_is_a_431(head: bytes) -> None:
+async def test_a_head_over_the_limit_is_a_431(head):
     async with serving() as bench:
         refusal(await bench.send(b"GET / HTTP/1.1\r\n" + head), 431)
         refusal(await bench.send(b"GET /" + b"x" * 1_000_000), 431)
@@ -159,7 +157,7 @@ async def test_a_head_over_the_limit_is_a_431(head: bytes) -> None:
         assert b"0 1 done" in await bench.send(GET % (b"/", b"") + b"GET")
 
 
-async def test_endless_header_lines_are_refused_as_they_come_and_nobody_waits() -> None:
+async def test_endless_header_lines_are_refused_as_they_come_and_nobody_waits():
     async with serving(RequestLimits()) as bench, await bench.connect() as endless:
         await endless.send(b"GET / HTTP/1.1\r\nHost: here\r\n")
         refused = False
@@ -176,7 +174,7 @@ async def test_endless_header_lines_are_refused_as_they_come_and_nobody_waits() 
         refusal(await rest_of(endless), 431)
 
 
-async def test_five_hundred_half_heads_are_closed_in_time() -> None:
+async def test_five_hundred_half_heads_are_closed_in_time():
     async with serving(pending=1_000) as bench:
         async with anyio.create_task_group() as peers:
             for head in [b"", b"G", b"GET / HTTP/1.1\r\nHost: he", b"GET / HTTP/1.1\r\nHost: here\r\n"] * 125:
@@ -186,14 +184,14 @@ async def test_five_hundred_half_heads_are_closed_in_time() -> None:
         assert bench.connections.counts() == {"pending": 0, "idle": 0, "busy": 0}
 
 
-async def test_a_server_too_busy_to_open_a_connection_in_time_blames_no_handshake() -> None:
+async def test_a_server_too_busy_to_open_a_connection_in_time_blames_no_handshake():
     async with serving(replace(QUICK, head_seconds=0.0)) as bench:
         await bench.send(b"")
         assert bench.noted == ["request_timeout"]
 
 
 @pytest.mark.parametrize("drip", [b"\r\n", b"x", b"a: b\r\n"])
-async def test_a_head_that_drips_has_one_deadline(drip: bytes) -> None:
+async def test_a_head_that_drips_has_one_deadline(drip):
     async with serving() as bench, await bench.connect() as stream:
         await stream.send(GET % (b"/", b""))
         await until_answered(stream)
@@ -203,13 +201,13 @@ async def test_a_head_that_drips_has_one_deadline(drip: bytes) -> None:
 
 
 @pytest.mark.parametrize("start", [b"Content-Length: 1000\r\n", b"Transfer-Encoding: chunked\r\n"])
-async def test_a_body_that_never_arrives_is_a_408(start: bytes) -> None:
+async def test_a_body_that_never_arrives_is_a_408(start):
     async with serving() as bench:
         body = b"" if b"chunked" not in start else b"5\r\nhello\r\n"
         refusal(await bench.send(b"POST / HTTP/1.1\r\nHost: here\r\n" + start + b"\r\n" + body), 408)
 
 
-async def test_a_large_body_gets_the_time_that_it_needs() -> None:
+async def test_a_large_body_gets_the_time_that_it_needs():
     size = 3 * 16_384
     async with serving() as bench, await bench.connect() as stream:
         await stream.send(
@@ -221,7 +219,7 @@ async def test_a_large_body_gets_the_time_that_it_needs() -> None:
         assert b"%d 3 done" % size in await rest_of(stream)
 
 
-async def test_the_wait_for_an_unread_body_is_bounded() -> None:
+async def test_the_wait_for_an_unread_body_is_bounded():
     async with serving() as bench, await bench.connect() as stream:
         await stream.send(b"POST /unread HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000000\r\n\r\n")
         await until_answered(stream)
@@ -237,12 +235,12 @@ async def test_the_wait_for_an_unread_body_is_bounded() -> None:
     ],
     ids=["trailers", "extension", "long trailer"],
 )
-async def test_trailers_and_extensions_of_chunks_count_too(body: bytes) -> None:
+async def test_trailers_and_extensions_of_chunks_count_too(body):
     async with serving() as bench:
         refusal(await bench.send(b"POST / HTTP/1.1\r\nHost: here\r\n" + body), 431)
 
 
-async def test_a_trailer_never_becomes_a_header() -> None:
+async def test_a_trailer_never_becomes_a_header():
     request = b"POST / HTTP/1.1\r\nHost: here\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with serving() as bench:
         answer = await bench.send(request + b"1\r\nx\r\n0\r\nAuthorization: opens\r\n\r\n")
@@ -266,19 +264,19 @@ async def test_a_trailer_never_becomes_a_header() -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )
-async def test_an_ambiguous_head_is_a_400(head: bytes) -> None:
+async def test_an_ambiguous_head_is_a_400(head):
     async with serving() as bench:
         refusal(await bench.send(head), 400)
 
 
-async def test_an_absolute_target_for_this_host_and_http_1_0_are_answered() -> None:
+async def test_an_absolute_target_for_this_host_and_http_1_0_are_answered():
     async with serving() as bench:
         absolute = b"GET http://here/ HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
         assert b"0 2 done" in await bench.send(absolute)
         assert b"0 0 done" in await bench.send(b"GET / HTTP/1.0\r\n\r\n")
 
 
-async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound() -> None:
+async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound():
     async with serving() as bench:
         answer = await bench.send(GET % (b"/", b"") * 20 + GET % (b"/", b"Connection: close\r\n"))
         assert answer.count(b"done") == 21
@@ -286,13 +284,13 @@ async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound() -> None
         assert bench.noted == ["malformed_request"]
 
 
-async def test_a_long_poll_outlasts_every_deadline() -> None:
+async def test_a_long_poll_outlasts_every_deadline():
     async with serving() as bench:
         assert b"done" in await bench.send(GET % (b"/wait", b"Connection: close\r\n"))
         assert bench.noted == []
 
 
-async def test_a_peer_that_leaves_its_answer_unread_is_closed_and_a_slow_one_is_not() -> None:
+async def test_a_peer_that_leaves_its_answer_unread_is_closed_and_a_slow_one_is_not():
     async with serving() as bench, await bench.connect() as unread, await bench.connect() as slow:
         await unread.send(GET % (b"/large", b""))
         await slow.send(GET % (b"/large", b"Connection: close\r\n"))
@@ -306,7 +304,7 @@ async def test_a_peer_that_leaves_its_answer_unread_is_closed_and_a_slow_one_is_
         assert bench.noted == ["write_timeout"]
 
 
-async def test_an_idle_connection_is_closed() -> None:
+async def test_an_idle_connection_is_closed():
     async with serving(timeout_keep_alive=1) as bench, await bench.connect() as stream:
         await stream.send(GET % (b"/", WITH_KEY))
         await until_answered(stream)
@@ -316,7 +314,7 @@ async def test_an_idle_connection_is_closed() -> None:
         assert bench.connections.counts()["idle"] == 0
 
 
-async def test_a_flood_without_a_key_displaces_itself_and_not_busy_clients() -> None:
+async def test_a_flood_without_a_key_displaces_itself_and_not_busy_clients():
     async with serving(RequestLimits(), pending=20) as bench, await bench.connect() as worker:
         await worker.send(GET % (b"/wait", WITH_KEY))
         await bench.until(lambda: bench.connections.counts()["busy"] == 1)
@@ -330,7 +328,7 @@ async def test_a_flood_without_a_key_displaces_itself_and_not_busy_clients() -> 
             await stream.aclose()
 
 
-async def test_an_idle_connection_makes_room_for_a_busy_one() -> None:
+async def test_an_idle_connection_makes_room_for_a_busy_one():
     async with serving(RequestLimits(), admitted=1) as bench, await bench.connect() as idle:
         await idle.send(GET % (b"/", WITH_KEY))
         await until_answered(idle)
@@ -341,7 +339,7 @@ async def test_an_idle_connection_makes_room_for_a_busy_one() -> None:
         assert bench.noted == ["too_many_connections"]
 
 
-async def test_the_answer_leaves_at_once() -> None:
+async def test_the_answer_leaves_at_once():
     """Small writes are sent at once, not joined with later ones, which would cost 40 ms a turn."""
     async with serving() as bench, await bench.connect() as stream:
         await stream.send(GET % (b"/", b""))
@@ -362,7 +360,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def test_tls_handshakes_have_places_and_a_deadline(certificate: Path) -> None:
+async def test_tls_handshakes_have_places_and_a_deadline(certificate):
     options = {"ssl_certfile": certificate / "cert.pem", "ssl_keyfile": certificate / "key.pem"}
     unhurried = replace(
         QUICK, head_seconds=3

@@ -1,13 +1,10 @@
 """Lists over HTTP: both clients get the rows that the store has, and each wrong filter is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import anyio
 import httpx
 import pytest
 from typer.testing import CliRunner
@@ -20,10 +17,8 @@ from rollout_client.client import InvalidRequestError, NotFoundError, RolloutCli
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.api.server import api_server
+from tests.support.api.server import filled_server
 from tests.support.runs import TASKS, create_run, make_ready
-
-pytestmark = pytest.mark.anyio
 
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
 
@@ -41,14 +36,11 @@ async def fill(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("lists")
-    (folder / "state").mkdir()
-    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
-    with api_server(folder) as server:
-        yield server.url
+    with filled_server(tmp_path_factory.mktemp("lists"), fill) as url:
+        yield url
 
 
-async def test_both_clients_list_what_the_filters_select(url: str) -> None:
+async def test_both_clients_list_what_the_filters_select(url):
     async with RolloutClient(url) as client:
         every = [row.rollout_id async for row in client.summaries()]
         assert every == ["alone:2", "alone:1", "alone:0", "a.1.1", "a.1.0", "a.0.1", "a.0.0"]
@@ -69,7 +61,7 @@ async def test_both_clients_list_what_the_filters_select(url: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/summaries?limit=2", "/v1/runs/a/groups?limit=9", "/v1/runs/a/history?points=7"]
 )
-def test_readers_who_allow_an_older_answer_share_it(url: str, path: str) -> None:
+def test_readers_who_allow_an_older_answer_share_it(url, path):
     with httpx.Client(base_url=url, timeout=30) as http:
         exact = http.get(path).raise_for_status()
         shared = [http.get(path, headers={"Cache-Control": "max-age=10"}) for _ in range(2)]
@@ -79,22 +71,22 @@ def test_readers_who_allow_an_older_answer_share_it(url: str, path: str) -> None
     assert wrong.status_code == 422
 
 
-def test_the_clients_take_every_filter_of_the_model() -> None:
+def test_the_clients_take_every_filter_of_the_model():
     assert SummaryFilters.__annotations__.keys() == SummaryFilter.model_fields.keys()
 
 
-def test_a_state_that_is_asked_for_twice_counts_once(url: str) -> None:
+def test_a_state_that_is_asked_for_twice_counts_once(url):
     answer = httpx.get(f"{url}/v1/summaries?state=failed&state=cancelled&state=cancelled", timeout=30)
     assert [row["state"] for row in answer.json()["rows"]] == ["cancelled"] * 3
 
 
-def test_an_unknown_filter_is_answered_with_the_one_that_was_meant(url: str) -> None:
+def test_an_unknown_filter_is_answered_with_the_one_that_was_meant(url):
     (field,) = httpx.get(f"{url}/v1/summaries?reward_mn=1", timeout=30).json()["errors"]
     assert "did you mean" in field["message"]
     assert "reward_min" in field["message"]
 
 
-async def test_both_clients_list_the_groups_of_a_run(url: str) -> None:
+async def test_both_clients_list_the_groups_of_a_run(url):
     async with RolloutClient(url) as client:
         run = client.open_run("a")
         first = await run.group_page(limit=1)
@@ -113,7 +105,7 @@ async def test_both_clients_list_the_groups_of_a_run(url: str) -> None:
         assert of_run.history(points=1) == history
 
 
-def test_the_command_line_shows_groups_and_history(url: str) -> None:
+def test_the_command_line_shows_groups_and_history(url):
     def shown(*arguments: str) -> str:
         done = CliRunner().invoke(app, ["runs", *arguments, "--url", url])
         assert done.exit_code == 0, done.output
@@ -140,13 +132,13 @@ def test_the_command_line_shows_groups_and_history(url: str) -> None:
         ("history?points=1001", "query.points"),
     ],
 )
-def test_a_wrong_query_about_a_run_is_named(url: str, query: str, path: str) -> None:
+def test_a_wrong_query_about_a_run_is_named(url, query, path):
     answer = httpx.get(f"{url}/v1/runs/a/{query}", timeout=30)
     assert answer.status_code == 422, answer.text
     assert [field["path"] for field in answer.json()["errors"]] == [path]
 
 
-async def test_a_wrong_cursor_is_an_error_of_the_client(url: str) -> None:
+async def test_a_wrong_cursor_is_an_error_of_the_client(url):
     async with RolloutClient(url) as client:
         with pytest.raises(InvalidRequestError):
             await client.summary_page(cursor="7")
@@ -174,7 +166,7 @@ async def test_a_wrong_cursor_is_an_error_of_the_client(url: str) -> None:
         ("staet=failed", "query.staet"),
     ],
 )
-def test_a_wrong_filter_is_named(url: str, query: str, path: str) -> None:
+def test_a_wrong_filter_is_named(url, query, path):
     answer = httpx.get(f"{url}/v1/summaries?{query}", timeout=30)
     assert answer.status_code == 422, answer.text
     assert [field["path"] for field in answer.json()["errors"]] == [path]

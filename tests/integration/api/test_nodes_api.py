@@ -1,9 +1,6 @@
 """The nodes of a real service with a store of its own: listed, drained and resumed, and bad commands refused."""
 
-from __future__ import annotations
-
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -11,6 +8,7 @@ import pytest
 from api_schemas.errors import Problem
 from api_schemas.nodes import NodeState, NodeView
 from tests.support.api.server import ApiServer, api_server
+from tests.support.processes.service import eventually
 
 ENVIRONMENT = """
 name = "tuned"
@@ -44,18 +42,11 @@ def nodes(api: httpx.Client) -> list[NodeView]:
     return [NodeView.model_validate(node) for node in api.get("/v1/nodes").json()]
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def reasons(api: httpx.Client) -> str:
     return " ".join(api.get("/ready").json()["reasons"])
 
 
-def test_a_node_says_its_name_labels_address_and_environments(server: ApiServer, api: httpx.Client) -> None:
+def test_a_node_says_its_name_labels_address_and_environments(server, api):
     [node] = nodes(api)
     assert (node.node, node.labels, node.state) == ("n1", ["fast"], NodeState.READY)
     assert node.address == server.url
@@ -66,19 +57,19 @@ def test_a_node_says_its_name_labels_address_and_environments(server: ApiServer,
     assert api.get("/v1/node").json()["node"] == "n1"
 
 
-def test_a_drained_node_is_not_ready_until_it_is_resumed(api: httpx.Client) -> None:
+def test_a_drained_node_is_not_ready_until_it_is_resumed(api):
     drained = NodeView.model_validate(api.post("/v1/nodes/n1/drain").json())
     assert drained.state is NodeState.DRAINING
-    until(lambda: "n1 is draining" in reasons(api))
+    eventually(lambda: "n1 is draining" in reasons(api))
     assert 'rollout_nodes{state="draining"} 1.0' in api.get("/metrics").text
     resumed = NodeView.model_validate(api.post("/v1/nodes/n1/resume").json())
     assert resumed.state is NodeState.READY
-    until(lambda: "draining" not in reasons(api))
+    eventually(lambda: "draining" not in reasons(api))
     assert nodes(api)[0].state is NodeState.READY
 
 
-def test_the_leader_of_a_store_of_its_own_is_its_only_node(api: httpx.Client) -> None:
-    until(lambda: 'rollout_node_leads{role="runs"} 1.0' in api.get("/metrics").text)
+def test_the_leader_of_a_store_of_its_own_is_its_only_node(api):
+    eventually(lambda: 'rollout_node_leads{role="runs"} 1.0' in api.get("/metrics").text)
 
 
 @pytest.mark.parametrize(
@@ -90,15 +81,13 @@ def test_the_leader_of_a_store_of_its_own_is_its_only_node(api: httpx.Client) ->
         ("DELETE", "/v1/nodes/n1", 409),
     ],
 )
-def test_commands_to_unknown_and_live_nodes_are_refused(
-    api: httpx.Client, method: str, path: str, status: int
-) -> None:
+def test_commands_to_unknown_and_live_nodes_are_refused(api, method, path, status):
     refused = api.request(method, path)
     assert refused.status_code == status
     assert path.split("/")[3] in Problem.model_validate_json(refused.content).detail
 
 
-def test_a_task_that_no_node_can_take_is_refused_with_the_missing_label(api: httpx.Client) -> None:
+def test_a_task_that_no_node_can_take_is_refused_with_the_missing_label(api):
     body = {"task": {"environment": "tuned", "instance": {"question": "?"}}}
     refused = Problem.model_validate_json(api.post("/v1/rollouts", json=body).content)
     assert refused.status == 422

@@ -115,7 +115,7 @@ def order(documented: Documented, **fields: Any) -> dict[str, Any]:
     return {"task": {"environment": "calc", "instance": dataset.json()[0]}} | fields
 
 
-def test_a_rollout_answers_as_documented(documented: Documented) -> None:
+def test_a_rollout_answers_as_documented(documented):
     body, ours = order(documented, rollout_id="one"), {"rollout_id": "one"}
     documented.call("POST", "/v1/rollouts", 200, json=body, params={"wait": 60})
     documented.call("GET", "/v1/rollouts/{rollout_id}", 200, ours, params={"trajectory": True})
@@ -129,7 +129,7 @@ def test_a_rollout_answers_as_documented(documented: Documented) -> None:
     documented.call("POST", "/v1/rollouts", 503, json=body | {"pool": "nobody", "rollout_id": "two"})
 
 
-def test_refusals_before_a_route_answer_as_documented(documented: Documented) -> None:
+def test_refusals_before_a_route_answer_as_documented(documented):
     as_json = {"content-type": "application/json"}
     documented.call("POST", "/v1/rollouts", 400, content=b"{", headers=as_json)
     documented.call("POST", "/v1/rollouts", 413, content=b"[" + b" " * 300_000 + b"]", headers=as_json)
@@ -152,17 +152,17 @@ def test_refusals_before_a_route_answer_as_documented(documented: Documented) ->
         ("accept-encoding", "identity;q=0"),
     ],
 )
-def test_headers_that_are_ignored_change_nothing(documented: Documented, header: str, value: str) -> None:
+def test_headers_that_are_ignored_change_nothing(documented, header, value):
     headers = [(header.encode(), value.encode("latin-1"))]
     documented.call("GET", "/v1/rollouts", 200, headers=headers)
 
 
 @pytest.mark.parametrize("value", ["-1", "x", str(2**64), "1.5"])
-def test_a_bad_event_id_is_refused(documented: Documented, value: str) -> None:
+def test_a_bad_event_id_is_refused(documented, value):
     documented.call("GET", "/v1/events", 422, headers={"last-event-id": value})
 
 
-def test_a_run_answers_as_documented(documented: Documented) -> None:
+def test_a_run_answers_as_documented(documented):
     task, run = order(documented)["task"], {"run_id": "all"}
     body = {
         "run_id": "all",
@@ -191,7 +191,7 @@ def test_a_run_answers_as_documented(documented: Documented) -> None:
     documented.call("PATCH", "/v1/runs/{run_id}", 404, {"run_id": "nobody"}, json={})
 
 
-def test_the_other_routes_answer_as_documented(documented: Documented, server: Server) -> None:
+def test_the_other_routes_answer_as_documented(documented, server):
     for path in ["/v1/backends", "/v1/sandboxes", "/v1/nodes", "/v1/environments", "/v1/runs", "/status"]:
         documented.call("GET", path, 200)
     for path in ["/health", "/ready", "/metrics"]:
@@ -216,7 +216,7 @@ def test_the_other_routes_answer_as_documented(documented: Documented, server: S
         ),
     ],
 )
-def test_generated_requests_find_nothing(tmp_path: Path, phases: str, examples: str) -> None:
+def test_generated_requests_find_nothing(tmp_path, phases, examples):
     """Search further with FUZZ_EXAMPLES and FUZZ_SEED; a seed draws the same requests on every machine."""
     with serving(tmp_path) as server:  # a separate server: the requests remove engines and stop the work
         generate(server, tmp_path, phases, examples)

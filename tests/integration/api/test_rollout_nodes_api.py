@@ -1,12 +1,9 @@
 """The sub-agents of a rollout over HTTP: both clients, the command line, and each refusal."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import anyio
 import httpx
 import pytest
 from typer.testing import CliRunner
@@ -19,10 +16,8 @@ from rollout_client.client import NotFoundError, RolloutClient
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.api.server import api_server
+from tests.support.api.server import filled_server
 from tests.support.store.trees import WORK, bare, order, rollout
-
-pytestmark = pytest.mark.anyio
 
 
 async def fill(path: Path) -> None:
@@ -37,11 +32,8 @@ async def fill(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("nodes")
-    (folder / "state").mkdir()
-    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
-    with api_server(folder) as server:
-        yield server.url
+    with filled_server(tmp_path_factory.mktemp("nodes"), fill) as url:
+        yield url
 
 
 def read(url: str, path: str, status: int = 200) -> httpx.Response:
@@ -51,7 +43,7 @@ def read(url: str, path: str, status: int = 200) -> httpx.Response:
 
 
 @pytest.mark.parametrize("detail", NodeDetail)
-async def test_the_clients_read_a_tree_whatever_was_asked_for(url: str, detail: NodeDetail) -> None:
+async def test_the_clients_read_a_tree_whatever_was_asked_for(url, detail):
     rollout_id = f"r-{detail}"
     nodes = rollout(rollout_id).nodes
     async with RolloutClient(url) as client:
@@ -61,22 +53,21 @@ async def test_the_clients_read_a_tree_whatever_was_asked_for(url: str, detail: 
         assert second == (nodes[1] if detail is NodeDetail.TOKENS else bare(nodes)[1])
 
 
-def test_the_messages_of_a_sub_agent_are_read_without_its_tokens(url: str) -> None:
+def test_the_messages_of_a_sub_agent_are_read_without_its_tokens(url):
     node = rollout("r-tokens").nodes[0]
-    assert node.trajectory is not None
     answer = read(url, "r-tokens/messages?node=1")
     talk = RolloutMessages.model_validate_json(answer.text)
     assert (talk.node, talk.messages) == (1, node.trajectory.messages)
     assert "token_ids" not in answer.text
 
 
-def test_the_blocking_client_does_the_same(url: str) -> None:
+def test_the_blocking_client_does_the_same(url):
     with SyncRolloutClient(url) as client:
         assert client.rollout_nodes("r-tokens").nodes == bare(rollout("r-tokens").nodes)
         assert client.rollout_node("r-tokens", 1) == rollout("r-tokens").nodes[0]
 
 
-def test_a_rollout_has_what_it_asked_for(url: str) -> None:
+def test_a_rollout_has_what_it_asked_for(url):
     plain = read(url, "r-none", 200).text
     assert '"nodes"' not in plain
     assert '"work"' not in plain
@@ -104,25 +95,25 @@ def test_a_rollout_has_what_it_asked_for(url: str) -> None:
         ("waiting/messages", "Wait until the rollout has ended"),
     ],
 )
-def test_what_is_not_there_says_what_to_do(url: str, path: str, said: str) -> None:
+def test_what_is_not_there_says_what_to_do(url, path, said):
     problem = Problem.model_validate_json(read(url, path, 404).content)
     assert problem.code == "not_found"
     assert said in problem.detail
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5", str(2**31)])
-def test_a_number_that_is_none_is_named(url: str, number: str) -> None:
+def test_a_number_that_is_none_is_named(url, number):
     problem = Problem.model_validate_json(read(url, f"r-none/nodes/{number}", 422).content)
     assert [error.path for error in problem.errors] == ["path.number"]
 
 
-async def test_a_client_learns_that_there_is_no_such_sub_agent(url: str) -> None:
+async def test_a_client_learns_that_there_is_no_such_sub_agent(url):
     async with RolloutClient(url) as client:
         with pytest.raises(NotFoundError, match="it has 2"):
             await client.rollout_node("r-none", 9)
 
 
-def test_the_command_line_shows_the_tree(url: str) -> None:
+def test_the_command_line_shows_the_tree(url):
     def run(*arguments: str, exit_code: int = 0) -> str:
         done = CliRunner().invoke(app, ["show", *arguments, "--url", url])
         assert done.exit_code == exit_code, done.output

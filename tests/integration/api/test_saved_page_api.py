@@ -1,7 +1,5 @@
 """The file of a rollout holds the answers of the API, and the command line and both clients save it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -10,7 +8,6 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 from typer.testing import CliRunner
@@ -22,10 +19,8 @@ from rollout_client.client import NotFoundError, RolloutClient
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.api.server import api_server
+from tests.support.api.server import filled_server
 from tests.support.store.trees import order, rollout
-
-pytestmark = pytest.mark.anyio
 
 TREE, PLAIN, FAILED, CANCELLED, WAITING = "r:tree", "r-plain", "r-failed", "r-cancelled", "waiting"
 ERROR = ErrorInfo(code="image_missing", boundary=Boundary.SANDBOX, message="</script><!-- no image")
@@ -51,11 +46,8 @@ async def fill(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("saved")
-    (folder / "state").mkdir()
-    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
-    with api_server(folder) as server:
-        yield server.url
+    with filled_server(tmp_path_factory.mktemp("saved"), fill) as url:
+        yield url
 
 
 def blocks(content: str) -> dict[str, Any]:
@@ -64,7 +56,7 @@ def blocks(content: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rollout_id", [TREE, PLAIN, FAILED, CANCELLED])
-def test_each_answer_in_the_file_is_that_of_the_api(url: str, rollout_id: str) -> None:
+def test_each_answer_in_the_file_is_that_of_the_api(url, rollout_id):
     with httpx.Client(base_url=url, timeout=60) as http:
         found = blocks(http.get(f"/v1/rollouts/{rollout_id}/page").raise_for_status().text)
         about = found.pop("about")
@@ -75,7 +67,7 @@ def test_each_answer_in_the_file_is_that_of_the_api(url: str, rollout_id: str) -
             assert http.get(f"/{path}").raise_for_status().json() == answer, path
 
 
-def test_all_that_the_page_asks_for_is_in_the_file(url: str) -> None:
+def test_all_that_the_page_asks_for_is_in_the_file(url):
     path = f"v1/rollouts/{TREE}"
     own = [f"{path}/messages", f"{path}/outline", f"{path}/tokens?segment=0&start=0&count="]
     wanted = [path, f"{path}/steps", f"{path}/nodes", *own]
@@ -85,7 +77,7 @@ def test_all_that_the_page_asks_for_is_in_the_file(url: str) -> None:
 
 
 @pytest.mark.parametrize("rollout_id", [FAILED, CANCELLED])
-def test_a_rollout_without_a_trajectory_is_saved_without_one(url: str, rollout_id: str) -> None:
+def test_a_rollout_without_a_trajectory_is_saved_without_one(url, rollout_id):
     found = blocks(read(url, rollout_id).text)
     path = f"v1/rollouts/{rollout_id}"
     assert sorted(found) == sorted([path, f"{path}/steps", f"{path}/nodes", "about", "v1/summaries"])
@@ -97,7 +89,7 @@ def read(url: str, rollout_id: str, status: int = 200, **headers: str) -> httpx.
     return answer
 
 
-def test_a_browser_saves_the_file_and_would_run_nothing_of_it(url: str) -> None:
+def test_a_browser_saves_the_file_and_would_run_nothing_of_it(url):
     headers = read(url, TREE).headers
     assert headers["content-type"] == "text/html; charset=utf-8"
     assert headers["content-disposition"] == f'attachment; filename="{TREE}.html"'
@@ -106,7 +98,7 @@ def test_a_browser_saves_the_file_and_would_run_nothing_of_it(url: str) -> None:
     assert headers["cache-control"] == "no-store"
 
 
-def test_it_is_compressed_for_those_who_accept_that(url: str) -> None:
+def test_it_is_compressed_for_those_who_accept_that(url):
     with httpx.stream("GET", f"{url}/v1/rollouts/{TREE}/page", timeout=60) as answer:
         assert answer.headers["content-encoding"] == "gzip"
         content = b"".join(answer.iter_raw())
@@ -120,13 +112,13 @@ def test_it_is_compressed_for_those_who_accept_that(url: str) -> None:
 @pytest.mark.parametrize(
     ("rollout_id", "detail"), [("unknown", "there is no rollout unknown"), (WAITING, "its state is queued")]
 )
-def test_what_has_not_ended_is_not_saved(url: str, rollout_id: str, detail: str) -> None:
+def test_what_has_not_ended_is_not_saved(url, rollout_id, detail):
     problem = read(url, rollout_id, 404).json()
     assert problem["code"] == "not_found"
     assert detail in problem["detail"]
 
 
-async def test_both_clients_return_the_file(url: str) -> None:
+async def test_both_clients_return_the_file(url):
     async with RolloutClient(url) as client:
         content = await client.saved_page(TREE)
         with pytest.raises(NotFoundError):
@@ -135,12 +127,12 @@ async def test_both_clients_return_the_file(url: str) -> None:
     assert content.endswith(b"</html>\n")
 
 
-def test_the_blocking_client_returns_the_file(url: str) -> None:
+def test_the_blocking_client_returns_the_file(url):
     with SyncRolloutClient(url) as client:
         assert blocks(client.saved_page(TREE).decode()).keys() == blocks(read(url, TREE).text).keys()
 
 
-def test_show_saves_the_file_beside_what_it_prints(url: str, tmp_path: Path) -> None:
+def test_show_saves_the_file_beside_what_it_prints(url, tmp_path):
     file = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["show", TREE, "--html", str(file), "--url", url])
     assert done.exit_code == 0, done.output
@@ -157,9 +149,7 @@ def test_show_saves_the_file_beside_what_it_prints(url: str, tmp_path: Path) -> 
         ("none/page.html", TREE, "cannot be written"),
     ],
 )
-def test_show_leaves_no_file_when_it_fails(
-    url: str, tmp_path: Path, name: str, rollout_id: str, problem: str
-) -> None:
+def test_show_leaves_no_file_when_it_fails(url, tmp_path, name, rollout_id, problem):
     done = CliRunner().invoke(app, ["show", rollout_id, "--html", str(tmp_path / name), "--url", url])
     assert done.exit_code == 1
     assert problem in " ".join(done.stderr.split())

@@ -1,7 +1,5 @@
 """What rollouts did and waited for, from a running service: tools, sub-agents, programs outside, runs, refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator
@@ -23,8 +21,6 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_client.client import InvalidRequestError, NotFoundError
 from tests.support.gateway.service import CALC, GatewayService, gateway_service, scripted
-
-pytestmark = pytest.mark.anyio
 
 K = StepKind
 ENVIRONMENT = """
@@ -93,7 +89,7 @@ def assert_nested(found: RolloutSteps) -> None:
                 )
 
 
-async def test_the_steps_of_an_agent_with_tools(tmp_path: Path) -> None:
+async def test_the_steps_of_an_agent_with_tools(tmp_path):
     both = "\n".join(tool_call("read", path=f"missing-{name}") for name in "ab")
     texts = [tool_call("bash", command="echo one\necho two"), both, tool_call("finish", answer="done")]
     with anyio.fail_after(90):
@@ -121,7 +117,7 @@ async def test_the_steps_of_an_agent_with_tools(tmp_path: Path) -> None:
     assert of_kind(found, K.STORE)
 
 
-async def test_sub_agents_have_lanes_of_their_own(tmp_path: Path) -> None:
+async def test_sub_agents_have_lanes_of_their_own(tmp_path):
     created = tool_call("create_subagent", name="worker", system_prompt="You look things up.")
     assigned = [tool_call("assign_task", agent="worker", prompt=f"Task {number}") for number in range(2)]
     texts = ["\n".join([created, *assigned]), tool_call("finish", answer="done")]
@@ -145,7 +141,7 @@ async def ask(access: RolloutAccess, text: str) -> None:
         (await http.post("/v1/chat/completions", json=body)).raise_for_status()
 
 
-async def test_a_program_outside_is_an_agent_whose_calls_may_overlap(tmp_path: Path) -> None:
+async def test_a_program_outside_is_an_agent_whose_calls_may_overlap(tmp_path):
     with anyio.fail_after(90):
         async with (
             scripted("One.", "Two.", "Three.", latency=0.2) as engine,
@@ -176,7 +172,7 @@ async def ended(service: GatewayService, rollout_id: str) -> bool:
         return False
 
 
-async def test_the_steps_of_a_run_are_read_at_once(tmp_path: Path) -> None:
+async def test_the_steps_of_a_run_are_read_at_once(tmp_path):
     request = RunRequest(run_id="run", source=InlineTasks(tasks=[CALC, CALC]), group_size=2, batch_size=1)
     with anyio.fail_after(90):
         async with scripted("2", "2", "2", "2") as engine, gateway_service(tmp_path, [engine]) as service:
@@ -199,7 +195,7 @@ async def test_the_steps_of_a_run_are_read_at_once(tmp_path: Path) -> None:
     assert [json.loads(line)["rollout_id"] for line in lines] == ["run.0.1", "run.1.0"]
 
 
-async def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+async def test_what_cannot_be_read_is_refused(tmp_path):
     async with gateway_service(tmp_path, []) as service:
         with pytest.raises(NotFoundError, match="nobody"):
             await service.client.steps("nobody")

@@ -1,7 +1,5 @@
 """Tasks whose sub-agents have no pool are refused with the way to get one; a pool that is lost later is waited for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,8 +20,6 @@ from rollout_service.cli.server_child import running_server
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from sandboxes.host.ports import free_port
-
-pytestmark = pytest.mark.anyio
 
 MODEL = policy_folder("calc-tuned")
 ENVIRONMENT = """
@@ -65,14 +61,11 @@ async def served(folder: Path) -> AsyncIterator[RolloutClient]:
     (folder / "rollout.toml").write_text("")
     flags = ["--config", str(folder / "rollout.toml"), "--sandbox", "local", "--engine", "none"]
     flags += ["--environment", str(folder / "team")]
-    async with (
-        engine(*TURNS) as policy,
-        running_server(folder, [*flags, "--backend", policy.url]) as client,
-    ):
+    async with engine(*TURNS) as policy, running_server(folder, [*flags, "--backend", policy.url]) as client:
         yield client
 
 
-async def test_a_task_whose_sub_agents_have_no_pool(tmp_path: Path) -> None:
+async def test_a_task_whose_sub_agents_have_no_pool(tmp_path):
     async with served(tmp_path) as client, engine("<result>3</result><|im_end|>") as frozen:
         await refused_as_long_as_nobody_serves_them(client, tmp_path)
         await client.add_backend(BackendSpec(url=HttpUrl(frozen.url), pool="frozen-1"))
@@ -111,7 +104,7 @@ async def refused_in_the_pool_of_the_sub_agents(client: RolloutClient) -> None:
     assert [error.path for error in caught.value.problem.errors] == ["body.pool"]
 
 
-async def test_rollouts_wait_for_a_pool_of_sub_agents_that_was_lost(tmp_path: Path) -> None:
+async def test_rollouts_wait_for_a_pool_of_sub_agents_that_was_lost(tmp_path):
     port, turn = free_port(), "<result>3</result><|im_end|>"
     async with served(tmp_path) as client:
         async with engine(turn, port=port) as frozen:

@@ -1,7 +1,8 @@
-"""The API over TLS serves the configured certificate to clients that trust it, and picks up a renewed one."""
+"""The API over TLS serves the configured certificate, and the API withstands every attack."""
 
+import json
 import ssl
-from pathlib import Path
+from collections.abc import Iterator
 
 import anyio
 import pytest
@@ -14,14 +15,14 @@ from rollout_service.cli import app as cli
 from rollout_service.http.server import Certificate
 from rollout_service.server.api.serve import load_certificate
 from rollout_service.settings import load_settings
+from tests.support.api.attacks import CHECKS, Target, attack
 from tests.support.api.server import api_server, make_certificate
+from tests.support.waiting import until
 
 KEY = "a-key-of-enough-characters"
 
 
-def test_a_client_reaches_a_server_whose_certificate_it_trusts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_reaches_a_server_whose_certificate_it_trusts(tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path)
     flags = ["--tls-certificate", str(certificate), "--tls-key", str(key)]
     with api_server(tmp_path, *flags, ROLLOUT_KEYS=KEY) as server:
@@ -38,7 +39,7 @@ def test_a_client_reaches_a_server_whose_certificate_it_trusts(
         assert (listed.exit_code, listed.stdout.strip()) == (0, "[]")
 
 
-def test_unusable_certificates_are_reported_before_the_start(tmp_path: Path) -> None:
+def test_unusable_certificates_are_reported_before_the_start(tmp_path):
     certificate, key = make_certificate(tmp_path)
     (tmp_path / "other").mkdir()
     _, other_key = make_certificate(tmp_path / "other")
@@ -53,10 +54,7 @@ def test_unusable_certificates_are_reported_before_the_start(tmp_path: Path) -> 
         load_settings(tls_key=key)
 
 
-@pytest.mark.anyio
-async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_service.http.server.POLL_SECONDS", 0.01)
     certificate, key = make_certificate(tmp_path)
     followed = Certificate(certificate, key, None)
@@ -71,9 +69,7 @@ async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
         certificate.write_text(old)
         assert served_by(context) == ssl.PEM_cert_to_DER_cert(old)
         make_certificate(tmp_path)
-        with anyio.fail_after(20):
-            while served_by(context) == ssl.PEM_cert_to_DER_cert(old):
-                await anyio.sleep(0.01)
+        await until(lambda: served_by(context) != ssl.PEM_cert_to_DER_cert(old), 20)
         tasks.cancel_scope.cancel()
 
 
@@ -93,7 +89,30 @@ def served_by(context: ssl.SSLContext) -> bytes | None:
     return client.getpeercert(binary_form=True)
 
 
-@pytest.mark.anyio
-async def test_a_client_names_a_file_that_it_cannot_read() -> None:
+async def test_a_client_names_a_file_that_it_cannot_read():
     with pytest.raises(CaFileError, match=r"'/nowhere.pem' cannot be used: No such file"):
         RolloutClient("https://localhost", ca_file="/nowhere.pem")
+
+
+KEYS = {role: f"{role}-key-of-enough-characters" for role in ("admin", "read", "submit")}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    keys = json.dumps([{"name": role, "role": role, "key": key} for role, key in KEYS.items()])
+    folder = tmp_path_factory.mktemp("server")
+    with api_server(folder, before=["prlimit", "--nofile=900:900"], ROLLOUT_KEYS=keys) as server:
+        yield Target(server.url, **KEYS)
+        assert server.process.poll() is None, server.log
+        assert not [role for role, key in KEYS.items() if key in server.log]
+        assert "Traceback" not in server.log
+
+
+def test_there_are_enough():
+    assert len(CHECKS) >= 20
+
+
+@pytest.mark.parametrize("name", CHECKS)
+async def test_it_holds(target, name):
+    async for outcome in attack(target, [name]):
+        assert outcome.held, outcome.why

@@ -22,8 +22,7 @@ from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli.server_child import running_server
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
-
-pytestmark = pytest.mark.anyio
+from tests.support.waiting import until
 
 MODEL = policy_folder("calc-tuned")
 
@@ -69,25 +68,19 @@ async def serving(*engines: Engine, state: Path) -> AsyncIterator[tuple[RolloutC
             yield client, impatient
 
 
-async def until(condition, seconds: float = 20) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.005)
-
-
 async def order(client: RolloutClient, rollout_id: str) -> RolloutRequest:
     (instance,) = await client.dataset("calc", limit=1)
     return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance=instance))
 
 
-async def test_callers_who_hang_up(tmp_path: Path) -> None:
+async def test_callers_who_hang_up(tmp_path):
     async with Engine() as engine, serving(engine, state=tmp_path) as (client, impatient):
         await an_update_goes_on(engine, client, impatient)
         await a_rollout_goes_on(engine, client, impatient)
         await a_cancelled_rollout_ends_in_the_engine(engine, client)
 
 
-async def test_weights_that_engines_did_not_take_are_an_error(tmp_path: Path) -> None:
+async def test_weights_that_engines_did_not_take_are_an_error(tmp_path):
     async with (
         Engine() as first,
         Engine() as second,

@@ -1,7 +1,5 @@
 """A backup of a service at work is restored on an empty machine, and everything is there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -82,18 +80,6 @@ def machines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[M
         yield Machine(tmp_path / "a", one), Machine(tmp_path / "b", other)
 
 
-def submit(server: Running, numbers: range) -> None:
-    for number in numbers:
-        order = {"rollout_id": f"r{number}", "task": {"environment": "echo", "instance": {"number": number}}}
-        httpx.post(f"{server.url}/v1/rollouts", json=order, timeout=30).raise_for_status()
-
-
-def counts(server: Running) -> dict[str, int]:
-    page = httpx.get(f"{server.url}/v1/rollouts", params={"limit": 1}, timeout=30).raise_for_status()
-    found: dict[str, int] = page.json()["counts"]
-    return found
-
-
 def open_session(server: Running, user: str) -> dict[str, Any]:
     body = {"user": user, "train": True}
     found: dict[str, Any] = httpx.post(f"{server.url}/v1/sessions", json=body, timeout=30).json()
@@ -117,9 +103,7 @@ def turns(server: Running, session: dict[str, Any]) -> list[Any]:
     return shown
 
 
-def test_everything_is_there_after_a_restore(
-    tmp_path: Path, engine: Running, machines: tuple[Machine, Machine]
-) -> None:
+def test_everything_is_there_after_a_restore(tmp_path, engine, machines):
     before, after = machines
     with before.serve() as server:
         spec = {"url": engine.url}
@@ -128,23 +112,23 @@ def test_everything_is_there_after_a_restore(
         for session in (alice, alice, bob):
             assert ask(server, session, "Hello?").is_success
         eventually(lambda: len(turns(server, alice)) == 2, server.log_file, PATIENCE_SECONDS)
-        submit(server, range(ROLLOUTS))
-        eventually(lambda: counts(server).get("completed", 0) >= 5, server.log_file, PATIENCE_SECONDS)
-        completed = counts(server)["completed"]
+        server.submit_all(range(ROLLOUTS))
+        eventually(lambda: server.counts().get("completed", 0) >= 5, server.log_file, PATIENCE_SECONDS)
+        completed = server.counts()["completed"]
         made = before.command("backup", tmp_path / "backup")
         assert {name: made["counts"][name] for name in ("rollouts", "sessions")} == {
             "rollouts": ROLLOUTS,
             "sessions": 2,
         }
-        eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+        eventually(lambda: server.counts() == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
         assert "trying again" not in server.log, "the service noticed nothing"
     check_every_file_is_kept(before.folder / "state", tmp_path / "backup")
     shutil.rmtree(before.folder / "state")
     assert after.command("restore", tmp_path / "backup") == made
     with after.serve() as server:
-        assert counts(server)["completed"] >= completed
-        assert sum(counts(server).values()) == ROLLOUTS
-        eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+        assert server.counts()["completed"] >= completed
+        assert sum(server.counts().values()) == ROLLOUTS
+        eventually(lambda: server.counts() == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
         for number in range(ROLLOUTS):
             found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
             assert found.raise_for_status().json()["segments"]

@@ -1,7 +1,5 @@
 """A job's state is backed up from its folder, whether the job runs or not, and restored into another job's folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,8 +20,6 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import program, redis_server
 from tests.support.store.rollouts import TRAJECTORY, completed, order
 
-pytestmark = pytest.mark.anyio
-
 
 def job(folder: Path, *, nodes: int = 1, redis_server: str = "redis-server") -> JobFolder:
     made = JobFolder(folder)
@@ -40,7 +36,7 @@ async def live(state: Path) -> str:
     return UserHashes.load(state / private_files.USERS_SALT).hash("alice", "default")
 
 
-async def test_a_job_of_one_node(tmp_path: Path) -> None:
+async def test_a_job_of_one_node(tmp_path):
     one, other = job(tmp_path / "one"), job(tmp_path / "other")
     async with await SqliteStore.open(one.state(None) / private_files.STORE, disk="network") as store:
         await store.submit(order("r"))
@@ -61,7 +57,7 @@ async def opened(config: RedisConfig, job_folder: JobFolder) -> RedisStore:
 
 @pytest.mark.redis
 @pytest.mark.parametrize("is_running", [True, False])
-async def test_a_job_of_several_nodes_with_its_own_redis(tmp_path: Path, is_running: bool) -> None:
+async def test_a_job_of_several_nodes_with_its_own_redis(tmp_path, is_running):
     one, other = (job(tmp_path / name, nodes=2, redis_server=program()) for name in ("one", "other"))
     users = [await live(one.state(slot)) for slot in range(2)]
     with redis_server() as server:
@@ -90,7 +86,7 @@ async def test_a_job_of_several_nodes_with_its_own_redis(tmp_path: Path, is_runn
 
 
 @pytest.mark.redis
-async def test_nodes_that_joined_a_job_have_their_own_state_alone(tmp_path: Path) -> None:
+async def test_nodes_that_joined_a_job_have_their_own_state_alone(tmp_path):
     home, guest = job(tmp_path / "home", nodes=2), job(tmp_path / "guest")
     guest.save(Submitted(job="", spec=JobSpec(name="guest", join=home.path)))
     await live(guest.state(0))
@@ -99,7 +95,7 @@ async def test_nodes_that_joined_a_job_have_their_own_state_alone(tmp_path: Path
         assert make_backup(places, tmp_path / "backup").states == ["node-0"]
 
 
-async def test_without_the_program_the_error_says_what_to_install(tmp_path: Path) -> None:
+async def test_without_the_program_the_error_says_what_to_install(tmp_path):
     with (
         pytest.raises(ConfigurationError, match="there is no program") as caught,
         job_places(job(tmp_path / "job", nodes=2, redis_server="no-redis"), is_running=False),

@@ -1,12 +1,9 @@
 """A dump of a store in Redis is of one moment though others write, and touches no other store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +53,7 @@ def written(server: RedisServer, config: RedisConfig) -> Iterator[None]:
             writer.join()
 
 
-def test_a_dump_has_all_keys_as_they_were_at_one_moment(server: RedisServer, tmp_path: Path) -> None:
+def test_a_dump_has_all_keys_as_they_were_at_one_moment(server, tmp_path):
     config = server.config("written")
     with server.client() as client:
         client.mset({f"{config.root}:r:{number}": "row" * 20 for number in range(20_000)})
@@ -79,7 +76,7 @@ def test_a_dump_has_all_keys_as_they_were_at_one_moment(server: RedisServer, tmp
         assert new.rpartition(b":")[2] == at[0]
 
 
-def test_every_kind_of_key_comes_back_with_its_end(server: RedisServer, tmp_path: Path) -> None:
+def test_every_kind_of_key_comes_back_with_its_end(server, tmp_path):
     config, restored = server.config("kinds"), server.config("restored")
     with server.client() as client:
         root = config.root
@@ -100,9 +97,7 @@ def test_every_kind_of_key_comes_back_with_its_end(server: RedisServer, tmp_path
         assert client.pttl(f"{restored.root}:hash") == -1
 
 
-def test_other_stores_are_left_alone_and_writes_go_on_after_a_failure(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_other_stores_are_left_alone_and_writes_go_on_after_a_failure(server, tmp_path):
     config, other = server.config("mine"), server.config("mine-too")
     with server.client() as client:
         client.set(f"{config.root}:r:1", "mine")
@@ -125,7 +120,7 @@ def test_other_stores_are_left_alone_and_writes_go_on_after_a_failure(
         assert caught.value.hint
 
 
-def test_a_user_who_may_not_pause_redis_is_told_what_is_missing(server: RedisServer, tmp_path: Path) -> None:
+def test_a_user_who_may_not_pause_redis_is_told_what_is_missing(server, tmp_path):
     (server.folder / "user").touch(0o600)
     (server.folder / "user").write_text("secret")
     server.do("ACL", "SETUSER", "backup", "on", ">secret", "~*", "&*", "+@all", "-client|pause")
@@ -139,7 +134,7 @@ def test_a_user_who_may_not_pause_redis_is_told_what_is_missing(server: RedisSer
     assert "+client|pause" in caught.value.hint
 
 
-def test_a_dump_of_a_newer_redis_is_refused_with_what_to_do(server: RedisServer, tmp_path: Path) -> None:
+def test_a_dump_of_a_newer_redis_is_refused_with_what_to_do(server, tmp_path):
     config = server.config("newer")
     value = bytearray(server_dump(server))
     value[-10:-8] = (0xFFFF).to_bytes(2, "little")  # the version of the format
@@ -158,7 +153,7 @@ def server_dump(server: RedisServer) -> bytes:
         return value
 
 
-def test_a_redis_that_does_not_answer_is_an_error_of_the_store(server: RedisServer, tmp_path: Path) -> None:
+def test_a_redis_that_does_not_answer_is_an_error_of_the_store(server, tmp_path):
     config = server.config("gone")
     server.kill()
     with pytest.raises(StoreError, match="Redis") as caught:

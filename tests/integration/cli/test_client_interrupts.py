@@ -99,19 +99,19 @@ def interrupted(server: Holding, program: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_an_interrupt_ends_the_call_that_waits_and_no_other(server: Holding, call: str) -> None:
+def test_an_interrupt_ends_the_call_that_waits_and_no_other(server, call):
     assert interrupted(server, CAUGHT.format(call=call)) == (0, "interrupted\n[]\n", "")
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_an_interrupt_ends_a_program_cleanly(server: Holding, call: str) -> None:
+def test_an_interrupt_ends_a_program_cleanly(server, call):
     code, out, err = interrupted(server, UNCAUGHT.format(call=call))
     assert (code, out) == (-signal.SIGINT, "")
     assert err.count("Traceback") == 1
     assert err.strip().endswith("KeyboardInterrupt")
 
 
-def test_an_interrupt_that_does_not_wake_the_thread_that_waits_ends_its_call_too(server: Holding) -> None:
+def test_an_interrupt_that_does_not_wake_the_thread_that_waits_ends_its_call_too(server):
     """Let another thread receive the signal, as if it came just before the waiting thread blocked."""
     block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})"
     program = CAUGHT.format(call=f"{block}; {CALLS['wait']}")

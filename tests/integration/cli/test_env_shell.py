@@ -1,7 +1,5 @@
 """`env shell` gives a real terminal in a sandbox, and removes the sandbox however the shell ends."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
@@ -62,7 +60,7 @@ def is_left(run_dir: Path, services: set[str]) -> bool:
     )
 
 
-def test_it_is_a_terminal_with_a_size_and_its_keys_reach_the_programs(opened: Open, run_dir: Path) -> None:
+def test_it_is_a_terminal_with_a_size_and_its_keys_reach_the_programs(opened, run_dir):
     with opened() as shown:
         wait_for_prompt(shown)
         shown.type("tty; stty size; cat text.txt\r")
@@ -84,7 +82,7 @@ def test_it_is_a_terminal_with_a_size_and_its_keys_reach_the_programs(opened: Op
 
 
 @pytest.mark.parametrize(("typed", "code"), [("kill -9 $$\r", 137), ("kill -9 $PPID\r", 137)])
-def test_a_shell_that_is_killed_leaves_no_sandbox(opened: Open, run_dir: Path, typed: str, code: int) -> None:
+def test_a_shell_that_is_killed_leaves_no_sandbox(opened, run_dir, typed, code):
     with opened() as shown:
         wait_for_prompt(shown)
         found = services(run_dir)
@@ -102,9 +100,7 @@ def terminate(shown: Terminal) -> None:
 
 
 @pytest.mark.parametrize(("end", "code"), [(hang_up, 129), (terminate, 143)])
-def test_a_closed_terminal_and_a_signal_leave_no_sandbox(
-    opened: Open, run_dir: Path, end: Callable[[Terminal], None], code: int
-) -> None:
+def test_a_closed_terminal_and_a_signal_leave_no_sandbox(opened, run_dir, end, code):
     with opened() as shown:
         wait_for_prompt(shown)
         found = services(run_dir)
@@ -113,7 +109,7 @@ def test_a_closed_terminal_and_a_signal_leave_no_sandbox(
         assert not is_left(run_dir, found)
 
 
-def test_a_command_that_is_killed_leaves_no_sandbox(opened: Open, run_dir: Path) -> None:
+def test_a_command_that_is_killed_leaves_no_sandbox(opened, run_dir):
     with opened() as shown:
         wait_for_prompt(shown)
         found = services(run_dir)
@@ -125,7 +121,7 @@ def test_a_command_that_is_killed_leaves_no_sandbox(opened: Open, run_dir: Path)
             time.sleep(0.1)
 
 
-def test_the_grader_finds_what_the_solution_left(opened: Open) -> None:
+def test_the_grader_finds_what_the_solution_left(opened):
     with opened("--stage", "evaluate", "--solve") as shown:
         wait_for_prompt(shown)
         shown.type("echo answer=$(cat answer.txt)\r")
@@ -139,7 +135,7 @@ def test_the_grader_finds_what_the_solution_left(opened: Open) -> None:
         assert shown.ended() == 0
 
 
-def test_without_a_terminal_it_says_so(environment: Path) -> None:
+def test_without_a_terminal_it_says_so(environment):
     done = subprocess.run(
         command(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -149,7 +145,7 @@ def test_without_a_terminal_it_says_so(environment: Path) -> None:
 
 @pytest.mark.apptainer
 @pytest.mark.timeout(600)  # base may have to be built
-def test_it_is_a_terminal_inside_apptainer_too(opened: Open, run_dir: Path) -> None:
+def test_it_is_a_terminal_inside_apptainer_too(opened, run_dir):
     with opened(provider="apptainer") as shown:
         wait_for_prompt(shown)
         found = services(run_dir)

@@ -19,7 +19,7 @@ SHELL = sorted(  # those in Python install nothing, and run on any system
 
 
 @pytest.mark.parametrize("script", SHELL)
-def test_an_operating_system_other_than_linux_is_named(tmp_path: Path, script: str) -> None:
+def test_an_operating_system_other_than_linux_is_named(tmp_path, script):
     uname = tmp_path / "uname"
     uname.write_text("#!/bin/sh\necho Darwin\n")
     uname.chmod(0o755)
@@ -48,7 +48,7 @@ build-backend = "hatchling.build"
 
 
 @pytest.mark.parametrize(("version", "fits"), [("", True), ("==0.27.0", False)])
-def test_a_plug_in_is_installed_next_to_the_locked_packages(tmp_path: Path, version: str, fits: bool) -> None:
+def test_a_plug_in_is_installed_next_to_the_locked_packages(tmp_path, version, fits):
     (tmp_path / "my_plugin").mkdir()
     (tmp_path / "my_plugin" / "__init__.py").touch()
     (tmp_path / "pyproject.toml").write_text(PLUGIN.format(version=version))
@@ -83,9 +83,7 @@ def copy_scripts(folder: Path) -> None:
         (["--fast", "tests/some"], ["apptainer"], []),
     ],
 )
-def test_only_what_the_chosen_tests_need_is_installed(
-    tmp_path: Path, arguments: list[str], marked: list[str], parts: list[str]
-) -> None:
+def test_only_what_the_chosen_tests_need_is_installed(tmp_path, arguments, marked, parts):
     """Copy the scripts next to a fake pytest that finds tests with these markers; they ask it at most once."""
     copy_scripts(tmp_path)
     pytest_program = tmp_path / ".venv" / "bin" / "pytest"
@@ -105,7 +103,7 @@ def test_only_what_the_chosen_tests_need_is_installed(
     assert all(line.startswith("--collect-only") for line in asked)
 
 
-def test_everything_is_installed_where_the_tests_cannot_be_collected(tmp_path: Path) -> None:
+def test_everything_is_installed_where_the_tests_cannot_be_collected(tmp_path):
     copy_scripts(tmp_path)
     done = subprocess.run(
         [tmp_path / "scripts" / "test", "--dry-run", "tests/some"], capture_output=True, text=True, check=True

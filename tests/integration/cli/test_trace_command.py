@@ -1,14 +1,11 @@
 """`rollout-service trace` writes runs and rollouts of a running server, whole or not at all."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 from typer.testing import CliRunner
 
@@ -23,7 +20,7 @@ from rollout_service.observability.tracing.steps import compress, encode
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.runs_contract import NewGroup
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.api.server import api_server
+from tests.support.api.server import filled_server
 
 TASK = Task(environment="calc", instance={"question": "1", "answer": "1"})
 
@@ -59,11 +56,8 @@ async def fill(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("traced")
-    (folder / "state").mkdir()
-    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
-    with api_server(folder) as server:
-        yield server.url
+    with filled_server(tmp_path_factory.mktemp("traced"), fill) as url:
+        yield url
 
 
 def run(url: str, *arguments: str, exit_code: int = 0) -> str:
@@ -78,7 +72,7 @@ def rollouts(events: list[dict[str, Any]]) -> set[str]:
     }
 
 
-def test_a_run_is_written_with_all_tries(url: str, tmp_path: Path) -> None:
+def test_a_run_is_written_with_all_tries(url, tmp_path):
     file = tmp_path / "run.json"
     file.write_text("an earlier one")
     said = run(url, "run", "-o", str(file))
@@ -89,7 +83,7 @@ def test_a_run_is_written_with_all_tries(url: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_rollouts_are_written_compressed(url: str, tmp_path: Path) -> None:
+def test_rollouts_are_written_compressed(url, tmp_path):
     file = tmp_path / "some.json.gz"
     assert "2 rollouts" in run(url, "alone", "run.1.1", "-o", str(file))
     document = json.loads(gzip.decompress(file.read_bytes()))
@@ -102,12 +96,12 @@ def test_rollouts_are_written_compressed(url: str, tmp_path: Path) -> None:
     ("names", "said"),
     [(["new"], "there are no steps yet"), (["nobody"], "nobody"), (["alone", "nobody"], "nobody")],
 )
-def test_what_cannot_be_traced_leaves_no_file(url: str, tmp_path: Path, names: list[str], said: str) -> None:
+def test_what_cannot_be_traced_leaves_no_file(url, tmp_path, names, said):
     assert said in run(url, *names, "-o", str(tmp_path / "t.json"), exit_code=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_named(url: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(url, tmp_path):
     file = tmp_path / "missing" / "t.json"
     said = run(url, "alone", "-o", str(file), exit_code=1)
     assert "cannot be written" in said

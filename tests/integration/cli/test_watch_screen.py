@@ -1,11 +1,8 @@
 """`watch` takes the whole terminal, obeys its keys, follows its size, and leaves it as it was."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -33,7 +30,7 @@ def is_restored(shown: Terminal) -> bool:
     return ORDINARY in end and end.rindex(CURSOR) > 0 and shown.settings == shown.before
 
 
-def test_the_view_shows_the_service_and_obeys_its_keys(server: Running) -> None:
+def test_the_view_shows_the_service_and_obeys_its_keys(server):
     with terminal(watch(server)) as shown:
         shown.until(lambda: "init" in shown.frame and "q quit" in shown.frame)
         for part in ("ready", "rollouts/s", "evaluate", "engine", "sandboxes", "127.0.0.1"):
@@ -52,7 +49,7 @@ def test_the_view_shows_the_service_and_obeys_its_keys(server: Running) -> None:
         assert is_restored(shown)
 
 
-def test_the_view_follows_the_size_of_the_window(server: Running) -> None:
+def test_the_view_follows_the_size_of_the_window(server):
     with terminal(watch(server), size=(140, 50)) as shown:
         shown.until(lambda: "q quit" in shown.frame)
         shown.resize(50, 12)
@@ -63,7 +60,7 @@ def test_the_view_follows_the_size_of_the_window(server: Running) -> None:
         assert shown.ended() == 0
 
 
-def test_an_interrupt_leaves_the_terminal_as_it_was(server: Running) -> None:
+def test_an_interrupt_leaves_the_terminal_as_it_was(server):
     with terminal(watch(server)) as shown:
         shown.until(lambda: "q quit" in shown.frame)
         shown.type("\x03")
@@ -72,7 +69,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(server: Running) -> None:
         assert "Traceback" not in shown.drawn
 
 
-def test_a_termination_leaves_the_terminal_as_it_was(server: Running) -> None:
+def test_a_termination_leaves_the_terminal_as_it_was(server):
     with terminal(watch(server)) as shown:
         shown.until(lambda: "q quit" in shown.frame)
         shown.process.terminate()
@@ -80,7 +77,7 @@ def test_a_termination_leaves_the_terminal_as_it_was(server: Running) -> None:
         assert is_restored(shown)
 
 
-def test_without_colors_nothing_but_the_cursor_is_moved(server: Running) -> None:
+def test_without_colors_nothing_but_the_cursor_is_moved(server):
     with terminal(watch(server), NO_COLOR="1") as shown:
         shown.until(lambda: "q quit" in shown.frame)
         shown.type("q")
@@ -91,7 +88,7 @@ def test_without_colors_nothing_but_the_cursor_is_moved(server: Running) -> None
 @pytest.mark.parametrize(
     "command", [("backends", "list"), ("nodes", "list"), ("runs", "list"), ("env", "list")]
 )
-def test_no_color_is_obeyed_on_a_terminal(server: Running, command: tuple[str, ...]) -> None:
+def test_no_color_is_obeyed_on_a_terminal(server, command):
     arguments = [sys.executable, "-m", "rollout_service.cli", *command, "--url", server.url]
     with terminal(arguments, NO_COLOR="1") as shown:
         assert shown.ended() == 0
@@ -99,7 +96,7 @@ def test_no_color_is_obeyed_on_a_terminal(server: Running, command: tuple[str, .
         assert not shown.sequences
 
 
-def test_a_server_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_said_to_be(tmp_path):
     with (
         scripted_engine(tmp_path, delay=0.0) as engine,
         service(tmp_path, engine.url) as own,
@@ -115,7 +112,7 @@ def test_a_server_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
         assert is_restored(shown)
 
 
-def test_the_tokens_of_a_rollout_are_shown(server: Running) -> None:
+def test_the_tokens_of_a_rollout_are_shown(server):
     body = {"task": {"environment": "echo", "instance": {"number": 1}}, "rollout_id": "colored"}
     httpx.post(f"{server.url}/v1/rollouts?wait=60", json=body, timeout=90).raise_for_status()
     command = [sys.executable, "-m", "rollout_service.cli", "show", "colored", "--url", server.url]

@@ -1,7 +1,5 @@
 """Both distributions work when they are built as for publication and installed away from the checkout."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

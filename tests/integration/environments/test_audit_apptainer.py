@@ -11,7 +11,7 @@ from rollout_service.environments.registry import load_path
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 
 
 @pytest.mark.parametrize("template", ["terminal", "stem", "mcp", "swe", "game"])

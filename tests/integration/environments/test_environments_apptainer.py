@@ -18,23 +18,13 @@ from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
 from rollout_service.environments.registry import load_path
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 from sandboxes.images.sources import Definition
 from sandboxes.images.store import ImageStore
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 WORDCOUNT = Path(__file__).parents[3] / "examples" / "environments" / "wordcount"
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
 
 
 def bash(command):

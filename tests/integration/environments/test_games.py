@@ -1,7 +1,5 @@
 """With the real libraries, a game through a bridge gives the rewards of the library's own loop on the same actions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from tests.support.games import in_the_library
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 Instance = dict[str, JsonValue]
 GYMNASIUM_ALONE = """
 import json, sys
@@ -100,7 +98,7 @@ def texts(trial: Trial) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TOY_TEXTS)
-async def test_the_rewards_are_gymnasiums_own(name: str, sandboxes: SandboxSource) -> None:
+async def test_the_rewards_are_gymnasiums_own(name, sandboxes):
     instance, moves = TOY_TEXTS[name]
     trial = await played(GymnasiumToyText(), instance, [text for text, _ in moves], sandboxes)
     expected = alone(GYMNASIUM, GYMNASIUM_ALONE, instance, [action for _, action in moves])
@@ -113,7 +111,7 @@ async def test_the_rewards_are_gymnasiums_own(name: str, sandboxes: SandboxSourc
 
 
 @pytest.mark.parametrize("name", GEM_GAMES)
-async def test_the_rewards_are_gems_own(name: str, sandboxes: SandboxSource) -> None:
+async def test_the_rewards_are_gems_own(name, sandboxes):
     instance, says = GEM_GAMES[name]
     trial = await played(GemGame(), instance, says, sandboxes)
     expected = alone(GEM, GEM_ALONE, instance, says)
@@ -124,7 +122,7 @@ async def test_the_rewards_are_gems_own(name: str, sandboxes: SandboxSource) -> 
     assert texts(trial)[0].split() == expected["first"].split()
 
 
-async def test_what_gem_wants_said_last_ends_each_text(sandboxes: SandboxSource) -> None:
+async def test_what_gem_wants_said_last_ends_each_text(sandboxes):
     instance, says = GEM_GAMES["hanoi"]
     said = texts(await played(GemGame(), instance, says, sandboxes))
     assert len(said) == len(says)
@@ -132,9 +130,7 @@ async def test_what_gem_wants_said_last_ends_each_text(sandboxes: SandboxSource)
     assert "C: [1]" in said[1]
 
 
-async def test_a_player_sees_the_board_in_words_and_is_told_of_a_text_without_an_action(
-    sandboxes: SandboxSource,
-) -> None:
+async def test_a_player_sees_the_board_in_words_and_is_told_of_a_text_without_an_action(sandboxes):
     instance, _ = TOY_TEXTS["lake"]
     says = ["Let me think.", "[fly]", *(text for text, _ in CALM), "[right]"]
     trial = await played(GymnasiumToyText(), instance, says, sandboxes)
@@ -148,7 +144,7 @@ async def test_a_player_sees_the_board_in_words_and_is_told_of_a_text_without_an
     assert trial.score.parts["invalid_actions"] == 2
 
 
-async def test_a_taxi_and_a_hand_of_cards_are_shown_in_words(sandboxes: SandboxSource) -> None:
+async def test_a_taxi_and_a_hand_of_cards_are_shown_in_words(sandboxes):
     moves = [text for text, _ in TOY_TEXTS["cut short"][1]]
     taxi = texts(await played(GymnasiumToyText(), TOY_TEXTS["cut short"][0], moves, sandboxes))
     assert "The taxi is at row " in taxi[0]
@@ -158,9 +154,7 @@ async def test_a_taxi_and_a_hand_of_cards_are_shown_in_words(sandboxes: SandboxS
 
 
 @pytest.mark.parametrize("environment", [GymnasiumToyText(), GemGame()], ids=["gymnasium", "gem"])
-async def test_an_option_that_a_game_cannot_use_is_a_failure(
-    environment: GameEnvironment, sandboxes: SandboxSource
-) -> None:
+async def test_an_option_that_a_game_cannot_use_is_a_failure(environment, sandboxes):
     game = {"gymnasium": "FrozenLake-v1", "gem": "game:GuessTheNumber-v0-hard"}[environment.spec.name]
     name = {"gymnasium": "map_name", "gem": "max_number"}[environment.spec.name]
     with pytest.raises(EnvironmentFailedError, match="failed: "):
@@ -176,9 +170,7 @@ async def test_an_option_that_a_game_cannot_use_is_a_failure(
         (GemGame(), {"game": "game:Sudoku-v0-easy"}, "instance.seed", "required"),
     ],
 )
-def test_a_game_that_cannot_be_played_is_refused(
-    environment: GameEnvironment, instance: Instance, path: str, message: str
-) -> None:
+def test_a_game_that_cannot_be_played_is_refused(environment, instance, path, message):
     with pytest.raises(InvalidFieldError) as caught:
         environment.check(instance)
     (field,) = caught.value.fields
@@ -187,7 +179,7 @@ def test_a_game_that_cannot_be_played_is_refused(
 
 
 @pytest.mark.parametrize(("environment", "count"), [(GymnasiumToyText(), 6), (GemGame(), 20)])
-def test_the_data_set_has_games_of_both_splits(environment: GameEnvironment, count: int) -> None:
+def test_the_data_set_has_games_of_both_splits(environment, count):
     instances = environment.dataset()
     assert len({instance["game"] for instance in instances}) >= count
     assert set(count_splits(instances)) == {"train", "held_out"}

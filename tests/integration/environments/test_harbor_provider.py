@@ -99,7 +99,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-def test_the_command_harbor_gets_the_rewards_of_the_environment_harbor(place: Path) -> None:
+def test_the_command_harbor_gets_the_rewards_of_the_environment_harbor(place):
     tasks = place / "tasks"
     for name in TASKS:
         shutil.copytree(ROOT / "examples/harbor" / name, tasks / name)
@@ -125,7 +125,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(run(command, folder)))
 
 
-def test_commands_run_as_harbor_says(seen: dict[str, Any]) -> None:
+def test_commands_run_as_harbor_says(seen):
     assert seen["commands"] == {
         "exec": ["/work yes more\n", "oh\n", 3],
         "cwd": "/tmp\n",
@@ -138,7 +138,7 @@ def test_commands_run_as_harbor_says(seen: dict[str, Any]) -> None:
     assert "failed to parse reuid" in seen["users"]["none"]
 
 
-def test_files_go_up_and_down_and_never_out(seen: dict[str, Any]) -> None:
+def test_files_go_up_and_down_and_never_out(seen):
     assert seen["files"] == {
         "up": "ran\nran\nbelow/data\n1048576\n",
         "same": True,
@@ -151,7 +151,7 @@ def test_files_go_up_and_down_and_never_out(seen: dict[str, Any]) -> None:
     }
 
 
-def test_a_sandbox_ends_however_its_trial_does(seen: dict[str, Any]) -> None:
+def test_a_sandbox_ends_however_its_trial_does(seen):
     assert seen["ends"] == {
         "cancelled": [[], 0],
         "images": ["ImagePathError"] * 3,
@@ -163,7 +163,7 @@ def test_a_sandbox_ends_however_its_trial_does(seen: dict[str, Any]) -> None:
     }
 
 
-def test_arguments_that_cannot_be_used_are_refused(seen: dict[str, Any]) -> None:
+def test_arguments_that_cannot_be_used_are_refused(seen):
     network, name, mount = seen["refusals"]
     assert "--ek public_network" in network
     assert name == "--ek sandbox.fakerot: Extra inputs are not permitted"

@@ -42,12 +42,7 @@ from sandboxes.images.dockerfiles import build_many, dockerfile_at
 from sandboxes.images.store import ImageStore
 from tests.support.harbor.attacks import ATTACKS
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.apptainer,
-    pytest.mark.timeout(600),
-    pytest.mark.slow(seconds=200),
-]
+pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(600), pytest.mark.slow(seconds=200)]
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
 TASKS = ("counter-service", "ledger", "word-count")
 SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
@@ -103,14 +98,14 @@ async def act(environment: Environment, sandboxes: SandboxSource, *commands: str
 
 
 @pytest.mark.parametrize("name", TASKS)
-async def test_a_solution_gets_one_and_nothing_gets_zero(name: str, sandboxes: SandboxSource) -> None:
+async def test_a_solution_gets_one_and_nothing_gets_zero(name, sandboxes):
     solved = await solve(task(name), sandboxes)
     assert (solved.score.reward, solved.stop_reason, solved.episode.notes) == (1.0, StopReason.FINISHED, [])
     idle = await play(task(name), {}, ScriptedPolicy(["No.", "No."]), sandboxes)
     assert (idle.score.reward, idle.stop_reason) == (0.0, StopReason.ANSWERED)
 
 
-async def test_steps_follow_in_one_conversation(sandboxes: SandboxSource) -> None:
+async def test_steps_follow_in_one_conversation(sandboxes):
     script = [
         turn("", call("bash", command="printf 'rent 700\\nfood 250\\n' >ledger.txt")),
         turn("", call("finish", answer="entered")),
@@ -148,9 +143,7 @@ async def test_steps_follow_in_one_conversation(sandboxes: SandboxSource) -> Non
     ],
     ids=["gate", "half", "moments"],
 )
-async def test_steps_are_graded_apart(
-    commands: list[str], reward: float, parts: dict[str, float], sandboxes: SandboxSource
-) -> None:
+async def test_steps_are_graded_apart(commands, reward, parts, sandboxes):
     trial = await act(task("ledger"), sandboxes, *commands)
     assert trial.score.reward == reward
     assert trial.score.parts.items() >= parts.items()
@@ -163,7 +156,7 @@ async def test_steps_are_graded_apart(
         *(pytest.param(name, marks=pytest.mark.extended("sandboxes/")) for name in ("ledger", "word-count")),
     ],
 )
-async def test_a_hostile_agent_gets_nothing(name: str, sandboxes: SandboxSource) -> None:
+async def test_a_hostile_agent_gets_nothing(name, sandboxes):
     rewards: dict[str, float | None] = {}
 
     async def attack(attack: str, command: str) -> None:
@@ -182,9 +175,7 @@ async def test_a_hostile_agent_gets_nothing(name: str, sandboxes: SandboxSource)
     assert rewards == dict.fromkeys(ATTACKS, 0.0), failures
 
 
-def test_the_commands_build_the_images_and_tell_good_tasks(
-    images: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_build_the_images_and_tell_good_tasks(images, tasks, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_IMAGES_DIR", str(images))
     monkeypatch.setenv("ROLLOUT_LAYERS_DIR", str(images.parent / "layers"))
     shutil.rmtree(tasks / "counter-service")
@@ -211,9 +202,7 @@ def test_the_commands_build_the_images_and_tell_good_tasks(
     assert "build it with `rollout-service env build`" in missing.stdout
 
 
-def test_the_images_of_a_data_set_are_prepared_and_an_interruption_loses_none(
-    images: Path, tasks: Path, tmp_path: Path
-) -> None:
+def test_the_images_of_a_data_set_are_prepared_and_an_interruption_loses_none(images, tasks, tmp_path):
     """Of four tasks, one has its image, one is quick, one is interrupted, and one cannot be built."""
     shutil.rmtree(tasks / "counter-service")
     for name, step in (
@@ -233,7 +222,6 @@ def test_the_images_of_a_data_set_are_prepared_and_an_interruption_loses_none(
     command = [sys.executable, "-m", "rollout_service.cli", "env", "prepare", str(tasks), "--jobs", "1"]
     command += ["--base", f"base={BASE['base']}"]
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as interrupted:
-        assert interrupted.stderr is not None
         assert "harbor-z-quick-" in next(line for line in interrupted.stderr if line.startswith("harbor-"))
         interrupted.send_signal(signal.SIGINT)
         try:
@@ -252,7 +240,7 @@ def test_the_images_of_a_data_set_are_prepared_and_an_interruption_loses_none(
     assert "RUN false" in failure["error"]
 
 
-async def test_a_solution_that_leaves_daemons_still_counts(tasks: Path, sandboxes: SandboxSource) -> None:
+async def test_a_solution_that_leaves_daemons_still_counts(tasks, sandboxes):
     solution = tasks / "word-count/solution/solve.sh"
     solution.write_text(solution.read_text() + "setsid sleep 1000 >/dev/null 2>&1 &\n")
     assert (await solve(task("word-count", tasks), sandboxes)).score.reward == 1.0
@@ -273,13 +261,9 @@ echo ${r-0} >/logs/verifier/reward.txt
     "rollout_service/environments/harbor/", "rollout_service/pipeline/", "sandboxes/providers/"
 )
 @pytest.mark.parametrize(
-    "settings",
-    [SAME, SAME | {"agent_processes": "end"}, {}],
-    ids=["as in Harbor", "ended", "fresh"],
+    "settings", [SAME, SAME | {"agent_processes": "end"}, {}], ids=["as in Harbor", "ended", "fresh"]
 )
-async def test_a_verifier_calls_the_server_that_the_agent_left(
-    settings: dict[str, str], tasks: Path, sandboxes: SandboxSource
-) -> None:
+async def test_a_verifier_calls_the_server_that_the_agent_left(settings, tasks, sandboxes):
     (tasks / "word-count/tests/test.sh").write_text(CALLS)
     (tasks / "word-count/solution/solve.sh").write_text(f"#!/bin/bash\n{SERVES}")
     environment = task("word-count", tasks, **settings)
@@ -344,9 +328,7 @@ def shop(tasks: Path) -> Path:
 
 
 @pytest.mark.extended("rollout_service/environments/harbor/", "sandboxes/providers/")
-async def test_services_of_a_compose_file_are_reached_by_their_names(
-    shop: Path, tasks: Path, sandboxes: SandboxSource
-) -> None:
+async def test_services_of_a_compose_file_are_reached_by_their_names(shop, tasks, sandboxes):
     sell = f"echo $(($({ASK}) - 1)) >/data/shop/stock.txt"
     trial = await act(task("word-count", tasks, **SAME), sandboxes, sell)
     assert (trial.score.reward, trial.episode.notes) == (1.0, []), trial.episode.policy.messages
@@ -368,8 +350,8 @@ async def test_services_of_a_compose_file_are_reached_by_their_names(
     ],
 )
 async def test_a_service_that_fails_is_a_failure_with_its_name_and_output(
-    was: str, broken: str, said: str, shop: Path, tasks: Path, sandboxes: SandboxSource
-) -> None:
+    was, broken, said, shop, tasks, sandboxes
+):
     compose = shop / "environment/docker-compose.yaml"
     compose.write_text(compose.read_text().replace(was, broken))
     with pytest.raises(HealthcheckFailedError, match=f"(?s)the service {said}"):
@@ -406,13 +388,7 @@ if [ $? -eq 0 ]; then echo 1; else echo 0; fi >/logs/verifier/reward.txt
         (f"{TEST}sleep 100", VerifierTimeoutError, "within 2 s"),
     ],
 )
-async def test_a_verifier_that_fails_gives_no_reward(
-    script: str,
-    error: type[EnvironmentFailedError],
-    said: str,
-    tasks: Path,
-    sandboxes: SandboxSource,
-) -> None:
+async def test_a_verifier_that_fails_gives_no_reward(script, error, said, tasks, sandboxes):
     if error is VerifierTimeoutError:
         toml = tasks / "word-count/task.toml"
         toml.write_text(toml.read_text().replace("timeout_sec = 60", "timeout_sec = 2"))
@@ -421,7 +397,7 @@ async def test_a_verifier_that_fails_gives_no_reward(
         await act(task("word-count", tasks), sandboxes, "true")
 
 
-async def test_an_agent_that_runs_out_of_time_is_graded(tasks: Path, sandboxes: SandboxSource) -> None:
+async def test_an_agent_that_runs_out_of_time_is_graded(tasks, sandboxes):
     toml = tasks / "word-count" / "task.toml"
     toml.write_text(toml.read_text().replace("[agent]\ntimeout_sec = 120", "[agent]\ntimeout_sec = 5"))
     work = "cat /app/texts/*.txt | wc -w >/app/count.txt; sleep 600"
@@ -429,7 +405,7 @@ async def test_an_agent_that_runs_out_of_time_is_graded(tasks: Path, sandboxes: 
     assert (trial.stop_reason, trial.score.reward) == (StopReason.AGENT_TIMEOUT, 1.0)
 
 
-async def test_the_task_s_variables_and_folders(tasks: Path, sandboxes: SandboxSource) -> None:
+async def test_the_task_s_variables_and_folders(tasks, sandboxes):
     toml = tasks / "word-count/task.toml"
     text = toml.read_text().replace(
         "timeout_sec = 60\n", 'timeout_sec = 60\n\n[verifier.env]\nONLY = "tests"\n'
@@ -446,16 +422,14 @@ async def test_the_task_s_variables_and_folders(tasks: Path, sandboxes: SandboxS
     assert trial.score == dataclasses.replace(trial.score, reward=0.5, parts={"a": 1.0, "b": 0.0})
 
 
-async def test_what_the_agent_removed_is_not_there_for_the_verifier(
-    tasks: Path, sandboxes: SandboxSource
-) -> None:
+async def test_what_the_agent_removed_is_not_there_for_the_verifier(tasks, sandboxes):
     (tasks / "word-count/tests/test.sh").write_text(
         "#!/bin/bash\n[ -e texts/b.txt ] && [ ! -e texts/a.txt ] && r=1 || r=0\necho $r >/logs/verifier/reward.txt\n"
     )
     assert (await act(task("word-count", tasks), sandboxes, "rm texts/a.txt")).score.reward == 1.0
 
 
-async def test_the_agent_has_the_tools_of_a_server(tasks: Path, sandboxes: SandboxSource) -> None:
+async def test_the_agent_has_the_tools_of_a_server(tasks, sandboxes):
     arguments = json.dumps(["-c", SERVER.read_text()])
     server = f'name = "notes"\ntransport = "stdio"\ncommand = "python3"\nargs = {arguments}\n'
     toml = tasks / "word-count/task.toml"
@@ -469,7 +443,7 @@ async def test_the_agent_has_the_tools_of_a_server(tasks: Path, sandboxes: Sandb
     assert trial.score.reward == 1.0, policy.messages
 
 
-async def test_a_sandbox_that_is_not_healthy_is_a_failure(tasks: Path, sandboxes: SandboxSource) -> None:
+async def test_a_sandbox_that_is_not_healthy_is_a_failure(tasks, sandboxes):
     toml = tasks / "word-count/task.toml"
     check = 'command = "test -s /app/texts/a.txt"'
     broken = 'command = "echo not yet; false"\nretries = 2\ninterval_sec = 0'
@@ -478,7 +452,7 @@ async def test_a_sandbox_that_is_not_healthy_is_a_failure(tasks: Path, sandboxes
         await act(task("word-count", tasks), sandboxes, "true")
 
 
-async def test_a_separate_verifier_sees_the_artifacts_alone(tasks: Path, sandboxes: SandboxSource) -> None:
+async def test_a_separate_verifier_sees_the_artifacts_alone(tasks, sandboxes):
     toml = tasks / "word-count/task.toml"
     text = toml.read_text().replace("[verifier]", '[verifier]\nenvironment_mode = "separate"', 1)
     text = text.replace(
@@ -493,7 +467,7 @@ async def test_a_separate_verifier_sees_the_artifacts_alone(tasks: Path, sandbox
     assert trial.score.reward == 1.0
 
 
-async def test_a_shared_verifier_in_the_agents_own_sandbox(sandboxes: SandboxSource) -> None:
+async def test_a_shared_verifier_in_the_agents_own_sandbox(sandboxes):
     shared = task("counter-service", **SAME, agent_processes="end")
     assert shared.spec.evaluate_in == "same"
     assert (await solve(shared, sandboxes)).score.reward == 1.0

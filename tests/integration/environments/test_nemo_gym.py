@@ -1,12 +1,8 @@
 """With the real library, rows get the rewards that NeMo Gym's own servers give the same answers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +17,9 @@ from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 from tests.support.newer_python import needs_python_312
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges, needs_python_312]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges, needs_python_312]
 ALONE = """
 import asyncio, importlib, json, runpy, sys
 from unittest.mock import MagicMock
@@ -151,14 +146,6 @@ EXPECTED = {
 }
 
 
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
-
-
 @pytest.fixture(scope="module")
 def own_rewards() -> dict[str, float]:
     """What the library alone gives each case: its servers in one process, without our worker's server or client."""
@@ -177,9 +164,7 @@ async def played(case: Played, sandboxes: SandboxSource, **changes: Any) -> Tria
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-async def test_the_reward_is_the_servers_own(
-    name: str, own_rewards: dict[str, float], sandboxes: SandboxSource
-) -> None:
+async def test_the_reward_is_the_servers_own(name, own_rewards, sandboxes):
     case = cases()[name]
     trial = await played(case, sandboxes)
     assert trial.score.reward == own_rewards[name] == EXPECTED[name]
@@ -189,9 +174,7 @@ async def test_the_reward_is_the_servers_own(
     assert offered == [tool["name"] for tool in case.row["responses_create_params"].get("tools", [])]
 
 
-async def test_a_tools_answer_is_what_the_server_says_and_only_tools_can_be_called(
-    sandboxes: SandboxSource,
-) -> None:
+async def test_a_tools_answer_is_what_the_server_says_and_only_tools_can_be_called(sandboxes):
     case = cases()["state"]
     malformed = ToolCall(id="call", name=None, arguments=None, raw="{", error="invalid_json")
     policy = ScriptedPolicy(
@@ -210,20 +193,20 @@ async def test_a_tools_answer_is_what_the_server_says_and_only_tools_can_be_call
     assert trial.score.reward == 1.0
 
 
-async def test_a_verification_that_needs_a_judge_is_a_failure(sandboxes: SandboxSource) -> None:
+async def test_a_verification_that_needs_a_judge_is_a_failure(sandboxes):
     case = Played("math_with_judge", "LibraryJudgeMathResourcesServer", text="It is \\boxed{31}")
     with pytest.raises(EnvironmentFailedError, match="needs another server"):
         await played(case, sandboxes, config={"should_use_judge": True})
 
 
-async def test_a_row_that_its_server_cannot_verify_is_a_failure(sandboxes: SandboxSource) -> None:
+async def test_a_row_that_its_server_cannot_verify_is_a_failure(sandboxes):
     case = cases()["a choice"]
     row = {name: value for name, value in case.row.items() if name != "options"} | {"options": "none"}
     with pytest.raises(EnvironmentFailedError, match="/verify answered 422"):
         await played(case, sandboxes, row=row)
 
 
-async def test_a_row_with_a_tool_that_its_server_lacks_is_a_failure(sandboxes: SandboxSource) -> None:
+async def test_a_row_with_a_tool_that_its_server_lacks_is_a_failure(sandboxes):
     case = cases()["state"]
     parameters = case.row["responses_create_params"]
     tools = [*parameters["tools"], {"type": "function", "name": "fly"}]
@@ -232,13 +215,13 @@ async def test_a_row_with_a_tool_that_its_server_lacks_is_a_failure(sandboxes: S
         await played(case, sandboxes, row=row)
 
 
-async def test_a_server_whose_packages_are_missing_says_which(sandboxes: SandboxSource) -> None:
+async def test_a_server_whose_packages_are_missing_says_which(sandboxes):
     case = cases()["a choice"]
     with pytest.raises(EnvironmentFailedError, match="No module named 'reasoning_gym'"):
         await played(case, sandboxes, server="reasoning_gym")
 
 
-def test_the_data_set_has_rows_of_all_servers_in_both_splits() -> None:
+def test_the_data_set_has_rows_of_all_servers_in_both_splits():
     environment = NemoGym()
     instances = environment.dataset()
     for instance in instances:
@@ -247,7 +230,7 @@ def test_the_data_set_has_rows_of_all_servers_in_both_splits() -> None:
     assert set(count_splits(instances)) == {"train", "held_out"}
 
 
-def test_a_server_that_does_not_exist_is_refused_with_the_nearest() -> None:
+def test_a_server_that_does_not_exist_is_refused_with_the_nearest():
     with pytest.raises(InvalidFieldError) as caught:
         NemoGym().check({**cases()["a choice"].task, "server": "mcq"})
     (field,) = caught.value.fields

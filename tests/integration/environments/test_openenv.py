@@ -1,7 +1,5 @@
 """With real servers of OpenEnv, rewards are those that its own client sees, and a server that fails is a failure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,25 +10,19 @@ import pytest
 from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
-from rollout_service.base.errors import EnvironmentFailedError, ServiceError
+from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.openenv import OpenEnv, load_openenv
 from rollout_service.environments.bridges.openenv_session import OpenEnvServer, OpenEnvServerError
 from rollout_service.episodes import PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
-from sandboxes import LocalConfig, make_provider
 from tests.support.openenv.process import RealOpenEnv
 from tests.support.processes.relay import relay_to
 
-pytestmark = [pytest.mark.anyio, pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
+pytestmark = [pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
 TALK = 'text_field = "message"\n'
 GUESS = 'observation_field = "text"\nsessions = 4\n'
-
-
-@pytest.fixture
-def sandboxes(tmp_path: Path) -> SandboxSource:
-    return SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
 
 
 def declared(folder: Path, url: str, more: str = "") -> OpenEnv:
@@ -68,9 +60,7 @@ async def talk(
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_calls_of_the_tool_get_the_rewards_of_openenvs_own_client(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource, seed: int
-) -> None:
+async def test_calls_of_the_tool_get_the_rewards_of_openenvs_own_client(real, tmp_path, sandboxes, seed):
     numbers = [4, 2, 6, 1, 3]
     expected = real.play(
         f"{real.url}/guess", {"seed": seed, "most": 8}, *({"number": number} for number in numbers)
@@ -87,9 +77,7 @@ async def test_calls_of_the_tool_get_the_rewards_of_openenvs_own_client(
     assert seen == [one["text"] for one in (expected["first"], *expected["observations"][:-1])]
 
 
-async def test_the_tool_has_the_schema_of_an_action(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_the_tool_has_the_schema_of_an_action(real, tmp_path, sandboxes):
     policy = ScriptedPolicy(["I give up."])
     trial = await play(
         declared(tmp_path, f"{real.url}/guess/", 'tool = "guess"'), {"seed": 1}, policy, sandboxes
@@ -103,9 +91,7 @@ async def test_the_tool_has_the_schema_of_an_action(
     assert trial.score.parts == {"turns": 0.0, "finished": 0.0}
 
 
-async def test_texts_get_the_rewards_of_openenvs_own_client(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_texts_get_the_rewards_of_openenvs_own_client(real, tmp_path, sandboxes):
     says = ["please", "no", "please no please", "never said"]
     expected = real.play(f"{real.url}/talk", {}, *({"message": text} for text in says))
     await until_free(f"{real.url}/talk")
@@ -120,9 +106,7 @@ async def test_texts_get_the_rewards_of_openenvs_own_client(
     assert trial.episode.policy.messages[3].content == '{"words":["please"],"left":2}'
 
 
-async def test_an_action_that_is_not_valid_is_explained_and_the_episode_goes_on(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_an_action_that_is_not_valid_is_explained_and_the_episode_goes_on(real, tmp_path, sandboxes):
     policy = ScriptedPolicy(
         [
             turn("", call("act", number="many")),
@@ -142,9 +126,7 @@ async def test_an_action_that_is_not_valid_is_explained_and_the_episode_goes_on(
     assert trial.score.reward == 0.0
 
 
-async def test_two_calls_of_one_turn_are_two_steps(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_two_calls_of_one_turn_are_two_steps(real, tmp_path, sandboxes):
     calls = [call("act", number=number) for number in (1, 2, 3, 4, 5, 6)]
     instance: dict[str, JsonValue] = {"seed": 0, "options": {"most": 1_000}}
     policy = ScriptedPolicy([turn("", *calls)])
@@ -154,16 +136,14 @@ async def test_two_calls_of_one_turn_are_two_steps(
 
 
 async def test_a_session_survives_a_policy_that_thinks_longer_than_the_server_waits_for_pings(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+    real, tmp_path, sandboxes
+):
     environment = declared(tmp_path, f"{real.url}/talk", TALK)
     policy = ScriptedPolicy(["please", "please", "please"], delay=1.5)
     assert (await play(environment, {}, policy, sandboxes)).score.reward == 2.25
 
 
-async def test_rollouts_wait_for_each_other_where_the_server_has_one_session(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_rollouts_wait_for_each_other_where_the_server_has_one_session(real, tmp_path, sandboxes):
     environment = declared(tmp_path, f"{real.url}/talk", TALK)
     rewards: list[float] = []
 
@@ -177,9 +157,7 @@ async def test_rollouts_wait_for_each_other_where_the_server_has_one_session(
     assert rewards == [2.25] * 3
 
 
-async def test_a_server_without_a_free_session_is_an_error_that_may_pass(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_a_server_without_a_free_session_is_an_error_that_may_pass(real, tmp_path, sandboxes):
     async with OpenEnvServer(f"{real.url}/talk", {}).session() as session:
         await session.reset({}, 30)
         with pytest.raises(OpenEnvServerError, match="has no free session") as caught:
@@ -188,9 +166,7 @@ async def test_a_server_without_a_free_session_is_an_error_that_may_pass(
     assert (await talk(real, tmp_path, sandboxes, ["please"] * 3)).score.reward == 2.25
 
 
-async def test_a_cancelled_rollout_leaves_no_session(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_a_cancelled_rollout_leaves_no_session(real, tmp_path, sandboxes):
     with anyio.CancelScope() as scope:
 
         def cancel(_: object) -> str:
@@ -213,23 +189,15 @@ async def test_a_cancelled_rollout_leaves_no_session(
     ],
 )
 async def test_an_environment_that_fails_is_never_a_reward(
-    real: RealOpenEnv,
-    tmp_path: Path,
-    sandboxes: SandboxSource,
-    says: list[ScriptedTurn],
-    instance: dict[str, JsonValue],
-    more: str,
-    why: str,
-) -> None:
+    real, tmp_path, sandboxes, says, instance, more, why
+):
     with pytest.raises(EnvironmentFailedError, match=why) as caught:
         await talk(real, tmp_path, sandboxes, says, instance, TALK + more)
     assert caught.value.hint
     await until_free(f"{real.url}/talk")
 
 
-async def test_an_episode_that_is_over_at_its_reset_is_a_failure(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_an_episode_that_is_over_at_its_reset_is_a_failure(real, tmp_path, sandboxes):
     environment = declared(tmp_path, f"{real.url}/guess", GUESS)
     with pytest.raises(EnvironmentFailedError, match="over at its reset"):
         await play(environment, {"options": {"most": 0}}, ScriptedPolicy([]), sandboxes)
@@ -254,25 +222,18 @@ OBSERVATION: dict[str, Any] = {"observation": {}, "reward": 0.0, "done": False}
         ({"leave": True}, OpenEnvServerError, "ended the session"),
     ],
 )
-async def test_what_is_no_server_of_openenv_is_an_error(
-    real: RealOpenEnv,
-    tmp_path: Path,
-    sandboxes: SandboxSource,
-    options: dict[str, JsonValue],
-    error: type[ServiceError],
-    why: str,
-) -> None:
+async def test_what_is_no_server_of_openenv_is_an_error(real, tmp_path, sandboxes, options, error, why):
     environment = declared(tmp_path, f"{real.url}/rude", TALK)
     with pytest.raises(error, match=why):
         await play(environment, {"options": options}, ScriptedPolicy(["x"]), sandboxes)
 
 
-async def test_a_schema_that_is_none_is_an_error(real: RealOpenEnv) -> None:
+async def test_a_schema_that_is_none_is_an_error(real):
     with pytest.raises(EnvironmentFailedError, match="no schema of an action"):
         await OpenEnvServer(f"{real.url}/rude", {}).action_schema()
 
 
-async def test_redirects_are_not_followed(real: RealOpenEnv) -> None:
+async def test_redirects_are_not_followed(real):
     server = OpenEnvServer(f"{real.url}/moved", {})
     with pytest.raises(OpenEnvServerError, match="redirects"):
         await server.action_schema()
@@ -281,9 +242,7 @@ async def test_redirects_are_not_followed(real: RealOpenEnv) -> None:
             pass
 
 
-async def test_a_lost_server_is_an_error_that_may_pass(
-    real: RealOpenEnv, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_a_lost_server_is_an_error_that_may_pass(real, tmp_path, sandboxes):
     async with relay_to(real.url) as relay:
         environment = declared(tmp_path, f"{relay.url}/guess", GUESS)
 

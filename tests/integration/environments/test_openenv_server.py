@@ -1,7 +1,5 @@
 """OpenEnv's own client drives this project's environments, and sandboxes end with its sessions."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -35,7 +33,7 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, SandboxProvider, make_provider
 from tests.support.openenv.process import PYTHON, RealOpenEnv
 
-pytestmark = [pytest.mark.anyio, pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
+pytestmark = [pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
 TASKS: list[dict[str, Any]] = [
     {"question": "Write 7 to the file seven.", "answer": "7\n"},
     {"question": "Write 8 to the file seven.", "answer": "8\n"},
@@ -97,9 +95,7 @@ def act(name: str, **arguments: Any) -> dict[str, Any]:
     return {"tool_calls": [{"name": name, "arguments": arguments}]}
 
 
-async def test_openenvs_own_client_gets_the_reward_of_a_rollout(
-    real: RealOpenEnv, provider: SandboxProvider
-) -> None:
+async def test_openenvs_own_client_gets_the_reward_of_a_rollout(real, provider):
     command = "echo 8 > seven; echo done"
     script = [turn("", call("bash", command=command)), "Written."]
     expected = await play(Files(), dict(TASKS[1]), ScriptedPolicy(script), SandboxSource(provider))
@@ -116,7 +112,7 @@ async def test_openenvs_own_client_gets_the_reward_of_a_rollout(
     assert last["metadata"]["stop_reason"] == expected.stop_reason.value
 
 
-async def test_a_seed_and_an_instance_choose_the_task(real: RealOpenEnv, provider: SandboxProvider) -> None:
+async def test_a_seed_and_an_instance_choose_the_task(real, provider):
     async with served(calc, provider) as url:
         dataset = calc.dataset()
         seeded = await real_play(real, url, {"seed": len(dataset) + 2})
@@ -138,22 +134,14 @@ async def test_a_seed_and_an_instance_choose_the_task(real: RealOpenEnv, provide
         ({}, {"tool_calls": [{"arguments": {}}]}, "name"),
     ],
 )
-async def test_bad_input_is_a_validation_error(
-    real: RealOpenEnv,
-    provider: SandboxProvider,
-    reset: dict[str, Any],
-    action: dict[str, Any],
-    why: str,
-) -> None:
+async def test_bad_input_is_a_validation_error(real, provider, reset, action, why):
     async with served(Files(), provider) as url:
         played = await real_play(real, url, reset, action)
         assert "VALIDATION_ERROR" in played["error"]
         assert why in played["error"]
 
 
-async def test_a_grader_that_fails_is_an_error_and_no_reward(
-    real: RealOpenEnv, provider: SandboxProvider
-) -> None:
+async def test_a_grader_that_fails_is_an_error_and_no_reward(real, provider):
     async with served(Files(), provider) as url:
         broken = {"instance": {"question": "?", "answer": "broken"}}
         played = await real_play(real, url, broken, {"text": "Done."})
@@ -161,7 +149,7 @@ async def test_a_grader_that_fails_is_an_error_and_no_reward(
     assert "the grader broke" in played["error"]
 
 
-async def test_the_bridge_plays_a_served_environment(provider: SandboxProvider) -> None:
+async def test_the_bridge_plays_a_served_environment(provider):
     async with served(Files(), provider) as url:
         bridge = OpenEnv(OpenEnvDeclaration(name="served", url=url))
         script = [
@@ -173,9 +161,7 @@ async def test_the_bridge_plays_a_served_environment(provider: SandboxProvider) 
     assert trial.score.parts["finished"] == 1.0
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_step_leaves_no_sandbox(
-    provider: SandboxProvider,
-) -> None:
+async def test_a_client_that_leaves_in_the_middle_of_a_step_leaves_no_sandbox(provider):
     async with served(Files(), provider) as url:
         async with connected(url) as socket:
             await socket.send_json({"type": "reset", "data": {}})
@@ -185,7 +171,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_step_leaves_no_sandbox(
         await until_none(provider)
 
 
-async def test_a_reset_ends_the_episode_before_it(provider: SandboxProvider) -> None:
+async def test_a_reset_ends_the_episode_before_it(provider):
     async with served(Files(), provider) as url, OpenEnvServer(url, {}).session() as session:
         await session.reset({"index": 0}, 30)
         (before,) = provider.live()
@@ -194,7 +180,7 @@ async def test_a_reset_ends_the_episode_before_it(provider: SandboxProvider) -> 
         assert before != after
 
 
-async def test_sessions_are_limited(provider: SandboxProvider) -> None:
+async def test_sessions_are_limited(provider):
     async with served(Files(), provider) as url, OpenEnvServer(url, {}).session() as session:
         await session.reset({}, 30)
         async with OpenEnvServer(url, {}).session() as second:
@@ -202,7 +188,7 @@ async def test_sessions_are_limited(provider: SandboxProvider) -> None:
                 await second.reset({}, 30)
 
 
-async def test_sessions_end_with_the_server(provider: SandboxProvider) -> None:
+async def test_sessions_end_with_the_server(provider):
     async with aiohttp.ClientSession() as client:
         async with served(Files(), provider) as url:
             socket = await client.ws_connect(f"{url}/ws")
@@ -213,9 +199,7 @@ async def test_sessions_end_with_the_server(provider: SandboxProvider) -> None:
         assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
 
 
-async def test_a_limit_that_passes_between_steps_ends_the_episode_with_its_reward(
-    provider: SandboxProvider,
-) -> None:
+async def test_a_limit_that_passes_between_steps_ends_the_episode_with_its_reward(provider):
     environment = Files(EpisodeLimits(agent_seconds=0.2))
     async with served(environment, provider) as url, connected(url) as socket:
         await socket.send_json({"type": "reset", "data": {}})
@@ -240,9 +224,7 @@ async def test_a_limit_that_passes_between_steps_ends_the_episode_with_its_rewar
         ('{"type": "step", "data": 3}', "VALIDATION_ERROR"),
     ],
 )
-async def test_messages_that_are_none_are_errors_and_the_session_lives_on(
-    provider: SandboxProvider, text: str, code: str
-) -> None:
+async def test_messages_that_are_none_are_errors_and_the_session_lives_on(provider, text, code):
     async with served(Files(), provider) as url, connected(url) as socket:
         await socket.send_str(text)
         assert (await socket.receive_json())["data"]["code"] == code
@@ -250,7 +232,7 @@ async def test_messages_that_are_none_are_errors_and_the_session_lives_on(
         assert (await socket.receive_json()) == {"type": "state", "data": {}}
 
 
-async def test_pages_describe_the_environment_and_web_pages_are_refused(provider: SandboxProvider) -> None:
+async def test_pages_describe_the_environment_and_web_pages_are_refused(provider):
     async with served(Files(), provider) as url, aiohttp.ClientSession() as client:
         async with client.get(f"{url}/metadata") as response:
             assert (await response.json())["name"] == "files"
@@ -261,7 +243,7 @@ async def test_pages_describe_the_environment_and_web_pages_are_refused(provider
             await client.ws_connect(f"{url}/ws", origin="http://example.org")
 
 
-async def test_what_cannot_be_served_is_refused(provider: SandboxProvider) -> None:
+async def test_what_cannot_be_served_is_refused(provider):
     environment = Files()
     environment.uses_gateway = True
     with pytest.raises(ConfigurationError, match="a program of its own"):
@@ -288,9 +270,7 @@ async def test_what_cannot_be_served_is_refused(provider: SandboxProvider) -> No
     ],
     ids=["without the work", "with the work"],
 )
-async def test_verifiers_plays_tasks_with_its_own_loop(
-    provider: SandboxProvider, replies: list[str], reward: float
-) -> None:
+async def test_verifiers_plays_tasks_with_its_own_loop(provider, replies, reward):
     program = Path(__file__).parents[2] / "support" / "openenv" / "verifiers_player.py"
     (packages,) = (PYTHON.parents[1] / "lib").glob("python3*/site-packages")
     async with served(Files(), provider) as url:
@@ -301,7 +281,7 @@ async def test_verifiers_plays_tasks_with_its_own_loop(
     assert played["seen"][0] == [{"role": "user", "content": "Write 7 to the file seven."}]
 
 
-def test_the_command_serves_until_it_is_ended() -> None:
+def test_the_command_serves_until_it_is_ended():
     command = ["rollout-service", "env", "serve", "calc", "--port", "0"]
     environ = os.environ | {"ROLLOUT_SANDBOX__PROVIDER": "local"}
     with subprocess.Popen(
@@ -311,7 +291,6 @@ def test_the_command_serves_until_it_is_ended() -> None:
         env=environ,
     ) as process:
         try:
-            assert process.stdout is not None
             url = next(line for line in process.stdout if line.startswith("http://")).strip()
             assert httpx.get(f"{url}/metadata").json()["name"] == "calc"
             process.send_signal(signal.SIGTERM)
@@ -320,7 +299,7 @@ def test_the_command_serves_until_it_is_ended() -> None:
             process.kill()
 
 
-def test_the_command_listens_beyond_loopback_only_if_told_that_anybody_may_connect() -> None:
+def test_the_command_listens_beyond_loopback_only_if_told_that_anybody_may_connect():
     command = ["env", "serve", "calc", "--port", "0", "--host", "0.0.0.0"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1

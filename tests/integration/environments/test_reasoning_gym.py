@@ -1,11 +1,9 @@
 """With the real library, rewards are those of its own scorers, and answers that attack the scorer gain nothing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any, cast
@@ -22,9 +20,8 @@ from rollout_service.episodes import Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 SEED = 11
 ANSWERS = {
     "countdown": ["1 + 1", "no idea", "2**0.5 +"],
@@ -69,14 +66,14 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["countdown", "--config", '{"nope": 1}'], "unexpected keyword argument 'nope'"),
     ],
 )
-def test_a_mistake_in_a_command_is_named_without_a_traceback(arguments: list[str], said: str) -> None:
+def test_a_mistake_in_a_command_is_named_without_a_traceback(arguments, said):
     done = make(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_tasks_are_printed_one_a_line() -> None:
+def test_tasks_are_printed_one_a_line():
     tasks = [json.loads(line) for line in make("countdown", "--size", "2", "--seed", "7").stdout.splitlines()]
     assert [(task["task"], task["seed"], task["index"]) for task in tasks] == [
         ("countdown", 7, 0),
@@ -121,13 +118,6 @@ def instances() -> dict[str, dict[str, Any]]:
     return anyio.run(make)
 
 
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    await provider.close()
-
-
 async def score(
     sandboxes: SandboxSource, instance: dict[str, Any], answer: str, cpu_seconds: int = 20
 ) -> Score:
@@ -136,9 +126,7 @@ async def score(
 
 
 @pytest.mark.parametrize("task", ["countdown", "leg_counting"])
-async def test_rewards_are_those_of_the_library(
-    sandboxes: SandboxSource, scorer: Scorer, instances: dict[str, dict[str, Any]], task: str
-) -> None:
+async def test_rewards_are_those_of_the_library(sandboxes, scorer, instances, task):
     answers = [instances[task]["answer"], *ANSWERS[task]]
     expected = [scorer.score(task, answer) for answer in answers]
     assert expected[0] == 1.0
@@ -146,24 +134,18 @@ async def test_rewards_are_those_of_the_library(
 
 
 @pytest.mark.parametrize("task", MADE_AGAIN)
-async def test_a_task_is_made_again_as_it_was(
-    sandboxes: SandboxSource, instances: dict[str, dict[str, Any]], task: str
-) -> None:
+async def test_a_task_is_made_again_as_it_was(sandboxes, instances, task):
     assert (await score(sandboxes, instances[task], instances[task]["answer"])).reward == 1.0
 
 
-async def test_an_answer_at_which_the_scorer_raises_is_wrong(
-    sandboxes: SandboxSource, scorer: Scorer, instances: dict[str, dict[str, Any]]
-) -> None:
+async def test_an_answer_at_which_the_scorer_raises_is_wrong(sandboxes, scorer, instances):
     [prose] = ANSWERS["prime_factorization"]
     assert scorer.score("prime_factorization", prose) is None
     found = await score(sandboxes, instances["prime_factorization"], prose)
     assert (found.reward, found.parts["raised"]) == (0.0, 1.0)
 
 
-async def test_answers_that_attack_the_scorer_gain_nothing(
-    sandboxes: SandboxSource, scorer: Scorer, instances: dict[str, dict[str, Any]]
-) -> None:
+async def test_answers_that_attack_the_scorer_gain_nothing(sandboxes, scorer, instances):
     endless = await score(sandboxes, instances["countdown"], "9**9**9**9", cpu_seconds=10)
     assert (endless.reward, endless.parts.get("too_costly") or endless.parts.get("raised")) == (0.0, 1.0)
     [attack] = ANSWERS["string_insertion"]
@@ -172,14 +154,12 @@ async def test_answers_that_attack_the_scorer_gain_nothing(
     assert (forged.reward, forged.parts["refused"]) == (0.0, 1.0)
 
 
-async def test_a_task_that_was_changed_fails_instead_of_scoring(
-    sandboxes: SandboxSource, instances: dict[str, dict[str, Any]]
-) -> None:
+async def test_a_task_that_was_changed_fails_instead_of_scoring(sandboxes, instances):
     with pytest.raises(EnvironmentFailedError, match="another version"):
         await score(sandboxes, {**instances["leg_counting"], "question": "How many legs?"}, "4")
 
 
-def test_the_data_set_has_both_splits_of_every_task() -> None:
+def test_the_data_set_has_both_splits_of_every_task():
     tasks = ReasoningGym().dataset()
     splits = count_splits(tasks)
     names = {task["task"] for task in tasks}
@@ -202,7 +182,7 @@ def chain_sum() -> ReasoningGym:
         sys.path.remove(str(folder))
 
 
-def test_the_example_has_sums_of_the_library_in_two_splits(chain_sum: ReasoningGym) -> None:
+def test_the_example_has_sums_of_the_library_in_two_splits(chain_sum):
     tasks = chain_sum.dataset()
     splits = count_splits(tasks)
     assert splits["held_out"] == 128
@@ -212,9 +192,7 @@ def test_the_example_has_sums_of_the_library_in_two_splits(chain_sum: ReasoningG
 
 
 @pytest.mark.parametrize(("added", "expected"), [(0, 1.0), (1, 0.0)])
-async def test_the_example_has_a_tool_and_scores_the_box(
-    sandboxes: SandboxSource, chain_sum: ReasoningGym, added: int, expected: float
-) -> None:
+async def test_the_example_has_a_tool_and_scores_the_box(sandboxes, chain_sum, added, expected):
     task = chain_sum.dataset()[0]
     expression = str(task["question"]).partition(": ")[2].removesuffix(" =")
     said = [

@@ -1,7 +1,5 @@
 """In real sandboxes, no process or file that the agent leaves meets a secret of the grader or of the init command."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from rollout_service.settings.pipeline import SecretsSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 HOST = {"GRADER_KEY": "grader-47e1", "INIT_KEY": "init-93b2", "AGENT_KEY": "agent-5c0d"}
 TABLE = """
 name = "e"
@@ -86,7 +84,7 @@ echo "{\\"reward\\": 1, \\"parts\\": {\\"own\\": $own, \\"others\\": $others, \\
 """
 
 
-async def test_the_graders_secret_meets_nothing_of_the_agent(tmp_path: Path) -> None:
+async def test_the_graders_secret_meets_nothing_of_the_agent(tmp_path):
     folder = tmp_path / "e"
     await anyio.Path(folder).mkdir()
     for name, text in {

@@ -22,7 +22,7 @@ from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.swe]
+pytestmark = [pytest.mark.apptainer, pytest.mark.swe]
 FOLDER = Path(__file__).parents[3] / ".cache" / "swe"
 """Made by `ensure_swe` of scripts/lib.sh."""
 SECONDS = 120.0

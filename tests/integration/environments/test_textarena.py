@@ -1,7 +1,5 @@
 """With the real library, games give their own rewards, and a seed gives the same game."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anyio
@@ -17,7 +15,7 @@ from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from tests.support.games import in_the_library
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 ALONE = """
 import json, random, sys
 import textarena
@@ -55,7 +53,7 @@ def alone(instance: dict[str, JsonValue], actions: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PLAYS)
-async def test_the_reward_is_the_librarys_own(name: str, sandboxes: SandboxSource) -> None:
+async def test_the_reward_is_the_librarys_own(name, sandboxes):
     instance, says = PLAYS[name]
     trial = await played(instance, says, sandboxes)
     expected = alone(instance, says)
@@ -67,7 +65,7 @@ async def test_the_reward_is_the_librarys_own(name: str, sandboxes: SandboxSourc
     assert first.split() == expected["first"].replace("[GAME]", "").split()
 
 
-async def test_games_at_once_are_those_of_each_alone(sandboxes: SandboxSource) -> None:
+async def test_games_at_once_are_those_of_each_alone(sandboxes):
     """Games draw from a generator that a process has once, so games in one process would change each other."""
     said: dict[str, list[list[str]]] = {"guess": [], "blackjack": []}
 
@@ -85,7 +83,7 @@ async def test_games_at_once_are_those_of_each_alone(sandboxes: SandboxSource) -
         assert others == [first, first]
 
 
-async def test_a_player_sees_what_happened_and_not_its_own_words(sandboxes: SandboxSource) -> None:
+async def test_a_player_sees_what_happened_and_not_its_own_words(sandboxes):
     instance: dict[str, JsonValue] = {"game": "GuessTheNumber-v0", "seed": 5, "options": {"max_number": 8}}
     trial = await played(instance, GUESSES, sandboxes)
     replies = [message.content for message in trial.episode.policy.messages[3::2]]
@@ -93,7 +91,7 @@ async def test_a_player_sees_what_happened_and_not_its_own_words(sandboxes: Sand
     assert set(replies) == {"The target number is higher."}
 
 
-async def test_a_limit_ends_a_game_without_a_reward_of_its_own(sandboxes: SandboxSource) -> None:
+async def test_a_limit_ends_a_game_without_a_reward_of_its_own(sandboxes):
     environment = TextArena()
     limits = environment.spec.limits.model_copy(update={"max_turns": 1})
     environment.spec = environment.spec.model_copy(update={"limits": limits})
@@ -103,7 +101,7 @@ async def test_a_limit_ends_a_game_without_a_reward_of_its_own(sandboxes: Sandbo
     assert trial.score.parts["finished"] == 0.0
 
 
-async def test_options_that_a_game_does_not_have_are_a_failure(sandboxes: SandboxSource) -> None:
+async def test_options_that_a_game_does_not_have_are_a_failure(sandboxes):
     instance: dict[str, JsonValue] = {"game": "GuessTheNumber-v0", "seed": 5, "options": {"speed": 8}}
     with pytest.raises(EnvironmentFailedError, match="speed"):
         await played(instance, [], sandboxes)
@@ -117,9 +115,7 @@ async def test_options_that_a_game_does_not_have_are_a_failure(sandboxes: Sandbo
         ({"game": "GuessTheNumber-v0"}, "instance.seed", "required"),
     ],
 )
-def test_a_game_that_cannot_be_played_is_refused(
-    instance: dict[str, JsonValue], path: str, message: str
-) -> None:
+def test_a_game_that_cannot_be_played_is_refused(instance, path, message):
     with pytest.raises(InvalidFieldError) as caught:
         TextArena().check(instance)
     (field,) = caught.value.fields
@@ -127,7 +123,7 @@ def test_a_game_that_cannot_be_played_is_refused(
     assert message in field.message.lower() or message in field.message
 
 
-def test_the_data_set_has_games_of_both_splits() -> None:
+def test_the_data_set_has_games_of_both_splits():
     instances = TextArena().dataset()
     assert len({instance["game"] for instance in instances}) >= 15
     assert set(count_splits(instances)) == {"train", "held_out"}

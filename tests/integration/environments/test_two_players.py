@@ -1,9 +1,6 @@
 """With the real library, a game against a pool gives the policy's own reward, and trains on nothing of the opponent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -28,7 +25,7 @@ from sandboxes import ApptainerConfig
 from tests.support.games import in_the_library
 from tests.support.gateway.service import POLICY, gateway_service, scripted
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 Instance = dict[str, JsonValue]
 ALONE = """
 import json, random, sys
@@ -100,7 +97,7 @@ async def played(
 
 
 @pytest.mark.parametrize("name", PLAYS)
-async def test_the_reward_is_the_policys_own(name: str, sandboxes: SandboxSource) -> None:
+async def test_the_reward_is_the_policys_own(name, sandboxes):
     instance, says = PLAYS[name]
     seat = seat_of(instance)
     opponent = Opponent(*says[1 - seat])
@@ -111,7 +108,7 @@ async def test_the_reward_is_the_policys_own(name: str, sandboxes: SandboxSource
     assert set(opponent.pools) == {"opponent"}
 
 
-async def test_both_players_see_each_others_moves_and_not_their_own_twice(sandboxes: SandboxSource) -> None:
+async def test_both_players_see_each_others_moves_and_not_their_own_twice(sandboxes):
     opponent = Opponent("I take [3].", "Then [4].")
     instance: Instance = {"game": "TicTacToe-v0", "seed": 2}
     trial = await played(instance, ["My move is [0].", "And [1].", "[2]"], opponent, sandboxes)
@@ -127,7 +124,7 @@ async def test_both_players_see_each_others_moves_and_not_their_own_twice(sandbo
     assert "[Player 0] And [1]." in second.content
 
 
-async def test_illegal_moves_of_either_side_are_told_apart(sandboxes: SandboxSource) -> None:
+async def test_illegal_moves_of_either_side_are_told_apart(sandboxes):
     instance: Instance = {"game": "TicTacToe-v0", "seed": 2}
     won = await played(instance, ["[0]"], Opponent("no", "no"), sandboxes)
     assert (won.score.reward, won.score.parts["opponent_invalid_move"]) == (1.0, 1.0)
@@ -146,9 +143,7 @@ async def test_illegal_moves_of_either_side_are_told_apart(sandboxes: SandboxSou
     ],
     ids=["truncated", "too slow", "context full", "gives up", "no engines"],
 )
-async def test_an_opponent_that_cannot_play_is_a_failure(
-    opponent: Opponent | None, fields: Instance, why: str, sandboxes: SandboxSource
-) -> None:
+async def test_an_opponent_that_cannot_play_is_a_failure(opponent, fields, why, sandboxes):
     with pytest.raises(EnvironmentFailedError, match=why) as caught:
         await played({"game": "TicTacToe-v0", "seed": 1, **fields}, ["[4]"], opponent, sandboxes)
     assert caught.value.hint
@@ -163,13 +158,13 @@ async def test_an_opponent_that_cannot_play_is_a_failure(
         ({"game": "Nim-v0", "seed": 1, "opponent": {"pool": "a b"}}, "instance.opponent.pool"),
     ],
 )
-def test_a_match_that_cannot_be_played_is_refused(instance: Instance, path: str) -> None:
+def test_a_match_that_cannot_be_played_is_refused(instance, path):
     with pytest.raises(InvalidFieldError) as caught:
         TextArenaMatch().check(instance)
     assert {field.path for field in caught.value.fields} == {path}
 
 
-async def test_nothing_that_the_opponents_pool_samples_is_trained_on(tmp_path: Path) -> None:
+async def test_nothing_that_the_opponents_pool_samples_is_trained_on(tmp_path):
     policy_says, opponent_says = ["Mine: [0].", "Mine: [1].", "Mine: [2]."], ["Yours: [3].", "Yours: [4]."]
     task = Task(environment="textarena-two-players", instance={"game": "TicTacToe-v0", "seed": 2})
     service_settings = {"sandbox": ApptainerConfig(), "pipeline": PipelineSettings(max_attempts=1)}
@@ -185,7 +180,6 @@ async def test_nothing_that_the_opponents_pool_samples_is_trained_on(tmp_path: P
             rollout = await service.client.wait("r", timeout_seconds=100)
             assert opponent.requests == before + len(opponent_says)
     assert (rollout.state, rollout.reward) == (RolloutState.COMPLETED, 1.0)
-    assert rollout.trajectory is not None
     sampled = [
         token
         for segment in rollout.trajectory.segments

@@ -1,11 +1,8 @@
 """With the real library, tasks of verifiers give their own rewards, and those that could not are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,10 @@ from rollout_service.environments.bridges.verifiers.catalog import VERIFIERS
 from rollout_service.environments.bridges.verifiers.declaration import TasksetTable
 from rollout_service.environments.bridges.verifiers.environment import VerifiersEnvironment, load_verifiers
 from rollout_service.environments.dataset_files import count_splits
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 FOLDER = Path(__file__).parents[2] / "fixtures" / "verifiers"
 CALLS = [turn("", *(call("calc_square", number=number) for number in (40, 12, 500))), "It is 144"]
 PLAYS: dict[str, tuple[str, int, int, list[ScriptedTurn]]] = {
@@ -153,14 +148,6 @@ def environment() -> VerifiersEnvironment:
     return load_verifiers(FOLDER)
 
 
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
-
-
 def instance_of(environment: VerifiersEnvironment, taskset: str, index: int) -> dict[str, JsonValue]:
     return next(one for one in environment.dataset() if (one["taskset"], one["index"]) == (taskset, index))
 
@@ -192,9 +179,7 @@ def alone(trials: dict[str, Trial]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)  # it imports the library five times
-async def test_rewards_are_the_librarys_own(
-    environment: VerifiersEnvironment, sandboxes: SandboxSource
-) -> None:
+async def test_rewards_are_the_librarys_own(environment, sandboxes):
     trials = {
         name: await play(
             environment,
@@ -221,15 +206,13 @@ async def test_rewards_are_the_librarys_own(
     assert trials["with a longer prompt"].score.parts["turns"] == 1.0
 
 
-async def test_a_reward_that_fails_is_a_failure_and_no_zero(
-    environment: VerifiersEnvironment, sandboxes: SandboxSource
-) -> None:
+async def test_a_reward_that_fails_is_a_failure_and_no_zero(environment, sandboxes):
     instance = instance_of(environment, "vf_letters", 0)
     with pytest.raises(EnvironmentFailedError, match="the judgment is not available"):
         await play(environment, instance, ScriptedPolicy(["crash"]), sandboxes)
 
 
-def test_the_data_set_leaves_out_what_cannot_be_run(environment: VerifiersEnvironment) -> None:
+def test_the_data_set_leaves_out_what_cannot_be_run(environment):
     assert count_splits(environment.dataset()) == {"train": 3, "held_out": 2}
     assert environment.findings() == []
     (warning,) = environment.warnings()
@@ -237,7 +220,7 @@ def test_the_data_set_leaves_out_what_cannot_be_run(environment: VerifiersEnviro
     assert "it asks for a container, with its field 'image'" in warning
 
 
-def test_a_task_has_its_tools_and_its_time(environment: VerifiersEnvironment) -> None:
+def test_a_task_has_its_tools_and_its_time(environment):
     with_tools = environment.for_instance(instance_of(environment, "vf_squares", 0))
     (tool,) = with_tools.tool_definitions()
     assert tool["function"]["name"] == "calc_square"
@@ -262,9 +245,7 @@ def test_a_task_has_its_tools_and_its_time(environment: VerifiersEnvironment) ->
         ({"index": "first"}, "instance.index", "integer"),
     ],
 )
-def test_a_task_that_there_is_not_is_refused(
-    environment: VerifiersEnvironment, change: dict[str, JsonValue], path: str, message: str
-) -> None:
+def test_a_task_that_there_is_not_is_refused(environment, change, path, message):
     instance: dict[str, JsonValue] = {"taskset": "vf_squares", "index": 0} | change
     with pytest.raises(InvalidFieldError) as caught:
         environment.check(instance)
@@ -272,7 +253,7 @@ def test_a_task_that_there_is_not_is_refused(
     assert message in caught.value.fields[0].message
 
 
-def test_tasksets_whose_rewards_would_be_left_out_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_tasksets_whose_rewards_would_be_left_out_are_refused_with_the_reason(tmp_path):
     tables = []
     for number, (body, more, exports, _) in enumerate(REFUSED.values()):
         text = TEMPLATE.format(body=body or "pass", more=more, exports=exports)
@@ -301,7 +282,7 @@ def load_environment(**options):
 """
 
 
-def test_a_package_in_the_old_form_is_refused_with_the_way_to_the_new_one(tmp_path: Path) -> None:
+def test_a_package_in_the_old_form_is_refused_with_the_way_to_the_new_one(tmp_path):
     (tmp_path / "old_words.py").write_text(OLD)
     (tmp_path / "old_package").mkdir()
     (tmp_path / "old_package" / "__init__.py").write_text("from .main import load_environment\n")
@@ -327,9 +308,7 @@ def backwards(tmp_path: Path) -> VerifiersEnvironment:
     return load_verifiers(tmp_path)
 
 
-async def test_the_taskset_of_the_documentation(
-    backwards: VerifiersEnvironment, sandboxes: SandboxSource
-) -> None:
+async def test_the_taskset_of_the_documentation(backwards, sandboxes):
     assert backwards.findings() == []
     trial = await play(backwards, backwards.dataset()[1], ScriptedPolicy(["revir"]), sandboxes)
     assert trial.score.reward == 1.0

@@ -1,7 +1,5 @@
 """Whatever a program sends in one of the four dialects, the service answers, stays reachable and keeps no memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -137,7 +135,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, str], bytes]:
     return path, headers, content[: 2 * MAX_BYTES]
 
 
-def test_no_body_is_an_error_of_the_service(gateway: Gateway) -> None:
+def test_no_body_is_an_error_of_the_service(gateway):
     @settings(max_examples=3 * settings().max_examples)
     @given(requests())
     def try_body(request: tuple[str, dict[str, str], bytes]) -> None:
@@ -150,7 +148,7 @@ def test_no_body_is_an_error_of_the_service(gateway: Gateway) -> None:
         try_body()
 
 
-def test_floods_of_one_kind_leave_no_memory(gateway: Gateway) -> None:
+def test_floods_of_one_kind_leave_no_memory(gateway):
     process = psutil.Process(gateway.server.process.pid)
     for path, headers, recorded, _ in RECORDED:
         gateway.send(path, headers, recorded.encode())

@@ -1,7 +1,8 @@
-"""A program's streamed answer goes on through a weight update and the loss of an engine, and it notices neither."""
+"""Programs that are agents, inside and outside, run to their end, through a lost engine too."""
 
-from __future__ import annotations
-
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -10,12 +11,12 @@ import orjson
 import pytest
 
 from api_schemas.external import RolloutAccess
-from api_schemas.rollouts import Rollout
+from api_schemas.rollouts import Rollout, RolloutState, StopReason
+from rollout_service.environments.builtin.calc import environment
 from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
+from tests.support.adapters.service import engine, service
 from tests.support.gateway.service import END, POLICY, GatewayService, OneAnswer, gateway_service, scripted
-
-pytestmark = pytest.mark.anyio
 
 TEXT = "one two three four five six seven eight nine ten"
 BODY = {"model": "policy", "stream": True, "messages": [{"role": "user", "content": "Count."}]}
@@ -47,16 +48,13 @@ async def finished(service: GatewayService) -> Rollout:
 
 def sampled(rollout: Rollout) -> tuple[list[int], list[int]]:
     """Return the sampled ids and their versions."""
-    assert rollout.trajectory is not None
     check_invariants(rollout.trajectory)
     [segment] = rollout.trajectory.segments
     kept = [i for i, mask in enumerate(segment.loss_mask) if mask]
     return [segment.token_ids[i] for i in kept], [segment.versions[i] for i in kept]
 
 
-async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_is_seen(
-    tmp_path: Path,
-) -> None:
+async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_is_seen(tmp_path):
     with anyio.fail_after(120):
         async with scripted(TEXT, latency=2.0) as engine, gateway_service(tmp_path, [engine]) as service:
             access = await service.begin()
@@ -71,7 +69,7 @@ async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_i
     assert set(versions) == {0, 1}
 
 
-async def test_an_engine_that_dies_in_the_middle_is_replaced_by_another(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_in_the_middle_is_replaced_by_another(tmp_path):
     with anyio.fail_after(120):
         async with (
             ScriptedEngine(OneAnswer(TEXT), model_path=POLICY, vocab_size=512, latency=2.0) as one,
@@ -88,3 +86,78 @@ async def test_an_engine_that_dies_in_the_middle_is_replaced_by_another(tmp_path
             assert await read_through(access, kill) == TEXT
             ids, _ = sampled(await finished(service))
     assert ids == ChatRenderer.load(POLICY).encode(TEXT + END)
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "6 * 7"}}\n</tool_call><|im_end|>'
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("gateway")
+    answer = environment.dataset()[0]["answer"]
+    with (
+        engine(folder, CALL, rf"\boxed{{{answer}}}<|im_end|>") as engine_url,
+        service(folder, "--backend", engine_url) as service_url,
+    ):
+        yield service_url
+
+
+@pytest.mark.parametrize("example", ["openai_chat.py", "anthropic_messages.py"])
+def test_an_example_solves_its_task(url, example):
+    command = [sys.executable, str(EXAMPLES / example), "--url", url, "--rollouts", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("completed, reward 1.0, 2 turns")
+
+
+CHAT = "/v1/chat/completions"
+
+
+def client_of(access: RolloutAccess) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {access.key}"}
+    return httpx.AsyncClient(base_url=access.url, headers=headers, timeout=30)
+
+
+def chat(text: str, **fields: object) -> dict[str, object]:
+    return {"model": "policy", "messages": [{"role": "user", "content": text}]} | fields
+
+
+async def test_a_program_answers_a_task_and_the_environment_scores_it(tmp_path):
+    with anyio.fail_after(60):
+        async with scripted("The answer is 2.") as engine, gateway_service(tmp_path, [engine]) as service:
+            access = await service.begin()
+            async with client_of(access) as http:
+                answer = await http.post(CHAT, json=chat("What is 1+1?"))
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["message"]["content"] == "The answer is 2."
+            assert (await service.end(answer=r"\boxed{2}", attempt=1)).status_code == 202
+            rollout = await service.client.wait("r", timeout_seconds=30)
+    assert rollout.state is RolloutState.COMPLETED, rollout.error
+    assert rollout.reward == 1.0
+    assert rollout.stop_reason is StopReason.FINISHED
+    assert rollout.access is None
+    assert rollout.usage.turns == 1
+    check_invariants(rollout.trajectory)
+    [segment] = rollout.trajectory.segments
+    sampled = [i for i, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]
+    assert sampled == ChatRenderer.load(POLICY).encode(f"The answer is 2.{END}")
+
+
+async def test_an_answer_is_streamed_and_a_reward_is_reported(tmp_path):
+    with anyio.fail_after(60):
+        async with scripted("Two.") as engine, gateway_service(tmp_path, [engine]) as service:
+            access = await service.begin()
+            async with (
+                client_of(access) as http,
+                http.stream("POST", CHAT, json=chat("1+1?", stream=True)) as answer,
+            ):
+                lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
+            chunks = [orjson.loads(line.removeprefix("data: ")) for line in lines]
+            text = "".join(
+                chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]
+            )
+            assert text == "Two."
+            await service.end(reward=0.25, reward_parts={"style": 0.25})
+            rollout = await service.client.wait("r", timeout_seconds=30)
+    assert (rollout.reward, rollout.reward_parts) == (0.25, {"style": 0.25})

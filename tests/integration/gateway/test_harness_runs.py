@@ -1,7 +1,5 @@
 """A run with filters and a staleness bound, whose agent is a program with OpenAI's package in its sandbox."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from itertools import cycle
@@ -21,8 +19,6 @@ from rollout_service.testing import Reply, ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from sandboxes import LocalConfig, make_provider
 from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service
-
-pytestmark = pytest.mark.anyio
 
 RIGHT, WRONG = "one two three four five six seven right", "one two three four five six seven wrong"
 PROGRAM = """
@@ -130,7 +126,6 @@ async def train(service: GatewayService, run: ClientRun, engine: ScriptedEngine)
 
 def sampled(sample: GroupSample) -> tuple[list[int], list[int]]:
     """Return the sampled ids and their versions."""
-    assert sample.rollout.trajectory is not None
     check_invariants(sample.rollout.trajectory)
     [segment] = sample.rollout.trajectory.segments
     kept = [i for i, mask in enumerate(segment.loss_mask) if mask]
@@ -138,7 +133,7 @@ def sampled(sample: GroupSample) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.timeout(300)
-async def test_a_run_trains_a_program_that_notices_no_update(tmp_path: Path, environment: Path) -> None:
+async def test_a_run_trains_a_program_that_notices_no_update(tmp_path, environment):
     renderer, exported = ChatRenderer.load(POLICY), tmp_path / "run.jsonl"
     async with (
         ScriptedEngine(Alternating(), model_path=POLICY, vocab_size=512, latency=1.0) as engine,
@@ -152,18 +147,16 @@ async def test_a_run_trains_a_program_that_notices_no_update(tmp_path: Path, env
     found = [sampled(sample) for sample in samples]
     for sample, (ids, versions) in zip(samples, found, strict=True):
         text = RIGHT if sample.reward else WRONG
-        assert sample.rollout.program is not None
         assert sample.rollout.program.output == text
         assert ids == renderer.encode(f"{text}{END}")
         assert versions == sorted(versions)
     assert any(len(set(versions)) > 1 for _, versions in found)
     kept = {one.sample.rollout.rollout_id: one.sample for one in RunExport(exported).samples()}
     assert [kept[sample.rollout.rollout_id] for sample in samples] == samples
-    assert again.error is not None
     assert "cannot be replayed" in again.error.message
 
 
-async def test_a_run_has_no_external_agents(tmp_path: Path, environment: Path) -> None:
+async def test_a_run_has_no_external_agents(tmp_path, environment):
     async with gateway_service(tmp_path / "state", [], environments=[environment]) as service:
         with pytest.raises(InvalidRequestError) as caught:
             await service.client._connection.call(
@@ -172,7 +165,7 @@ async def test_a_run_has_no_external_agents(tmp_path: Path, environment: Path) -
     assert [error.path for error in caught.value.problem.errors] == ["body.agent"]
 
 
-async def test_attacks_take_the_place_of_the_program(tmp_path: Path, environment: Path) -> None:
+async def test_attacks_take_the_place_of_the_program(tmp_path, environment):
     attacks = [Attack("idle", "does nothing", ""), Attack("answer", "answers rightly", "", answer=RIGHT)]
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
     done: list[int] = []
@@ -187,6 +180,6 @@ async def test_attacks_take_the_place_of_the_program(tmp_path: Path, environment
     assert [outcome.reward for outcome in report.outcomes] == [0.0, 1.0]
 
 
-def test_a_check_names_the_program(environment: Path) -> None:
+def test_a_check_names_the_program(environment):
     report = check_environment(str(environment))
     assert (report.harness, report.tools, report.instances) == ("command", [], TASKS)

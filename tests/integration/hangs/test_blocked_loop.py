@@ -1,7 +1,5 @@
 """Code that blocks the event loop is named while it does: `doctor --live` reads it where the watchdog left it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from rollout_service.server.hangs.heartbeat import FILE
 from tests.support.hangs.service import NAMED_WITHIN
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 BLOCKED_SECONDS = 25
 PLUG_IN = f"""
@@ -78,7 +76,7 @@ def events(server: Running, kind: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("plug_in")
-def test_a_grader_that_sleeps_on_the_loop(tmp_path: Path) -> None:
+def test_a_grader_that_sleeps_on_the_loop(tmp_path):
     state = tmp_path / "state"
     with scripted_engine(tmp_path, delay=0.01) as engine, service(tmp_path, engine.url) as server:
         code, printed = doctor(server, state)
@@ -111,7 +109,7 @@ def test_a_grader_that_sleeps_on_the_loop(tmp_path: Path) -> None:
         assert "the event loop runs again" in server.log
 
 
-def test_without_a_service_and_without_a_report(tmp_path: Path) -> None:
+def test_without_a_service_and_without_a_report(tmp_path):
     command = [sys.executable, "-m", "rollout_service.cli", "doctor", "--live", "--url", "http://127.0.0.1:9"]
     done = subprocess.run(
         [*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False

@@ -1,7 +1,5 @@
 """Commands, sandboxes, the store and the host: what hangs is named, and what works or waits its turn is not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -20,7 +18,7 @@ from api_schemas.views.hangs import HangVerdict
 from sandboxes import ApptainerConfig
 from tests.support.hangs.service import HangService, engine_of, hang_service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 IGNORES_SIGNALS = "trap '' INT TERM HUP QUIT; sleep 1000"
 WORKS = "end=$((SECONDS + 27)); while ((SECONDS < end)); do for i in {1..5000}; do :; done; sleep 0.1; done"
@@ -45,7 +43,7 @@ async def sandbox_of(service: HangService, rollout_id: str) -> tuple[str, int]:
             await anyio.sleep(0.05)
 
 
-async def test_a_command_that_ignores_signals_and_one_that_works(tmp_path: Path) -> None:
+async def test_a_command_that_ignores_signals_and_one_that_works(tmp_path):
     async with (
         engine_of(IGNORES_SIGNALS) as engine,
         engine_of(WORKS) as busy,
@@ -74,7 +72,7 @@ async def test_a_command_that_ignores_signals_and_one_that_works(tmp_path: Path)
         await service.ended(found.finding_id)
 
 
-async def test_a_command_that_may_mean_to_sleep_is_idle_and_no_alarm(tmp_path: Path) -> None:
+async def test_a_command_that_may_mean_to_sleep_is_idle_and_no_alarm(tmp_path):
     async with engine_of("sleep 1000") as engine, hang_service(tmp_path, [engine]) as service:
         await service.submit("sleeps")
         found = await service.finding(lambda one: True)
@@ -86,7 +84,7 @@ async def test_a_command_that_may_mean_to_sleep_is_idle_and_no_alarm(tmp_path: P
         await service.ended(found.finding_id)
 
 
-async def test_a_sandbox_that_is_stopped_no_longer_answers(tmp_path: Path) -> None:
+async def test_a_sandbox_that_is_stopped_no_longer_answers(tmp_path):
     async with engine_of("sleep 1000") as engine, hang_service(tmp_path, [engine]) as service:
         await service.submit("r")
         sandbox_id, pid = await sandbox_of(service, "r")
@@ -109,7 +107,6 @@ def locked(database: Path) -> Iterator[None]:
     command = [sys.executable, "-c", LOCK, str(database)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdin is not None
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"locked\n"
         try:
             yield
@@ -118,7 +115,7 @@ def locked(database: Path) -> Iterator[None]:
             holder.wait(30)
 
 
-async def test_a_store_that_another_program_has_locked(tmp_path: Path) -> None:
+async def test_a_store_that_another_program_has_locked(tmp_path):
     async with engine_of("sleep 2") as engine, hang_service(tmp_path, [engine]) as service:
         await service.submit("r")
         await sandbox_of(service, "r")
@@ -135,7 +132,7 @@ async def test_a_store_that_another_program_has_locked(tmp_path: Path) -> None:
         assert [event.kind for event in await service.ended(found.finding_id)] == ["hang.began", "hang.ended"]
 
 
-async def test_a_host_that_takes_no_more_sandboxes_holds_rollouts(tmp_path: Path) -> None:
+async def test_a_host_that_takes_no_more_sandboxes_holds_rollouts(tmp_path):
     sandboxes = {"ceiling": 2, "pressure": {"enabled": False}, "warm": {"size": 0}}
     async with (
         engine_of("while :; do :; done") as engine,
@@ -155,7 +152,7 @@ async def test_a_host_that_takes_no_more_sandboxes_holds_rollouts(tmp_path: Path
 
 
 @pytest.mark.apptainer
-async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(tmp_path: Path) -> None:
+async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(tmp_path):
     async with (
         engine_of(IGNORES_SIGNALS) as engine,
         engine_of("sleep 1000") as other,
@@ -176,11 +173,7 @@ async def test_apptainer_sandboxes_that_answer_are_told_from_those_that_do_not(t
             for process in reversed(stopped):
                 process.send_signal(signal.SIGCONT)
         assert (gone.verdict, gone.subject, gone.rollouts) == (HangVerdict.STUCK, sandbox_id, ["sandbox"])
-        assert (command.verdict, command.subject, command.rollouts) == (
-            HangVerdict.IDLE,
-            "bash",
-            ["command"],
-        )
+        assert (command.verdict, command.subject, command.rollouts) == (HangVerdict.IDLE, "bash", ["command"])
         for rollout_id in ("command", "sandbox"):
             await service.client.cancel(rollout_id)
         await service.ended(gone.finding_id)

@@ -1,9 +1,5 @@
 """A stream of tokens that stops is named, although its engine still answers everything else."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import anyio
 import httpx
 import pytest
@@ -14,10 +10,10 @@ from rollout_service.testing.engine_turn import AfterTokens, Fault
 from tests.support.gateway.service import gateway_service, scripted
 from tests.support.hangs.service import HangService
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 
-async def test_a_stream_that_stops_in_the_middle(tmp_path: Path) -> None:
+async def test_a_stream_that_stops_in_the_middle(tmp_path):
     async with scripted("The answer is two.") as engine, gateway_service(tmp_path, [engine]) as inner:
         service = HangService(inner)
         access = await inner.begin()

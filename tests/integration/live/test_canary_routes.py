@@ -1,7 +1,5 @@
 """A canary over HTTP: new sessions go to the candidate, keep their place, and are judged by version."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from rollout_client.client import InvalidRequestError, UnavailableError
 from rollout_service.http.keyring import Role, needed_role
 from tests.support.live.child_service import Echoes, LiveService, RecordingEngine, live_service
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 CANARY = Canary(pool="policy", candidate="next", share=1.0)
 
@@ -39,7 +37,7 @@ async def say(session: OpenedSession, word: str) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-async def test_new_sessions_try_the_candidate_and_keep_it(service: LiveService) -> None:
+async def test_new_sessions_try_the_candidate_and_keep_it(service):
     client = service.client
     before = await opened(service)
     assert await client.set_canary(CANARY) == CANARY
@@ -70,7 +68,7 @@ async def test_new_sessions_try_the_candidate_and_keep_it(service: LiveService) 
         (Canary(pool="policy", candidate="nowhere", share=0.5), (InvalidRequestError, UnavailableError)),
     ],
 )
-async def test_a_canary_that_cannot_be_is_refused(service: LiveService, canary: Canary, error) -> None:
+async def test_a_canary_that_cannot_be_is_refused(service, canary, error):
     service.client.patience_seconds = 0
     with pytest.raises(error) as caught:
         await service.client.set_canary(canary)
@@ -79,7 +77,7 @@ async def test_a_canary_that_cannot_be_is_refused(service: LiveService, canary: 
 
 
 @pytest.mark.parametrize("name", ["canary", "feedback"])
-async def test_a_session_cannot_have_the_name_of_a_route(service: LiveService, name: str) -> None:
+async def test_a_session_cannot_have_the_name_of_a_route(service, name):
     body = {"session_id": name}
     async with httpx.AsyncClient(base_url=service.client.base_url) as http:
         answer = await http.post("/v1/sessions", json=body)
@@ -88,6 +86,6 @@ async def test_a_session_cannot_have_the_name_of_a_route(service: LiveService, n
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])
-def test_only_administrators_change_canaries(method: str) -> None:
+def test_only_administrators_change_canaries(method):
     assert needed_role(method, "/v1/sessions/canary") is Role.ADMIN
     assert needed_role("GET", "/v1/sessions/canary") is Role.READ

@@ -1,9 +1,7 @@
 """What a user did not agree to is stored nowhere, whatever becomes of the session and however the text comes back."""
 
-from __future__ import annotations
-
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,6 @@ from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import scripted
 from tests.support.live.service import LiveService, delivered, live_service, stored, until
 
-pytestmark = pytest.mark.anyio
 CHAT = "a-key-of-the-client-chat"
 LIVE = {"keys": [{"name": "chat", "key": CHAT, "train": True}]}
 WORDS = "sesame words that nobody may keep"
@@ -102,7 +99,7 @@ async def nothing_is_kept(folder: Path) -> None:
                 assert turn.next_state is None or WORDS not in turn.next_state.text
 
 
-async def test_opting_out_in_the_middle_leaves_later_turns_nowhere(tmp_path: Path) -> None:
+async def test_opting_out_in_the_middle_leaves_later_turns_nowhere(tmp_path):
     async with engine() as running, serving(tmp_path, running) as client:
         await client.refuse_second()
         for messages in COMES_BACK.values():
@@ -118,7 +115,7 @@ async def test_opting_out_in_the_middle_leaves_later_turns_nowhere(tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", COMES_BACK)
-async def test_consent_outlives_a_session_that_expires(tmp_path: Path, form: str) -> None:
+async def test_consent_outlives_a_session_that_expires(tmp_path, form):
     async with engine() as running, serving(tmp_path, running, {"idle_seconds": 0.3}) as client:
         await client.refuse_second()
         await client.expired("chat:u")
@@ -128,7 +125,7 @@ async def test_consent_outlives_a_session_that_expires(tmp_path: Path, form: str
     await nothing_is_kept(tmp_path)
 
 
-async def test_consent_outlives_a_session_that_was_removed(tmp_path: Path) -> None:
+async def test_consent_outlives_a_session_that_was_removed(tmp_path):
     live = {"idle_seconds": 0.2, "retention_seconds": 0.2}
     async with engine() as running, serving(tmp_path, running, live) as client:
         await client.refuse_second()
@@ -152,9 +149,7 @@ async def fail_for_want_of_room(client: Client) -> None:
 
 
 @pytest.mark.parametrize("fail", [fail_for_want_of_an_engine, fail_for_want_of_room])
-async def test_consent_outlives_a_restart_also_if_the_call_failed(
-    tmp_path: Path, fail: Callable[[Client], Awaitable[None]]
-) -> None:
+async def test_consent_outlives_a_restart_also_if_the_call_failed(tmp_path, fail):
     async with engine() as running:
         async with serving(tmp_path, running, {"hold_seconds": 0.2}) as client:
             assert await client.say(FIRST[:1]) == "yes"
@@ -165,9 +160,7 @@ async def test_consent_outlives_a_restart_also_if_the_call_failed(
     await nothing_is_kept(tmp_path)
 
 
-async def test_a_call_that_is_not_to_be_stored_fails_if_that_cannot_be_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_is_not_to_be_stored_fails_if_that_cannot_be_noted(tmp_path, monkeypatch):
     async def fail(*_: object) -> None:
         raise StoreError("the disk is full", hint="Free some space.")
 
@@ -181,12 +174,9 @@ async def test_a_call_that_is_not_to_be_stored_fails_if_that_cannot_be_noted(
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-async def test_a_session_that_continues_another_keeps_to_what_was_agreed_there(
-    tmp_path: Path, is_removed: bool
-) -> None:
+async def test_a_session_that_continues_another_keeps_to_what_was_agreed_there(tmp_path, is_removed):
     async with engine() as running, live_service(tmp_path, [running]) as service:
         one = await service.open(session_id="one")
-        assert one.key is not None
         await service.ask(one.key, "first words")
         await service.ask(one.key, "first words", "One.", WORDS, headers=NO)
         if is_removed:
@@ -194,7 +184,6 @@ async def test_a_session_that_continues_another_keeps_to_what_was_agreed_there(
         two = await service.open(session_id="two", continues="one")
         three = await service.open(session_id="three", continues="two")
         for opened in (two, three):
-            assert opened.key is not None
             later = await service.ask(opened.key, "first words", "One.", WORDS, "Two.", "more")
             assert later.headers["x-rollout-recorded"] == "no; reason=opted-out"
             fresh = await service.ask(opened.key, "other words")
@@ -202,7 +191,7 @@ async def test_a_session_that_continues_another_keeps_to_what_was_agreed_there(
     await nothing_is_kept(tmp_path)
 
 
-async def test_a_session_whose_refusals_were_forgotten_stores_no_history(tmp_path: Path) -> None:
+async def test_a_session_whose_refusals_were_forgotten_stores_no_history(tmp_path):
     async with engine() as running, serving(tmp_path, running) as client:
         await client.refuse_second()
         session = await client.service.store.session("chat:u")
@@ -215,10 +204,9 @@ async def test_a_session_whose_refusals_were_forgotten_stores_no_history(tmp_pat
         assert await client.say([user("other words")]) == "yes"
 
 
-async def test_nothing_is_recorded_without_consent(tmp_path: Path) -> None:
+async def test_nothing_is_recorded_without_consent(tmp_path):
     async with scripted("One.", "Two.") as running, live_service(tmp_path, [running]) as service:
         opened = await service.open(train=None)
-        assert opened.key is not None
         assert (await service.ask(opened.key, "a")).headers["x-rollout-recorded"] == "no; reason=opted-out"
         yes = await service.ask(opened.key, "b", train="yes", turn_type="side")
         assert yes.headers["x-rollout-recorded"] == "yes"

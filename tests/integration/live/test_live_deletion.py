@@ -1,7 +1,5 @@
 """Deleting a session, or a user, leaves nothing of them in any file, and names what a trainer may hold."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.rollouts import encode_turn_marks
 from rollout_service.store.contract import EncodedSteps
 from tests.support.live.parts import LiveBench, live_bench
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
@@ -39,7 +35,6 @@ def read_all(folder: Path) -> bytes:
 async def traces(bench: LiveBench, rollout_id: str) -> list[bytes]:
     """Return what the files would have of a rollout: its encoded tokens and marks, and what is in them."""
     rollout = await bench.store.get(rollout_id)
-    assert rollout is not None
     trajectory = await bench.store.trajectory(rollout_id)
     assert trajectory is not None
     tokens = trajectory_codec.encode(trajectory)
@@ -54,7 +49,7 @@ def sessions_in(batch: Batch | None) -> list[str]:
     return [one.rollout.session.session_id for one in samples if one.usable and one.rollout.session]
 
 
-async def test_no_byte_of_a_user_is_left_in_any_file(tmp_path: Path) -> None:
+async def test_no_byte_of_a_user_is_left_in_any_file(tmp_path):
     async with live_bench(tmp_path) as bench:
         await bench.create_run(live={"next_state": True})
         await bench.serve("s", [1.0, -1.0], user="u")
@@ -75,7 +70,7 @@ async def test_no_byte_of_a_user_is_left_in_any_file(tmp_path: Path) -> None:
         assert (await bench.store.runs.get("run")).count("dropped:deleted") == 1
 
 
-async def test_what_was_leased_is_named_and_comes_again_without_tokens(bench: LiveBench) -> None:
+async def test_what_was_leased_is_named_and_comes_again_without_tokens(bench):
     await bench.create_run(batch_size=2, live={"max_user_share": 0.5})
     await bench.serve("s", [1.0], user="u")
     await bench.serve("t", [1.0], user="v")
@@ -87,7 +82,6 @@ async def test_what_was_leased_is_named_and_comes_again_without_tokens(bench: Li
     assert (leased.session_id, leased.part, leased.run_id, leased.batch_id) == ("s", 0, "run", "run.b0")
     await bench.store.runs.give_back("run", 0)
     again = await bench.lease(key="another")
-    assert again is not None
     assert sessions_in(again) == ["t"]
     emptied = next(one for group in again.groups for one in group.samples if not one.usable)
     assert (emptied.masked_because, emptied.reward) == ("deleted", None)
@@ -96,7 +90,7 @@ async def test_what_was_leased_is_named_and_comes_again_without_tokens(bench: Li
     assert (await delete(bench, session_id="s")).sessions == 0
 
 
-async def test_a_part_that_waits_in_a_run_is_never_delivered(bench: LiveBench) -> None:
+async def test_a_part_that_waits_in_a_run_is_never_delivered(bench):
     await bench.create_run()
     await bench.serve("s", [1.0], user="u")
     await bench.closer.step()
@@ -110,7 +104,7 @@ async def test_a_part_that_waits_in_a_run_is_never_delivered(bench: LiveBench) -
 
 
 @pytest.mark.parametrize("min_usable", [1, 2])
-async def test_a_sample_of_an_open_group_is_never_delivered(bench: LiveBench, min_usable: int) -> None:
+async def test_a_sample_of_an_open_group_is_never_delivered(bench, min_usable):
     await bench.create_run(group_size=2, min_usable=min_usable, filters=[])
     await bench.serve("a", [1.0], user="u", group="task")
     await bench.serve("b", [-1.0], user="v", group="task")
@@ -128,7 +122,7 @@ async def test_a_sample_of_an_open_group_is_never_delivered(bench: LiveBench, mi
     assert sessions_in(await bench.lease()) == ([other] if min_usable == 1 else [])
 
 
-async def test_what_replaced_a_failed_rollout_is_deleted_too(bench: LiveBench) -> None:
+async def test_what_replaced_a_failed_rollout_is_deleted_too(bench):
     await bench.create_run()
     await bench.serve("s", [1.0], user="u")
     await bench.closer.step()
@@ -146,7 +140,7 @@ async def test_what_replaced_a_failed_rollout_is_deleted_too(bench: LiveBench) -
     assert await bench.lease() is None
 
 
-async def test_what_waits_goes_and_what_is_leased_is_named(bench: LiveBench) -> None:
+async def test_what_waits_goes_and_what_is_leased_is_named(bench):
     await bench.create_run()
     await bench.serve("leased", [1.0], user="u")
     await bench.drive()
@@ -162,7 +156,7 @@ async def test_what_waits_goes_and_what_is_leased_is_named(bench: LiveBench) -> 
     assert await bench.store.save_steps([EncodedSteps(name, b"steps") for name in names]) == 0
 
 
-async def test_others_keep_what_they_have(bench: LiveBench) -> None:
+async def test_others_keep_what_they_have(bench):
     await bench.create_run()
     await bench.serve("s", [1.0], user="u")
     await bench.serve("t", [1.0], user="v")

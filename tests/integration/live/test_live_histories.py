@@ -4,8 +4,6 @@ Users talk, withdraw their consent for single turns, edit their histories and co
 expired; nodes restart; users of one name in two tenants are deleted one by one, while runs train on what is left.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
@@ -319,8 +317,6 @@ class Histories(RuleBasedStateMachine):
             users = [session.user for session in sessions]
             assert len(users) == len(set(users)), "each has half of a batch of two at most"
         for rollout in told:
-            assert rollout.session is not None
-            assert rollout.trajectory is not None
             spoken = "".join(RENDERER.decode(one.token_ids) for one in rollout.trajectory.segments)
             found = {text for text in self.tenant_of if text in spoken}
             assert {self.tenant_of[text] for text in found} == {rollout.session.tenant}
@@ -337,7 +333,7 @@ class Histories(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("redis", marks=[pytest.mark.redis, LONG])])
-def test_what_may_not_be_kept_is_nowhere(request: pytest.FixtureRequest, kind: str) -> None:
+def test_what_may_not_be_kept_is_nowhere(request, kind):
     redis = request.getfixturevalue("shared_redis") if kind == "redis" else None
     run_state_machine_as_test(
         lambda: Histories(redis),

@@ -1,7 +1,5 @@
 """Sessions under pauses, clients that go away at any byte, and a service that is killed: nothing is lost or doubled."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sqlite3
@@ -22,8 +20,7 @@ from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import LiveService, live_service
 from tests.support.processes import service as processes
-
-pytestmark = pytest.mark.anyio
+from tests.support.waiting import until
 
 TEXT = "seven words are said in this answer"
 RENDERER = ChatRenderer.load(POLICY)
@@ -41,11 +38,10 @@ def sampled(turns: list[TurnRecord] | Any) -> dict[int, list[int]]:
     return {turn: recorded.turn.output_ids for turn, recorded in capture.turns.items()}
 
 
-async def test_a_paused_pool_holds_a_request_and_then_refuses_it(tmp_path: Path) -> None:
+async def test_a_paused_pool_holds_a_request_and_then_refuses_it(tmp_path):
     live = {"hold_seconds": 0.3}
     async with scripted(TEXT) as engine, live_service(tmp_path, [engine], live=live) as service:
         opened = await service.open()
-        assert opened.key is not None
         await pause(service, "pause")
         refused = await service.ask(opened.key, "a")
         assert refused.status_code == 503
@@ -63,7 +59,7 @@ async def test_a_paused_pool_holds_a_request_and_then_refuses_it(tmp_path: Path)
         assert 'rollout_live_held_seconds_count{outcome="refused",pool="policy"} 2.0' in metrics
 
 
-async def test_a_short_pause_is_waited_for_and_a_stream_kept_alive(tmp_path: Path) -> None:
+async def test_a_short_pause_is_waited_for_and_a_stream_kept_alive(tmp_path):
     gateway = {"keep_alive_seconds": 0.1}
     async with scripted(TEXT) as engine, live_service(tmp_path, [engine], gateway=gateway) as service:
         opened = await service.open()
@@ -124,7 +120,7 @@ def said(stream: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for choices in deltas for choice in choices)
 
 
-async def test_a_client_may_go_away_at_every_byte_and_ask_again(tmp_path: Path) -> None:
+async def test_a_client_may_go_away_at_every_byte_and_ask_again(tmp_path):
     async with scripted(TEXT) as engine, live_service(tmp_path, [engine]) as service:
         whole = await read(service.gateway_url, (await service.open()).key or "", None)
         assert said(whole) == TEXT
@@ -149,7 +145,7 @@ async def test_a_client_may_go_away_at_every_byte_and_ask_again(tmp_path: Path) 
         assert counts["served"] == counts["waiting"] + sum(counts["dropped"].values())
 
 
-async def test_an_answer_that_its_client_did_not_get_is_superseded(tmp_path: Path) -> None:
+async def test_an_answer_that_its_client_did_not_get_is_superseded(tmp_path):
     gateway = {"retry_seconds": 0.0}
     async with (
         scripted(TEXT, latency=0.5) as engine,
@@ -166,9 +162,7 @@ async def test_an_answer_that_its_client_did_not_get_is_superseded(tmp_path: Pat
                 (None, True),
             ]
 
-        with anyio.fail_after(10):
-            while not await settled():
-                await anyio.sleep(0.01)
+        await until(settled, 10)
         ids = sampled(await service.turns(opened.session.session_id))
         expected = RENDERER.encode(TEXT + END)
         assert ids[1] == expected
@@ -176,7 +170,7 @@ async def test_an_answer_that_its_client_did_not_get_is_superseded(tmp_path: Pat
 
 
 @pytest.mark.extended("rollout_service/live/", "rollout_service/gateway/")
-async def test_a_killed_service_goes_on_with_what_clients_have_seen(tmp_path: Path) -> None:
+async def test_a_killed_service_goes_on_with_what_clients_have_seen(tmp_path):
     await anyio.to_thread.run_sync(_kill_and_go_on, tmp_path)
     async with SqliteLiveStore(tmp_path / "state" / "live.sqlite3") as store:
         turns = await store.turns("s")

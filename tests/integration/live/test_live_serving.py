@@ -1,8 +1,5 @@
 """A user's own agent is served through its session, and what it did is recorded as its consent allows."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from urllib.parse import quote
 
 import httpx
@@ -17,15 +14,13 @@ from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import delivered, live_service, stored, until
 
-pytestmark = pytest.mark.anyio
 BARE = "a-configured-key-of-an-operator"
 KEYS = {"keys": [{"name": "chat", "key": BARE, "train": True}]}
 
 
-async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_next(tmp_path: Path) -> None:
+async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_next(tmp_path):
     async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open(user="alice", metadata={"a": 1})
-        assert opened.key is not None
         first = await service.ask(opened.key, "Hi")
         assert first.headers["x-rollout-recorded"] == "yes"
         assert first.json()["choices"][0]["message"]["content"] == "Hello."
@@ -34,7 +29,6 @@ async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_ne
         turns = await delivered(service, opened.session.session_id, 2)
         assert [turn.answer for turn in turns] == ["Hello.", "Better?"]
         followed = await until(lambda: service.store.turn(opened.session.session_id, 0))
-        assert followed.next_state is not None
         assert "Not so short!" in followed.next_state.text
         trajectory = rebuild(ChatRenderer.load(POLICY), turns).trajectory()
         check_invariants(trajectory)
@@ -46,11 +40,10 @@ async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_ne
         assert shown.user != "alice"
 
 
-async def test_a_side_request_between_two_main_ones_changes_nothing(tmp_path: Path) -> None:
+async def test_a_side_request_between_two_main_ones_changes_nothing(tmp_path):
     engine = scripted("Hello.", "A title", "Better?")
     async with engine as running, live_service(tmp_path, [running]) as service:
         opened = await service.open()
-        assert opened.key is not None
         await service.ask(opened.key, "Hi")
         side = {"X-Turn-Type": "side"}
         await service.ask(opened.key, "Hi", "Hello.", "Make a title of this.", headers=side)
@@ -68,7 +61,7 @@ async def test_a_side_request_between_two_main_ones_changes_nothing(tmp_path: Pa
         assert (title.next_state, last.next_state) == (None, None)
 
 
-async def test_all_results_of_a_turns_tools_are_what_followed_it(tmp_path: Path) -> None:
+async def test_all_results_of_a_turns_tools_are_what_followed_it(tmp_path):
     calls = "".join(
         f'<tool_call>\n{{"name": "look", "arguments": {{"at": {at}}}}}\n</tool_call>' for at in range(3)
     )
@@ -96,7 +89,7 @@ async def test_all_results_of_a_turns_tools_are_what_followed_it(tmp_path: Path)
         assert all(f"seen {number}" in state.text for number in range(3))
 
 
-async def test_the_same_apis_answer_below_the_sessions_url(tmp_path: Path) -> None:
+async def test_the_same_apis_answer_below_the_sessions_url(tmp_path):
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     async with scripted("One.", "Two.", "Three.") as engine, live_service(tmp_path, [engine]) as service:
         odd = "a/b ü"
@@ -118,28 +111,26 @@ async def test_the_same_apis_answer_below_the_sessions_url(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_keeps_the_cached_prefixes_of_tenants_apart(tmp_path: Path, stream: bool) -> None:
+async def test_an_engine_keeps_the_cached_prefixes_of_tenants_apart(tmp_path, stream):
     async with scripted(*["Hi."] * 3) as engine, live_service(tmp_path, [engine]) as service:
         for tenant in ("one", "two", "one"):
             opened = await service.open(tenant=tenant)
-            assert opened.key is not None
             assert (await service.ask(opened.key, "a", stream=stream)).status_code == 200
         first, second, third = engine.cache_keys[-3:]
         assert first == third != second
         assert "one" not in first
 
 
-async def test_tenants_may_be_told_to_share_cached_prefixes(tmp_path: Path) -> None:
+async def test_tenants_may_be_told_to_share_cached_prefixes(tmp_path):
     live = {"share_prefixes": True}
     async with scripted("Hi.", "Hi.") as engine, live_service(tmp_path, [engine], live=live) as service:
         for tenant in ("one", "two"):
             opened = await service.open(tenant=tenant)
-            assert opened.key is not None
             await service.ask(opened.key, "a")
         assert len(set(engine.cache_keys[-2:])) == 1
 
 
-async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_session(tmp_path: Path) -> None:
+async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_session(tmp_path):
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     admin, reader = "an-admin-key-for-tests", "a-reader-key-for-tests"
     keys = [{"name": "a", "key": admin}, {"name": "r", "key": reader, "role": "read"}]
@@ -169,16 +160,13 @@ class QuotingError(RuntimeError):
     """A defect whose message quotes what it choked on."""
 
 
-async def test_no_error_puts_a_users_words_into_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_error_puts_a_users_words_into_the_log(tmp_path, monkeypatch):
     def choke(_: TurnCapture, call: ModelCall, __: int | None) -> PlannedTurn:
         raise QuotingError(f"cannot take {call.messages[-1].text!r}")
 
     monkeypatch.setattr(TurnCapture, "plan", choke)
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         with capture_logs() as lines:
             assert (await service.ask(opened.key, "sesame words")).status_code == 500
     told = [line for line in lines if line.get("error") == "QuotingError"]
@@ -191,19 +179,16 @@ async def test_no_error_puts_a_users_words_into_the_log(
 
 
 @pytest.mark.parametrize(("field", "value"), [("X-Turn-Type", "Other"), ("X-Train", "perhaps")])
-async def test_an_unknown_wish_is_refused_in_the_form_of_the_api(
-    tmp_path: Path, field: str, value: str
-) -> None:
+async def test_an_unknown_wish_is_refused_in_the_form_of_the_api(tmp_path, field, value):
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         answer = await service.ask(opened.key, "a", headers={field: value})
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert not await service.turns(opened.session.session_id)
 
 
-async def test_a_configured_key_needs_a_session_id_to_be_recorded(tmp_path: Path) -> None:
+async def test_a_configured_key_needs_a_session_id_to_be_recorded(tmp_path):
     async with scripted(*"abcd") as engine, live_service(tmp_path, [engine], live=KEYS) as service:
         alone = await service.ask(BARE, "Hi")
         assert alone.headers["x-rollout-recorded"] == "no; reason=no-session"
@@ -217,10 +202,9 @@ async def test_a_configured_key_needs_a_session_id_to_be_recorded(tmp_path: Path
         assert too_long.status_code == 400
 
 
-async def test_an_ended_session_takes_no_requests(tmp_path: Path) -> None:
+async def test_an_ended_session_takes_no_requests(tmp_path):
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         ended = await service.http.post(f"/v1/sessions/{opened.session.session_id}/end")
         assert ended.json()["closed_because"] == "explicit"
         assert (await service.ask(opened.key, "a")).status_code == 410
@@ -229,7 +213,7 @@ async def test_an_ended_session_takes_no_requests(tmp_path: Path) -> None:
         assert (await service.ask("sk-live-none", "a")).status_code == 401
 
 
-async def test_an_idle_session_is_closed_and_a_clients_own_id_goes_on_as_another(tmp_path: Path) -> None:
+async def test_an_idle_session_is_closed_and_a_clients_own_id_goes_on_as_another(tmp_path):
     live = KEYS | {"idle_seconds": 0.3}
     async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine], live=live) as service:
         await service.ask(BARE, "Hi", headers={"X-Session-Id": "u"})
@@ -243,10 +227,9 @@ async def test_an_idle_session_is_closed_and_a_clients_own_id_goes_on_as_another
         assert (await service.show("chat:u~2")).continues == "chat:u"
 
 
-async def test_feedback_wins_is_idempotent_and_does_not_change(tmp_path: Path) -> None:
+async def test_feedback_wins_is_idempotent_and_does_not_change(tmp_path):
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        assert opened.key is not None
         path = f"/v1/sessions/{opened.session.session_id}/feedback"
         assert (await service.http.post(path, json={"value": 1})).status_code == 404
         await service.ask(opened.key, "a")
@@ -260,11 +243,10 @@ async def test_feedback_wins_is_idempotent_and_does_not_change(tmp_path: Path) -
         assert (mark.value, mark.source, mark.usable) == (0.5, "explicit", True)
 
 
-async def test_a_session_goes_on_after_a_restart_with_exact_ids(tmp_path: Path) -> None:
+async def test_a_session_goes_on_after_a_restart_with_exact_ids(tmp_path):
     async with scripted("One.", "Two.") as engine:
         async with live_service(tmp_path, [engine]) as service:
             opened = await service.open()
-            assert opened.key is not None
             await service.ask(opened.key, "a")
         async with live_service(tmp_path, [engine]) as service:
             answer = await service.ask(opened.key, "a", "One.", "b")
@@ -276,7 +258,7 @@ async def test_a_session_goes_on_after_a_restart_with_exact_ids(tmp_path: Path) 
         assert turns[0].next_state is not None
 
 
-async def test_the_same_open_request_returns_the_session_without_its_key(tmp_path: Path) -> None:
+async def test_the_same_open_request_returns_the_session_without_its_key(tmp_path):
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         assert (await service.open(session_id="s", user="u")).key is not None
         assert (await service.open(session_id="s", user="u")).key is None
@@ -286,11 +268,10 @@ async def test_the_same_open_request_returns_the_session_without_its_key(tmp_pat
         assert unknown.status_code >= 400
 
 
-async def test_too_many_sessions_or_requests_are_told_when_to_come_back(tmp_path: Path) -> None:
+async def test_too_many_sessions_or_requests_are_told_when_to_come_back(tmp_path):
     live = {"max_sessions": 1, "requests_per_minute": 1}
     async with scripted("One.") as engine, live_service(tmp_path, [engine], live=live) as service:
         opened = await service.open(user="u")
-        assert opened.key is not None
         refused = await service.http.post("/v1/sessions", json={})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) > 0
@@ -303,11 +284,10 @@ async def test_too_many_sessions_or_requests_are_told_when_to_come_back(tmp_path
         await service.open(user="v")
 
 
-async def test_a_request_counts_as_the_answers_that_it_asks_for(tmp_path: Path) -> None:
+async def test_a_request_counts_as_the_answers_that_it_asks_for(tmp_path):
     live = {"requests_per_minute": 5}
     async with scripted(*["One."] * 5) as engine, live_service(tmp_path, [engine], live=live) as service:
         opened = await service.open(user="u")
-        assert opened.key is not None
         answered = await service.ask(opened.key, "a", n=3)
         assert len(answered.json()["choices"]) == 3
         refused = await service.ask(opened.key, "b", n=3)
@@ -317,12 +297,11 @@ async def test_a_request_counts_as_the_answers_that_it_asks_for(tmp_path: Path) 
         assert "fewer" in refused.json()["error"]["message"]
 
 
-async def test_deleting_a_user_leaves_no_byte(tmp_path: Path) -> None:
+async def test_deleting_a_user_leaves_no_byte(tmp_path):
     async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine]) as service:
         mine = [await service.open(user="alice") for _ in range(2)]
         other = await service.open(user="bob")
         for opened in (*mine, other):
-            assert opened.key is not None
             await service.ask(opened.key, f"words of {opened.session.session_id}")
         answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
         assert answer.json()["sessions"] == 2

@@ -1,7 +1,5 @@
 """Served turns become batches, and are deleted for good, in a running service."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ from api_schemas.sessions import DeletedSessions
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import LiveService, live_service
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
@@ -49,7 +45,6 @@ async def lease(service: LiveService, seconds: float = 10.0) -> Batch | None:
 async def talk(service: LiveService, values: list[float], **fields: Any) -> str:
     """Have a conversation of which the user judges each answer, and end it; return the session's id."""
     opened = await service.open(**fields)
-    assert opened.key is not None
     name, contents = opened.session.session_id, ["the question of a person"]
     for number, value in enumerate(values):
         answer = (await service.ask(opened.key, *contents)).json()["choices"][0]["message"]["content"]
@@ -66,20 +61,17 @@ def read_all(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-async def test_a_conversation_becomes_a_batch(tmp_path: Path, store: dict[str, Any]) -> None:
+async def test_a_conversation_becomes_a_batch(tmp_path, store):
     async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine], **store) as service:
         await create_run(service)
         name = await talk(service, [1.0, -1.0])
         batch = await lease(service)
-        assert batch is not None
         rollout = batch.groups[0].samples[0].rollout
-        assert rollout.session is not None
         assert (rollout.session.session_id, rollout.reward) == (name, 0.0)
         assert [(mark.turn, mark.value, mark.usable) for mark in rollout.turn_marks] == [
             (0, 1.0, True),
             (1, -1.0, True),
         ]
-        assert rollout.trajectory is not None
         check_invariants(rollout.trajectory)
         [segment] = rollout.trajectory.segments
         sampled = [token for token, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]
@@ -90,7 +82,7 @@ async def test_a_conversation_becomes_a_batch(tmp_path: Path, store: dict[str, A
         assert (part.run_id, part.rollout_id, part.turns) == (batch.run_id, rollout.rollout_id, [0, 1])
 
 
-async def test_nobody_submits_a_part_of_a_session(tmp_path: Path) -> None:
+async def test_nobody_submits_a_part_of_a_session(tmp_path):
     async with scripted("Hello.") as engine, live_service(tmp_path, [engine]) as service:
         await create_run(service)
         task = {"environment": "session", "instance": {"parts": [["s", 0]]}}
@@ -104,12 +96,11 @@ async def test_nobody_submits_a_part_of_a_session(tmp_path: Path) -> None:
         assert "trains on live sessions" in answer.text
 
 
-async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_path: Path) -> None:
+async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_path):
     async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine]) as service:
         await create_run(service)
         name = await talk(service, [1.0, -1.0], user="alice")
         batch = await lease(service)
-        assert batch is not None
         answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
         deleted = DeletedSessions.model_validate_json(answer.content)
         assert (deleted.sessions, deleted.turns, deleted.undelivered) == (1, 2, 0)
@@ -120,7 +111,7 @@ async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_pa
         assert (await service.http.get(f"/v1/sessions/{name}")).status_code == 404
 
 
-async def test_deleted_sessions_are_in_no_later_batch(tmp_path: Path, store: dict[str, Any]) -> None:
+async def test_deleted_sessions_are_in_no_later_batch(tmp_path, store):
     async with scripted(*["Hello."] * 3) as engine, live_service(tmp_path, [engine], **store) as service:
         await create_run(service, batch_size=2)
         await talk(service, [1.0], user="alice")
@@ -129,6 +120,5 @@ async def test_deleted_sessions_are_in_no_later_batch(tmp_path: Path, store: dic
         assert (deleted.sessions, deleted.turns, deleted.leased) == (1, 1, [])
         others = {await talk(service, [1.0], user=name) for name in ("bob", "carol")}
         batch = await lease(service)
-        assert batch is not None
         rollouts = [sample.rollout for group in batch.groups for sample in group.samples]
         assert {rollout.session.session_id for rollout in rollouts if rollout.session} == others

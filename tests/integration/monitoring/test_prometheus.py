@@ -1,7 +1,5 @@
 """The real Prometheus reads a service's metrics, and every query of the board finds data there."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -63,13 +61,13 @@ def loaded(server: Running, idle: str) -> str:
         return api.get("/metrics").text
 
 
-def test_the_metrics_of_an_idle_and_of_a_busy_service_are_well_formed(idle: str, loaded: str) -> None:
+def test_the_metrics_of_an_idle_and_of_a_busy_service_are_well_formed(idle, loaded):
     for text in (idle, loaded):
         checked = promtool("check", "metrics", text=text)
         assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-def test_every_metric_of_the_board_and_the_alerts_is_served(loaded: str) -> None:
+def test_every_metric_of_the_board_and_the_alerts_is_served(loaded):
     served = {line.split()[2] for line in loaded.splitlines() if line.startswith("# TYPE ")}
     expressions = [*monitoring.board_queries(), *(rule["expr"] for rule in monitoring.rules())]
     wanted = {name for expression in expressions for name in monitoring.metric_names(expression)}
@@ -77,18 +75,18 @@ def test_every_metric_of_the_board_and_the_alerts_is_served(loaded: str) -> None
     assert wanted - served <= monitoring.ENGINES | recorded | {"up", "ALERTS"}
 
 
-def test_the_rules_are_valid_and_each_alert_fires_when_it_should() -> None:
+def test_the_rules_are_valid_and_each_alert_fires_when_it_should():
     for arguments in (("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")):
         checked = promtool(*arguments[:2], str(monitoring.MONITORING / arguments[2]))
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_example_of_a_configuration_is_valid() -> None:
+def test_the_example_of_a_configuration_is_valid():
     checked = promtool("check", "config", str(monitoring.MONITORING / "prometheus.yml"))
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_queries_of_the_board_are_valid(tmp_path: Path) -> None:
+def test_the_queries_of_the_board_are_valid(tmp_path):
     queries = enumerate(monitoring.board_queries())
     rules = [{"record": f"query:{number}", "expr": expression} for number, expression in queries]
     file = tmp_path / "board.yml"
@@ -132,7 +130,7 @@ def ask(api: httpx.Client, expression: str) -> list[Any]:
     return found
 
 
-def test_every_query_of_the_board_returns_data(server: Running, loaded: str, tmp_path: Path) -> None:
+def test_every_query_of_the_board_returns_data(server, loaded, tmp_path):
     with prometheus(tmp_path, server.url.removeprefix("http://")) as api, httpx.Client() as service_api:
         deadline = time.monotonic() + 60
         # Rates need two scrapes, with work in between.

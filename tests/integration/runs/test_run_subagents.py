@@ -1,6 +1,4 @@
-"""A run whose agents hand on work, from its request to its export, with engines of both pools and a real server."""
-
-from __future__ import annotations
+"""Runs train agents with sub-agents, and read tasks from the folders of their creator."""
 
 import json
 import subprocess
@@ -19,10 +17,14 @@ from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_client.run_export import RunExport
 from rollout_client.sync import SyncRolloutClient
+from rollout_service.engines.shipped import policy_folder
+from rollout_service.http.keyring import ApiKey, Role
+from rollout_service.server.api.app import create_app
+from rollout_service.settings import Settings
+from rollout_service.testing import Replies, ScriptedEngine
+from sandboxes.config import LocalConfig
 from tests.support.api.server import api_server
 from tests.support.processes.children import killed
-
-pytestmark = pytest.mark.anyio
 
 ENVIRONMENT = """
 name = "survey"
@@ -95,11 +97,10 @@ def order(run_id: str, detail: NodeDetail) -> RunRequest:
 
 
 @pytest.mark.parametrize("detail", NodeDetail)
-async def test_a_run_from_its_request_to_its_export(url: str, detail: NodeDetail, tmp_path: Path) -> None:
+async def test_a_run_from_its_request_to_its_export(url, detail, tmp_path):
     async with RolloutClient(url) as client:
         run = await client.create_run(order(f"run-{detail}", detail))
         leased = await run.lease(timeout_seconds=60)
-        assert leased is not None
         (group,) = leased.batch.groups
         await run.export(tmp_path / "run.jsonl")
         exported = {one.sample.rollout.rollout_id: one for one in RunExport(tmp_path / "run.jsonl").samples()}
@@ -112,7 +113,6 @@ async def test_a_run_from_its_request_to_its_export(url: str, detail: NodeDetail
                 ("A", "4", True),
                 ("B", "4", True),
             ]
-            assert tree.work is not None
             assert (tree.work.critical_steps, tree.work.total_steps, tree.work.width_max) == (3, 4, 2)
             first = await client.rollout_node(rollout.rollout_id, 1)
             if detail is NodeDetail.NONE:
@@ -128,7 +128,7 @@ async def test_a_run_from_its_request_to_its_export(url: str, detail: NodeDetail
         assert {one.error.code if one.error else None for one in rescored} == {"not_replayable"}
 
 
-def test_a_run_that_asks_for_no_sub_agents_shows_how_it_uses_them(url: str) -> None:
+def test_a_run_that_asks_for_no_sub_agents_shows_how_it_uses_them(url):
     with SyncRolloutClient(url) as client:
         run = client.create_run(order("watched", NodeDetail.NONE))
         assert run.lease(timeout_seconds=60) is not None
@@ -154,3 +154,47 @@ def show(url: str, *flags: str) -> str:
     """Return what the command line says of the run."""
     command = [sys.executable, "-m", "rollout_service.cli", "runs", "show", "watched", "--url", url, *flags]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+KEYS = {role: f"{role}-key-of-enough-characters" for role in (Role.SUBMIT, Role.ADMIN)}
+MODEL = policy_folder("calc-tuned")
+
+
+async def test_each_role_creates_runs_of_the_files_that_it_may_name(tmp_path):
+    for folder in ("data", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tasks.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    keys = [ApiKey.model_validate({"name": role, "role": role, "key": key}) for role, key in KEYS.items()]
+    settings = Settings(
+        keys=keys,
+        data_dirs=[tmp_path / "data"],
+        state_dir=tmp_path / "state",
+        engine="none",
+        sandbox=LocalConfig(provider="local"),
+    )
+    app = create_app(settings)
+    engine = ScriptedEngine(Replies.from_texts(["2"], MODEL), model_path=MODEL, vocab_size=512)
+    async with (
+        engine,
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http,
+    ):
+
+        async def post(path: str, role: Role, body: object) -> httpx.Response:
+            return await http.post(path, json=body, headers={"authorization": f"Bearer {KEYS[role]}"})
+
+        assert (await post("/v1/backends", Role.ADMIN, {"url": engine.url})).status_code == 201
+        created = {}
+        for role in KEYS:
+            for folder in ("data", "elsewhere"):
+                path = str(tmp_path / folder / "tasks.jsonl")
+                source = {"kind": "file", "path": path, "environment": "math"}
+                order = {"source": source, "group_size": 1, "batch_size": 1, "filters": []}
+                answer = await post("/v1/runs", role, order)
+                created[role.value, folder] = answer.status_code
+    assert created == {
+        ("submit", "data"): 201,
+        ("submit", "elsewhere"): 422,
+        ("admin", "data"): 201,
+        ("admin", "elsewhere"): 201,
+    }

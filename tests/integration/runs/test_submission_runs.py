@@ -6,12 +6,10 @@ import pytest
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 GRADE = """
 import json, os
 instance = json.load(open(os.environ["ROLLOUT_INSTANCE"]))
@@ -48,14 +46,6 @@ for name in ("bash", "python3", "sh", "tar"):
     os.chmod(path, 0o755)
 print(0)
 """
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
 
 
 def environment(

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typer.testing import CliRunner
 
 from rollout_service.cli import app
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
-from sandboxes.errors import DockerfileError, ImageBuildError, ImageError, ImageNotFoundError
+from sandboxes.errors import DockerfileError, ImageBuildError, ImageNotFoundError
 from sandboxes.host.facts import find_apptainer, read_host_facts
 from sandboxes.images import squashfs
 from sandboxes.images.build import ApptainerBuilder
@@ -29,12 +27,10 @@ from sandboxes.images.facts import read_environment, read_labels
 from sandboxes.images.store import ImageStore, StoredImage
 from sandboxes.images.tree import ImageTree
 from tests.support.processes.children import killed
+from tests.support.processes.service import eventually
 from tests.support.users.as_user import ordinary_user
 
-pytestmark = [
-    pytest.mark.apptainer,
-    pytest.mark.slow(seconds=100),
-]
+pytestmark = [pytest.mark.apptainer, pytest.mark.slow(seconds=100)]
 
 STAGES = r"""
 ARG BASE=base
@@ -137,9 +133,7 @@ def leftovers(built: Path) -> list[Path]:
     return [*(built / "layers/drafts").glob("*"), *(built / "images/drafts").glob("*")]
 
 
-def test_stages_heredocs_copies_and_settings(
-    store: ImageStore, context: Path, tmp_path: Path, built: Path
-) -> None:
+def test_stages_heredocs_copies_and_settings(store, context, tmp_path, built):
     made, lines = build(store, context, STAGES.replace("/opt/tools", "/src"))
     assert made.name == "task"
     assert len(steps(lines)) >= 13
@@ -177,7 +171,7 @@ RUN echo three >/three
 """
 
 
-def test_only_what_changed_runs_again(store: ImageStore, context: Path) -> None:
+def test_only_what_changed_runs_again(store, context):
     for name in ("first", "second", "unrelated"):
         (context / name).write_text(name)
     made, lines = build(store, context, CACHED)
@@ -220,9 +214,7 @@ def test_only_what_changed_runs_again(store: ImageStore, context: Path) -> None:
         ("FROM base\nCOPY src /etc/passwd", ImageBuildError, "Dockerfile:2: COPY .* is a file"),
     ],
 )
-def test_a_failure_names_file_line_and_cause_and_leaves_nothing(
-    store: ImageStore, context: Path, built: Path, text: str, kind: type[ImageError], message: str
-) -> None:
+def test_a_failure_names_file_line_and_cause_and_leaves_nothing(store, context, built, text, kind, message):
     before = store.list()
     with pytest.raises(kind, match=message):
         build(store, context, text)
@@ -230,7 +222,7 @@ def test_a_failure_names_file_line_and_cause_and_leaves_nothing(
     assert leftovers(built) == []
 
 
-def test_a_missing_base_says_how_to_name_one(store: ImageStore, context: Path) -> None:
+def test_a_missing_base_says_how_to_name_one(store, context):
     (context / "Dockerfile").write_text("FROM localhost:9/nothing:here")
     with pytest.raises(ImageBuildError, match="Dockerfile:1: the base localhost:9/nothing:here") as caught:
         find_bases(store, dockerfile_at(context))
@@ -239,9 +231,7 @@ def test_a_missing_base_says_how_to_name_one(store: ImageStore, context: Path) -
         find_bases(store, dockerfile_at(context), {"localhost:9/nothing:here": "/none"})
 
 
-def test_an_image_that_is_too_large_is_ended_and_leaves_nothing(
-    store: ImageStore, context: Path, built: Path
-) -> None:
+def test_an_image_that_is_too_large_is_ended_and_leaves_nothing(store, context, built):
     kept = sorted((built / "layers").glob("*/fs"))
     text = "FROM base\nRUN while :; do head -c 9000000 /dev/zero >>/x$((n += 1)) || exit 0; done"
     with pytest.raises(ImageBuildError, match=r"Dockerfile:2: .* takes more than 0\.5 GB") as caught:
@@ -262,7 +252,7 @@ RUN --network=none ! ls /root/.cache /proc/1/root/root/.cache 2>/dev/null && tes
 """
 
 
-def test_a_step_has_nothing_of_the_host(store: ImageStore, context: Path, tmp_path: Path) -> None:
+def test_a_step_has_nothing_of_the_host(store, context, tmp_path):
     made, _ = build(store, context, HOSTILE)
     tree = unpacked(made.path, tmp_path / "root")
     assert int(text_of(tree, "/processes")) < 6
@@ -311,16 +301,7 @@ def processes_of(mark: str) -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_a_build_that_is_killed_leaves_no_process_and_the_next_one_cleans_up(
-    store: ImageStore, context: Path, built: Path
-) -> None:
+def test_a_build_that_is_killed_leaves_no_process_and_the_next_one_cleans_up(store, context, built):
     number = f"98{os.getpid()}"  # of seconds, by which the step's process is found
     (context / "Dockerfile").write_text(f"FROM base\nRUN touch /before\nRUN touch /half; sleep {number}")
     command = [sys.executable, "-c", BUILDER, built, context, BASE["base"]]
@@ -328,18 +309,17 @@ def test_a_build_that_is_killed_leaves_no_process_and_the_next_one_cleans_up(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     with killed(started) as builder:
-        wait_for(lambda: processes_of(f"sleep\0{number}") != [])
+        eventually(lambda: processes_of(f"sleep\0{number}") != [])
         os.kill(builder.pid, signal.SIGKILL)
         builder.wait()
-        wait_for(lambda: processes_of(number) == [])
+        eventually(lambda: processes_of(number) == [])
     assert leftovers(built) != []
     _, lines = build(store, context, "FROM base\nRUN touch /before\nRUN touch /after")
     assert "Dockerfile:2: RUN touch /before (unchanged)" in lines
     assert leftovers(built) == []
 
 
-@pytest.mark.anyio
-async def test_many_are_built_at_once_and_one_that_fails_stops_no_other(built: Path, tmp_path: Path) -> None:
+async def test_many_are_built_at_once_and_one_that_fails_stops_no_other(built, tmp_path):
     builder = ApptainerBuilder(built / "layers")
     store = ImageStore(built / "images", builder)
     sources = {}
@@ -379,7 +359,7 @@ async def test_many_are_built_at_once_and_one_that_fails_stops_no_other(built: P
     assert leftovers(built) == []
 
 
-def test_layers_are_pruned_to_a_budget(built: Path, store: ImageStore, context: Path) -> None:
+def test_layers_are_pruned_to_a_budget(built, store, context):
     build(store, context, "FROM base\nRUN touch /pruned")
     layers = ApptainerBuilder(built / "layers").layers
     kept = layers.prune(0, dry_run=True)
@@ -394,7 +374,7 @@ def test_layers_are_pruned_to_a_budget(built: Path, store: ImageStore, context: 
     assert "Dockerfile:2: RUN touch /pruned" in lines, "it is made again"
 
 
-def test_a_user_without_rights_builds(context: Path, tmp_path: Path) -> None:
+def test_a_user_without_rights_builds(context, tmp_path):
     script = tmp_path / "builder.py"
     script.write_text(BUILDER)
     tmp_path.chmod(0o755)
@@ -423,9 +403,7 @@ def test_a_user_without_rights_builds(context: Path, tmp_path: Path) -> None:
         assert user.remaining_processes() == []
 
 
-def test_the_command_line_builds_one_and_many(
-    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_builds_one_and_many(built, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_IMAGES_DIR", str(built / "images"))
     monkeypatch.setenv("ROLLOUT_LAYERS_DIR", str(built / "layers"))
     monkeypatch.chdir(tmp_path)
@@ -453,7 +431,7 @@ def test_the_command_line_builds_one_and_many(
     assert "--name is for one Dockerfile" in image("tasks", "--all", "--name", "x", code=1)
 
 
-def test_ids_are_those_of_this_user() -> None:
+def test_ids_are_those_of_this_user():
     ids = namespace.BuildNamespace().ids
     assert ids["kind"] == ("mapped" if os.geteuid() == 0 else "subordinate")
 
@@ -468,10 +446,7 @@ RUN echo mine >here
 """
 
 
-@pytest.mark.anyio
-async def test_a_sandbox_starts_in_the_working_folder_as_the_user(
-    store: ImageStore, context: Path, tmp_path: Path
-) -> None:
+async def test_a_sandbox_starts_in_the_working_folder_as_the_user(store, context, tmp_path):
     made, _ = await anyio.to_thread.run_sync(build, store, context, USED)
     config = ApptainerConfig(image=str(made.path), unpacked_dir=tmp_path / "unpacked")
     provider = make_provider(config, tmp_path / "state", store.root)

@@ -22,7 +22,7 @@ from sandboxes import (
 from tests.support.hostile import CHECKS, NothingToAttackError
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.slow(seconds=60)]
+pytestmark = [pytest.mark.apptainer, pytest.mark.slow(seconds=60)]
 NAMES = list(CHECKS)
 AT_A_TIME = 5
 """Attacks in one process of the ordinary user, whose start takes as long as an attack."""
@@ -42,21 +42,21 @@ def user() -> Iterator[OrdinaryUser]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-async def test_attack(provider: SandboxProvider, name: str) -> None:
+async def test_attack(provider, name):
     with suppress(NothingToAttackError):
         await CHECKS[name](provider)
 
 
 @pytest.mark.extended("sandboxes/")
 @pytest.mark.parametrize("first", range(0, len(NAMES), AT_A_TIME), ids=NAMES[::AT_A_TIME])
-def test_attacks_as_an_ordinary_user(user: OrdinaryUser, first: int) -> None:
+def test_attacks_as_an_ordinary_user(user, first):
     names = NAMES[first : first + AT_A_TIME]
     done = user.run(["python", "-m", "tests.support.hostile", *names], timeout=170)
     assert done.returncode == 0, done.stdout
     assert user.remaining_processes() == []
 
 
-async def test_binds_are_read_and_cannot_be_changed(provider: SandboxProvider, tmp_path: Path) -> None:
+async def test_binds_are_read_and_cannot_be_changed(provider, tmp_path):
     shared = tmp_path / "shared"  # below folders that the sandbox's user cannot enter
     shared.mkdir()
     (shared / "data").write_text("given")

@@ -92,7 +92,7 @@ def unpacked(tmp_path: Path) -> UnpackedImages:
     return provider.prepared_images.unpacked
 
 
-def test_build_inspect_and_build_again(store: ImageStore, unpacked: UnpackedImages, definition: Path) -> None:
+def test_build_inspect_and_build_again(store, unpacked, definition):
     lines: list[str] = []
     source = Definition(definition, {"WHO": "world"})
     built = store.provide(source, progress=lines.append)
@@ -109,7 +109,7 @@ def test_build_inspect_and_build_again(store: ImageStore, unpacked: UnpackedImag
     assert found.labels["org.opencontainers.image.title"] == "tiny"
 
 
-def test_a_failed_build_says_why_and_leaves_nothing(store: ImageStore, tmp_path: Path) -> None:
+def test_a_failed_build_says_why_and_leaves_nothing(store, tmp_path):
     broken = tmp_path / "broken.def"
     broken.write_text("Bootstrap: scratch\n\n%setup\n    echo reason of the failure; exit 3\n")
     with pytest.raises(ImageBuildError, match="reason of the failure"):
@@ -119,29 +119,27 @@ def test_a_failed_build_says_why_and_leaves_nothing(store: ImageStore, tmp_path:
     assert list((store.root / "drafts").iterdir()) == []
 
 
-def test_an_unreachable_registry_is_a_typed_error(store: ImageStore) -> None:
+def test_an_unreachable_registry_is_a_typed_error(store):
     with pytest.raises(ImageBuildError) as caught:
         store.provide(Reference("docker://localhost:9/nothing:here"))
     assert "registry cannot be reached" in caught.value.hint
     assert store.list() == []
 
 
-def test_a_file_that_is_not_an_image_is_refused(unpacked: UnpackedImages, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image_is_refused(unpacked, tmp_path):
     fake = tmp_path / "fake.sif"
     fake.write_text("not an image")
     with pytest.raises(ImageError, match=r"could not be unpacked"):
         unpacked.facts(fake)
 
 
-def test_an_image_of_a_tree(store: ImageStore, tree: Path) -> None:
+def test_an_image_of_a_tree(store, tree):
     (tree / "greeting").write_text("from a tree")
     assert store.provide(Tree(tree)).name == "tree"
     assert read(store.resolve("tree"), "/greeting") == "from a tree"
 
 
-def test_images_of_archives_and_layouts(
-    store: ImageStore, unpacked: UnpackedImages, tree: Path, tmp_path: Path
-) -> None:
+def test_images_of_archives_and_layouts(store, unpacked, tree, tmp_path):
     (tree / "greeting").write_text("from a layout")
     (tree / "etc").mkdir()
     (tree / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\napp:x:7:7::/home/app:/bin/sh\n")
@@ -160,9 +158,7 @@ def test_images_of_archives_and_layouts(
         assert (facts.workdir, facts.user, facts.home) == ("/app", "app", "/home/app")
 
 
-def test_one_of_many_images_of_an_archive_is_imported(
-    store: ImageStore, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_many_images_of_an_archive_is_imported(store, tree, tmp_path, monkeypatch):
     manifests = []
     for name in ("one", "two"):
         (tree / "greeting").write_text(f"from {name}")
@@ -185,7 +181,7 @@ def test_one_of_many_images_of_an_archive_is_imported(
     assert "team/one:1, team/two:1" in refused.stderr
 
 
-def test_what_docker_saved_is_imported(store: ImageStore, tree: Path, tmp_path: Path) -> None:
+def test_what_docker_saved_is_imported(store, tree, tmp_path):
     (tree / "greeting").write_text("saved")
     layout = make_layout(tree, tmp_path / "layout", {})
     blobs = layout / "blobs/sha256"
@@ -206,7 +202,7 @@ def test_what_docker_saved_is_imported(store: ImageStore, tree: Path, tmp_path: 
         store.provide(ArchiveSource(file, "other"))
 
 
-def test_a_registry_is_pulled_from(store: ImageStore, tree: Path, tmp_path: Path) -> None:
+def test_a_registry_is_pulled_from(store, tree, tmp_path):
     (tree / "greeting").write_text("from a registry")
     with registry(make_layout(tree, tmp_path / "layout", {})) as address:
         reference = Reference(f"docker://{address}/team/tiny:1", https=False)
@@ -219,9 +215,7 @@ def test_a_registry_is_pulled_from(store: ImageStore, tree: Path, tmp_path: Path
     assert read(store.resolve(reference.text), "/greeting") == "from a registry"
 
 
-def test_a_password_opens_a_registry_and_is_seen_nowhere(
-    store: ImageStore, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_opens_a_registry_and_is_seen_nowhere(store, tree, tmp_path, monkeypatch):
     lines: list[str] = []
     layout = make_layout(tree, tmp_path / "layout", {})
     with registry(layout, user="me", password="hush-hush") as address:
@@ -250,9 +244,7 @@ while True:
 """
 
 
-def test_a_real_build_that_is_killed_leaves_a_store_that_works(
-    store: ImageStore, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_build_that_is_killed_leaves_a_store_that_works(store, tree, tmp_path, monkeypatch):
     (tree / "greeting").write_text("whole")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -265,7 +257,6 @@ def test_a_real_build_that_is_killed_leaves_a_store_that_works(
             start_new_session=True,
         )
         with killed(started) as builder:
-            assert builder.stdout is not None
             assert builder.stdout.readline() == b"begun\n"
             time.sleep(moment)  # any moment will do
     made = store.provide(Tree(tree), force=True)
@@ -275,7 +266,7 @@ def test_a_real_build_that_is_killed_leaves_a_store_that_works(
 
 
 @pytest.mark.timeout(600)  # the image may have to be built
-def test_the_base_image_has_what_the_sessions_need(unpacked: UnpackedImages) -> None:
+def test_the_base_image_has_what_the_sessions_need(unpacked):
     store = ImageStore()
     store.provide(packaged("base"), "base")
     found = unpacked.facts(store.resolve("base"))
@@ -285,9 +276,7 @@ def test_the_base_image_has_what_the_sessions_need(unpacked: UnpackedImages) -> 
     assert store.resolve("base").stat().st_size < 120e6
 
 
-def test_the_command_line_makes_shows_and_prunes(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_makes_shows_and_prunes(tree, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 

@@ -25,8 +25,9 @@ from sandboxes.contract import LISTENER_ADDRESS
 from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.processes.children import killed
 from tests.support.users.as_user import ordinary_user
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 MIB = 1024**2
 
 GET = """
@@ -118,7 +119,7 @@ def host_addresses() -> list[str]:
     return [one.address for entries in found for one in entries if one.family == socket.AF_INET]
 
 
-async def test_the_loopback_works_and_is_the_only_network(provider: ApptainerProvider) -> None:
+async def test_the_loopback_works_and_is_the_only_network(provider):
     async with await provider.start(SandboxSpec()) as sandbox:
         assert await python(sandbox, LOOPBACK) == "ok ok ok"
         result = await sandbox.exec(
@@ -128,7 +129,7 @@ async def test_the_loopback_works_and_is_the_only_network(provider: ApptainerPro
 
 
 @pytest.mark.parametrize("network", ["none", ("192.0.2.1",)], ids=["none", "list"])
-async def test_nothing_of_the_host_is_reached(provider: ApptainerProvider, network: Any) -> None:
+async def test_nothing_of_the_host_is_reached(provider, network):
     name = f"\0rollout-test-{os.getpid()}"
     with ExitStack() as stack:
         tcp = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
@@ -150,9 +151,7 @@ async def test_nothing_of_the_host_is_reached(provider: ApptainerProvider, netwo
             udp.recv(10)
 
 
-async def test_a_list_admits_the_hosts_it_names_and_explains_refusals(
-    provider: ApptainerProvider, hello: str
-) -> None:
+async def test_a_list_admits_the_hosts_it_names_and_explains_refusals(provider, hello):
     with socket.create_server(("127.0.0.1", 0)) as other:
         unlisted = f"127.0.0.1:{other.getsockname()[1]}"
         async with await provider.start(SandboxSpec(network=(hello, "*.example.org"))) as sandbox:
@@ -181,9 +180,8 @@ async def test_a_list_admits_the_hosts_it_names_and_explains_refusals(
     assert (await provider.egress_counts()).refused == counts.refused
 
 
-async def test_a_sandbox_with_a_proxy_reaches_its_owner_too(provider: ApptainerProvider) -> None:
+async def test_a_sandbox_with_a_proxy_reaches_its_owner_too(provider):
     async with await provider.start(SandboxSpec(network=("example.org",), listens=True)) as sandbox:
-        assert sandbox.listener is not None
         assert sandbox.listener.getsockname() == LISTENER_ADDRESS
         there = [LISTENER_ADDRESS[0], LISTENER_ADDRESS[1]]
         assert await connect(sandbox, socket.AF_INET, socket.SOCK_STREAM, there) == "out"
@@ -191,7 +189,7 @@ async def test_a_sandbox_with_a_proxy_reaches_its_owner_too(provider: ApptainerP
     assert sandbox.listener.fileno() == -1
 
 
-async def test_every_session_finds_the_proxy(provider: ApptainerProvider, hello: str) -> None:
+async def test_every_session_finds_the_proxy(provider, hello):
     async with await provider.start(SandboxSpec(network=(hello,))) as sandbox:
         proxy = "http://127.0.0.1:3128"
         bash = await (await sandbox.bash()).run("echo $http_proxy $HTTPS_PROXY $ALL_PROXY $NO_PROXY")
@@ -203,7 +201,7 @@ async def test_every_session_finds_the_proxy(provider: ApptainerProvider, hello:
         assert (await get(sandbox, "http://example.net/"))[0] == 403
 
 
-async def test_a_list_applies_to_its_own_sandbox_only(provider: ApptainerProvider) -> None:
+async def test_a_list_applies_to_its_own_sandbox_only(provider):
     first, second = SandboxSpec(network=("one.example",)), SandboxSpec(network=("two.example",))
     async with (
         await provider.start(first) as one,
@@ -217,7 +215,7 @@ async def test_a_list_applies_to_its_own_sandbox_only(provider: ApptainerProvide
         assert "two.example is not in" in (await get(one, "http://two.example/"))[1]
 
 
-async def test_code_inside_makes_no_namespace_and_has_no_right(provider: ApptainerProvider) -> None:
+async def test_code_inside_makes_no_namespace_and_has_no_right(provider):
     for network in ("none", "full", ("one.example",)):
         async with await provider.start(SandboxSpec(network=network)) as sandbox:
             for flag in ("--user", "--net", "--mount", "--map-root-user"):
@@ -228,7 +226,7 @@ async def test_code_inside_makes_no_namespace_and_has_no_right(provider: Apptain
                 assert (await sandbox.exec(["bash", "-c", 'echo 9 >"$1"', "-", path])).exit_code != 0
 
 
-async def test_the_disk_is_limited_as_a_whole(provider: ApptainerProvider) -> None:
+async def test_the_disk_is_limited_as_a_whole(provider):
     assert "disk" in provider.enforced
     async with await provider.start(SandboxSpec(disk_bytes=16 * MIB)) as sandbox:
         bash = await sandbox.bash()
@@ -244,7 +242,7 @@ async def test_the_disk_is_limited_as_a_whole(provider: ApptainerProvider) -> No
         await sandbox.write_file("small", "fits")
 
 
-async def test_fewer_limits_are_promised_without_own_namespaces(provider: ApptainerProvider) -> None:
+async def test_fewer_limits_are_promised_without_own_namespaces(provider):
     provider.launcher.__dict__["namespaces"] = False  # as on a host that allows them only to Apptainer
     async with await provider.start(SandboxSpec()) as sandbox:
         assert await python(sandbox, LOOPBACK) == "ok ok ok"
@@ -255,14 +253,14 @@ async def test_fewer_limits_are_promised_without_own_namespaces(provider: Apptai
     assert ("disk" in provider.enforced) == (os.geteuid() == 0)
 
 
-async def test_an_invalid_list_is_refused_at_once(provider: ApptainerProvider) -> None:
+async def test_an_invalid_list_is_refused_at_once(provider):
     with pytest.raises(SandboxConfigError, match=r"https://one\.example"):
         await provider.start(SandboxSpec(network=("https://one.example",)))
     with pytest.raises(SandboxConfigError, match="internet"):
         await provider.start(SandboxSpec(network="internet"))  # type: ignore[arg-type]
 
 
-async def test_a_run_folder_that_the_sandboxes_user_cannot_enter_is_named(tmp_path: Path) -> None:
+async def test_a_run_folder_that_the_sandboxes_user_cannot_enter_is_named(tmp_path):
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="rs-") as closed:  # accessible only to its owner
         provider = make_provider(ApptainerConfig(run_dir=Path(closed) / "run"), tmp_path)
         try:
@@ -292,23 +290,22 @@ anyio.run(main)
 """
 
 
-async def test_the_proxies_end_with_a_service_that_was_killed(tmp_path: Path) -> None:
+async def test_the_proxies_end_with_a_service_that_was_killed(tmp_path):
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
     process = subprocess.Popen(  # noqa: ASYNC220  it takes no time
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     with killed(process):
-        assert process.stdout is not None
         pids = [int(word) for word in (await anyio.to_thread.run_sync(process.stdout.readline)).split()]
         started = [psutil.Process(pid) for pid in pids]
-    with anyio.fail_after(5):
-        while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started):
-            await anyio.sleep(0.05)
+    await until(
+        lambda: not (any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started)), 5
+    )
     assert len(started) == 2
 
 
 @pytest.mark.timeout(600)
-async def test_all_of_this_holds_for_an_ordinary_user() -> None:
+async def test_all_of_this_holds_for_an_ordinary_user():
     with ordinary_user() as user:
         file = str(Path(__file__).relative_to(Path.cwd()))
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "not ordinary_user", file]

@@ -1,19 +1,20 @@
-"""With real Apptainer, warm sandboxes start in milliseconds, are used once, and run no kernel that nobody needs."""
+"""Warm sandboxes and overlays of real Apptainer."""
 
+import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-import anyio
 import pytest
 
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 
 SPEC = SandboxSpec(sessions=frozenset({"bash", "python"}), memory_bytes=512 * 1024**2, label="r")
 CEILING = 4
@@ -32,12 +33,10 @@ async def pool(tmp_path: Path) -> AsyncIterator[WarmPool]:
 
 
 async def warmed(pool: WarmPool) -> None:
-    with anyio.fail_after(60):
-        while not pool.warm:
-            await anyio.sleep(0.01)
+    await until(lambda: pool.warm, 60)
 
 
-async def test_a_warm_sandbox_comes_in_milliseconds_with_live_sessions(pool: WarmPool) -> None:
+async def test_a_warm_sandbox_comes_in_milliseconds_with_live_sessions(pool):
     await (await pool.start(SPEC)).close()
     seconds, seen = [], set()
     for number in range(5):
@@ -55,7 +54,7 @@ async def test_a_warm_sandbox_comes_in_milliseconds_with_live_sessions(pool: War
     assert median(seconds) < 0.02
 
 
-async def test_without_the_python_session_no_kernel_is_started(pool: WarmPool) -> None:
+async def test_without_the_python_session_no_kernel_is_started(pool):
     spec = replace(SPEC, sessions=frozenset({"bash"}))
     await (await pool.start(spec)).close()
     await warmed(pool)
@@ -65,22 +64,51 @@ async def test_without_the_python_session_no_kernel_is_started(pool: WarmPool) -
         assert b"--noediting" in found.stdout
 
 
-async def test_a_warm_sandbox_whose_shell_was_killed_is_not_handed_out(pool: WarmPool) -> None:
+async def test_a_warm_sandbox_whose_shell_was_killed_is_not_handed_out(pool):
     await (await pool.start(SPEC)).close()
     await warmed(pool)
     (kept,) = pool._warm
     await kept.sandbox.exec(["bash", "-c", "kill -9 -1"])
-    with anyio.fail_after(10):
-        while kept.sandbox.healthy:
-            await anyio.sleep(0.01)
+    await until(lambda: not kept.sandbox.healthy, 10)
     async with await pool.start(SPEC) as sandbox:
         assert sandbox.id != kept.sandbox.id
         assert (await (await sandbox.bash()).run("echo here")).output == "here\n"
 
 
-async def test_other_limits_are_another_kind(pool: WarmPool) -> None:
+async def test_other_limits_are_another_kind(pool):
     await (await pool.start(SPEC)).close()
     await warmed(pool)
     (kept,) = pool._warm
     async with await pool.start(replace(SPEC, memory_bytes=256 * 1024**2)) as sandbox:
         assert sandbox.id != kept.sandbox.id
+
+
+CHANGE = """
+set -eu
+rm -r /usr/share/doc
+test ! -e /usr/share/doc
+mkdir /usr/share/doc
+test -z "$(ls -A /usr/share/doc)"
+mv /usr/share/perl5 /workspace/perl5
+test ! -e /usr/share/perl5
+ls /workspace/perl5/Debconf
+"""
+RENAME = "import os; os.rename('/usr/share/bash-completion', '/usr/share/renamed')"
+
+
+async def test_folders_of_the_image_are_removed_and_renamed(tmp_path):
+    provider = make_provider(ApptainerConfig(), tmp_path)
+    try:
+        assert provider.known_failures == {}
+        async with await provider.start(SandboxSpec()) as sandbox:
+            changed = await sandbox.exec(["bash", "-c", CHANGE])
+            assert changed.exit_code == 0, changed.stderr
+            renamed = await sandbox.exec(["python3", "-c", RENAME])
+            expected = b"" if os.geteuid() == 0 else b"Invalid cross-device link"
+            assert expected in renamed.stderr
+            assert renamed.exit_code == (0 if os.geteuid() == 0 else 1)
+        async with await provider.start(SandboxSpec()) as sandbox:
+            untouched = await sandbox.exec(["ls", "/usr/share/doc", "/usr/share/perl5/Debconf"])
+            assert untouched.exit_code == 0, "the next sandbox has the image as it was"
+    finally:
+        await provider.close()

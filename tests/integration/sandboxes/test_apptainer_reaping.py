@@ -27,7 +27,7 @@ from sandboxes.host.processes import find_processes, processes_of
 from sandboxes.limits.cgroups import find_control_groups
 from tests.support.users.as_user import ordinary_user
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 ALLOWED_SECONDS = 5.0
 
 OWNER = """
@@ -75,7 +75,6 @@ class Owner:
     run: Path
 
     def until(self, line: str) -> None:
-        assert self.process.stdout is not None
         while (said := self.process.stdout.readline().strip()) != line:
             assert said, "the owner ended"
 
@@ -174,8 +173,8 @@ async def gone(run: Path, name: str, seconds: float = ALLOWED_SECONDS) -> None:
 
 
 async def test_kill_9_of_the_service_leaves_nothing_and_a_neighbor_does_not_notice(
-    run: Path, start_owner: Callable[[], Owner], provider: SandboxProvider
-) -> None:
+    run, start_owner, provider
+):
     mine = await provider.start(SandboxSpec())
     owner = await anyio.to_thread.run_sync(start_owner)
     names = services(run) - {mine.id.split("-")[0]}
@@ -188,9 +187,7 @@ async def test_kill_9_of_the_service_leaves_nothing_and_a_neighbor_does_not_noti
     assert (await (await mine.bash()).run("echo up")).output == "up\n"
 
 
-async def test_kill_9_of_the_process_group_spares_the_guard(
-    run: Path, start_owner: Callable[[], Owner]
-) -> None:
+async def test_kill_9_of_the_process_group_spares_the_guard(run, start_owner):
     owner = await anyio.to_thread.run_sync(start_owner)
     name = owner.name
     os.killpg(owner.process.pid, signal.SIGKILL)
@@ -198,9 +195,7 @@ async def test_kill_9_of_the_process_group_spares_the_guard(
     await gone(run, name)
 
 
-async def test_a_service_that_is_stopped_is_not_dead(
-    run: Path, start_owner: Callable[[], Owner], provider: SandboxProvider
-) -> None:
+async def test_a_service_that_is_stopped_is_not_dead(run, start_owner, provider):
     owner = await anyio.to_thread.run_sync(start_owner)
     name = owner.name
     before = await anyio.to_thread.run_sync(traces, run, name)
@@ -211,9 +206,7 @@ async def test_a_service_that_is_stopped_is_not_dead(
     await gone(run, name)
 
 
-async def test_kill_9_of_service_and_guard_leaves_the_rest_to_the_next_start(
-    run: Path, start_owner: Callable[[], Owner], provider: SandboxProvider
-) -> None:
+async def test_kill_9_of_service_and_guard_leaves_the_rest_to_the_next_start(run, start_owner, provider):
     owner = await anyio.to_thread.run_sync(start_owner)
     name = owner.name
     owner.process.send_signal(signal.SIGSTOP)
@@ -229,7 +222,7 @@ async def test_kill_9_of_service_and_guard_leaves_the_rest_to_the_next_start(
     await gone(run, name, 0)
 
 
-async def test_a_guard_that_died_is_replaced_by_the_next_start(run: Path, provider: SandboxProvider) -> None:
+async def test_a_guard_that_died_is_replaced_by_the_next_start(run, provider):
     first = await provider.start(SandboxSpec())
     (guard,) = guards(run)
     guard.kill()
@@ -243,9 +236,7 @@ async def test_a_guard_that_died_is_replaced_by_the_next_start(run: Path, provid
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.06, 0.1, 0.2])
-async def test_kill_9_while_sandboxes_start(
-    run: Path, start_owner: Callable[[str], Owner], provider: SandboxProvider, delay: float
-) -> None:
+async def test_kill_9_while_sandboxes_start(run, start_owner, provider, delay):
     owner = await anyio.to_thread.run_sync(start_owner, "start")
     await anyio.sleep(delay)
     owner.process.send_signal(signal.SIGSTOP)
@@ -262,13 +253,10 @@ async def test_kill_9_while_sandboxes_start(
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.1])
-async def test_kill_9_while_sandboxes_close(
-    run: Path, start_owner: Callable[[str], Owner], delay: float
-) -> None:
+async def test_kill_9_while_sandboxes_close(run, start_owner, delay):
     owner = await anyio.to_thread.run_sync(start_owner, "close")
     await anyio.to_thread.run_sync(owner.until, "ready")
     name = owner.name
-    assert owner.process.stdin is not None
     owner.process.stdin.write("close\n")
     owner.process.stdin.flush()
     await anyio.sleep(delay)
@@ -276,9 +264,7 @@ async def test_kill_9_while_sandboxes_close(
     await gone(run, name)
 
 
-async def test_kill_9_while_a_sandbox_is_full_of_forks(
-    run: Path, start_owner: Callable[[str], Owner]
-) -> None:
+async def test_kill_9_while_a_sandbox_is_full_of_forks(run, start_owner):
     owner = await anyio.to_thread.run_sync(start_owner, "bomb")
     await anyio.to_thread.run_sync(owner.until, "ready")
     name = owner.name
@@ -286,7 +272,7 @@ async def test_kill_9_while_a_sandbox_is_full_of_forks(
     await gone(run, name)
 
 
-async def test_as_an_ordinary_user() -> None:
+async def test_as_an_ordinary_user():
     """An ordinary user has no control groups and no right to inspect the processes in a sandbox."""
     chosen = "kill_9_of or full_of_forks or service_killed"
     pytest_ = [
@@ -308,7 +294,7 @@ async def test_as_an_ordinary_user() -> None:
         assert user.remaining_processes() == []
 
 
-async def test_a_run_folder_removed_under_a_live_service(run: Path, provider: SandboxProvider) -> None:
+async def test_a_run_folder_removed_under_a_live_service(run, provider):
     first = await provider.start(SandboxSpec())
     bash = await first.bash()
     (run / first.id.split("-")[0]).rename(run / "elsewhere")
@@ -321,9 +307,7 @@ async def test_a_run_folder_removed_under_a_live_service(run: Path, provider: Sa
         assert await anyio.to_thread.run_sync(traces, run, sandbox.id.split("-")[0]) == []
 
 
-async def test_a_run_folder_removed_and_the_service_killed(
-    run: Path, start_owner: Callable[[], Owner]
-) -> None:
+async def test_a_run_folder_removed_and_the_service_killed(run, start_owner):
     owner = await anyio.to_thread.run_sync(start_owner)
     name = owner.name
     (run / name).rename(run.parent / "elsewhere")
@@ -331,7 +315,7 @@ async def test_a_run_folder_removed_and_the_service_killed(
     await gone(run, name)
 
 
-async def test_close_leaves_nothing(run: Path, provider: SandboxProvider) -> None:
+async def test_close_leaves_nothing(run, provider):
     sandbox = await provider.start(SandboxSpec())
     await (await sandbox.bash()).run("setsid sleep 1000 & disown; mkdir -p /a/b; touch /a/b/c; chmod 0 /a/b")
     await sandbox.python()
@@ -346,7 +330,7 @@ async def test_close_leaves_nothing(run: Path, provider: SandboxProvider) -> Non
     assert services(run) == set()
 
 
-async def test_a_cancelled_start_leaves_nothing(run: Path, provider: SandboxProvider) -> None:
+async def test_a_cancelled_start_leaves_nothing(run, provider):
     for seconds in (0.0, 0.02, 0.1, 0.2, 0.3):
         with anyio.move_on_after(seconds):
             sandbox = await provider.start(SandboxSpec())
@@ -355,9 +339,7 @@ async def test_a_cancelled_start_leaves_nothing(run: Path, provider: SandboxProv
     assert provider.live() == []
 
 
-async def test_a_start_that_fails_says_why_and_leaves_nothing(
-    run: Path, provider: SandboxProvider, tmp_path: Path
-) -> None:
+async def test_a_start_that_fails_says_why_and_leaves_nothing(run, provider, tmp_path):
     bad = tmp_path / "bad.sif"
     bad.write_text("no image")
     with pytest.raises(Exception, match="image"):
@@ -369,7 +351,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
     assert contents(run) == ["owner"]
 
 
-async def test_many_at_once(provider: SandboxProvider) -> None:
+async def test_many_at_once(provider):
     found: dict[int, str] = {}
 
     async def one(number: int) -> None:
@@ -384,7 +366,7 @@ async def test_many_at_once(provider: SandboxProvider) -> None:
     assert found == {number: f"{number}\nmine\n" for number in range(8)}
 
 
-async def test_closing_while_sandboxes_start_leaves_nothing(run: Path, provider: SandboxProvider) -> None:
+async def test_closing_while_sandboxes_start_leaves_nothing(run, provider):
     async def one() -> None:
         with suppress(SandboxStartError, SandboxClosedError):
             await (await provider.start(SandboxSpec())).close()

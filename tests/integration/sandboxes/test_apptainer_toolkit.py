@@ -18,7 +18,7 @@ from sandboxes.images.store import ImageStore, packaged
 from sandboxes.images.toolkit import INSIDE, PYTHON
 from sandboxes.providers.apptainer.provider import ApptainerProvider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.timeout(600)]  # base may have to be built
+pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(600)]  # base may have to be built
 Start = Callable[..., Awaitable[Sandbox]]
 LOADER = re.compile(rb"/lib64/ld-")
 
@@ -87,7 +87,7 @@ async def value(sandbox: Sandbox, code: str) -> str:
     return (result.output + (result.result or "")).strip()
 
 
-async def test_an_image_without_python_and_with_a_c_library_of_its_own(start: Start, bare: Path) -> None:
+async def test_an_image_without_python_and_with_a_c_library_of_its_own(start, bare):
     sandbox = await start(bare)
     assert await value(sandbox, "import sys; sys.executable") == repr(PYTHON)
     code = (
@@ -108,7 +108,7 @@ def plain(base: Path, tmp_path: Path) -> Path:
     return root
 
 
-async def test_a_python_without_the_kernel(start: Start, plain: Path) -> None:
+async def test_a_python_without_the_kernel(start, plain):
     sandbox = await start(plain)
     assert await value(sandbox, "import sys; sys.prefix") == repr(INSIDE)
     bash = await sandbox.bash()
@@ -121,16 +121,16 @@ async def test_a_python_without_the_kernel(start: Start, plain: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexit 1\n", "no program at all", ""])
-async def test_a_python3_that_is_not_python_is_not_used(start: Start, bare: Path, text: str) -> None:
+async def test_a_python3_that_is_not_python_is_not_used(start, bare, text):
     put_script(bare / "bin" / "python3", text)
     assert await value(await start(bare), "6 * 7") == "42"
 
 
-async def test_the_image_is_used_where_it_has_the_kernel(start: Start, base: Path) -> None:
+async def test_the_image_is_used_where_it_has_the_kernel(start, base):
     assert await value(await start(base), "import sys; sys.executable") == repr("/usr/bin/python3")
 
 
-async def test_either_can_be_forced(start: Start, base: Path, bare: Path) -> None:
+async def test_either_can_be_forced(start, base, bare):
     assert await value(await start(base, "toolkit"), "import sys; sys.executable") == repr(PYTHON)
     forced = await start(bare, "image")
     with pytest.raises(SandboxStartError):
@@ -138,7 +138,7 @@ async def test_either_can_be_forced(start: Start, base: Path, bare: Path) -> Non
     assert (await (await forced.bash()).run("echo alive")).output == "alive\n"
 
 
-async def test_child_processes_of_code_do_not_see_the_toolkit(start: Start, bare: Path) -> None:
+async def test_child_processes_of_code_do_not_see_the_toolkit(start, bare):
     sandbox = await start(bare, env={"MINE": "here", "PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere"})
     code = "import subprocess; print(subprocess.run(['env'], capture_output=True, text=True).stdout)"
     variables = dict(line.split("=", 1) for line in (await value(sandbox, code)).splitlines() if "=" in line)
@@ -148,7 +148,7 @@ async def test_child_processes_of_code_do_not_see_the_toolkit(start: Start, bare
     assert await value(sandbox, "!ls /odd64") == "ld-linux-x86-64.so.2"
 
 
-async def test_it_is_a_whole_python(start: Start, bare: Path) -> None:
+async def test_it_is_a_whole_python(start, bare):
     sandbox = await start(bare)
     modules = "bz2, ctypes, curses, decimal, hashlib, lzma, multiprocessing, readline, sqlite3, ssl, uuid, zlib, zmq"
     assert await value(sandbox, f"import {modules}; ssl.create_default_context(); 'é'") == "'é'"
@@ -161,7 +161,7 @@ async def test_it_is_a_whole_python(start: Start, bare: Path) -> None:
     assert await value(sandbox, module) == "5"
 
 
-async def test_nothing_inside_changes_it(start: Start, bare: Path) -> None:
+async def test_nothing_inside_changes_it(start, bare):
     sandbox = await start(bare)
     for path in (f"{INSIDE}/mine", PYTHON, f"{INSIDE}/lib/python3.11/os.py"):
         code = (

@@ -11,12 +11,10 @@ from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 
 # This tar makes an archive that plants a shell in the grader's sandbox.
 PLANT_TAR = r"""
@@ -31,13 +29,6 @@ for name in tar bash stat head cat realpath; do
   printf '#!/bin/sh\nsleep 1000\n' >/usr/local/sbin/$name; chmod 755 /usr/local/sbin/$name
 done
 """
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider)
-    await provider.close()
 
 
 @pytest.fixture
@@ -101,8 +92,7 @@ async def test_an_agent_is_scored_after_its_sandbox_has_ended(environment, sandb
 
 
 @pytest.mark.parametrize(
-    "spoil",
-    ["import os, sys; os.remove(sys.executable)", "import os; os.chmod('/run/rollout/sockets', 0)"],
+    "spoil", ["import os, sys; os.remove(sys.executable)", "import os; os.chmod('/run/rollout/sockets', 0)"]
 )
 async def test_an_agent_that_keeps_its_python_from_starting_again_is_scored(sandboxes, spoil):
     again = [turn("", call("python", code="1")) for _ in range(2)]

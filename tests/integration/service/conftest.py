@@ -1,6 +1,4 @@
-"""What tests of a running service share: a folder for its sockets, and a Redis of its own."""
-
-from __future__ import annotations
+"""Fixtures that the tests of a running service share."""
 
 import shutil
 import tempfile
@@ -8,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.support.redis_server import RedisServer, redis_server
 
 
 @pytest.fixture
@@ -19,10 +15,3 @@ def folder() -> Iterator[Path]:
     made.chmod(0o755)
     yield made
     shutil.rmtree(made)
-
-
-@pytest.fixture
-def own_redis() -> Iterator[RedisServer]:
-    """Run a Redis that the test may break."""
-    with redis_server() as server:
-        yield server

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import httpx
@@ -27,16 +26,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield started.url
 
 
-def submit(server: Running, rollout_id: str) -> httpx.Response:
-    order = {"rollout_id": rollout_id, "task": {"environment": "echo", "instance": {"number": 1}}}
-    return httpx.post(f"{server.url}/v1/rollouts", params={"wait": 30}, json=order, timeout=60)
-
-
 def completes(server: Running, rollout_id: str) -> bool:
-    return bool(submit(server, rollout_id).json()["state"] == "completed")
+    return bool(server.submit(rollout_id, wait=30).json()["state"] == "completed")
 
 
-def test_a_run_folder_that_is_removed(folder: Path, engine: str) -> None:
+def test_a_run_folder_that_is_removed(folder, engine):
     (folder / "run").mkdir(mode=0o711)
     with service(folder, engine, f'[sandbox]\nprovider = "local"\nrun_dir = "{folder / "run"}"\n') as server:
         assert completes(server, "before")
@@ -44,22 +38,22 @@ def test_a_run_folder_that_is_removed(folder: Path, engine: str) -> None:
         time.sleep(READING_SECONDS)
         assert completes(server, "after"), server.log
         assert server.process.poll() is None
-        assert httpx.get(f"{server.url}/ready").is_success
+        assert server.ready().is_success
 
 
-def test_a_state_folder_that_is_renamed(folder: Path, engine: str) -> None:
+def test_a_state_folder_that_is_renamed(folder, engine):
     with service(folder, engine) as server:
         assert completes(server, "before")
         (folder / "state").rename(folder / "elsewhere")
         time.sleep(READING_SECONDS)
-        refused = submit(server, "after")
+        refused = server.submit("after", wait=30)
         assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
-        not_ready = httpx.get(f"{server.url}/ready")
+        not_ready = server.ready()
         assert (not_ready.status_code, "Move it back" in not_ready.text) == (503, True), not_ready.text
         httpx.post(f"{server.url}/v1/backends", json={"url": engine}).raise_for_status()
         assert "the backends cannot be remembered" in server.log
         (folder / "elsewhere").rename(folder / "state")
-        eventually(lambda: httpx.get(f"{server.url}/ready").is_success, server.log_file)
+        eventually(lambda: server.ready().is_success, server.log_file)
         assert completes(server, "after"), server.log
 
 
@@ -76,12 +70,12 @@ except OSError:
 """
 
 
-def test_no_descriptors_are_a_reading(tmp_path: Path) -> None:
+def test_no_descriptors_are_a_reading(tmp_path):
     done = subprocess.run([sys.executable, "-c", NO_DESCRIPTORS], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
-def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine: str) -> None:
+def test_a_part_that_fails_ends_the_process_with_its_reason(folder, engine):
     """Damage a run's row; the task that works on all runs then fails on it."""
     run = {
         "run_id": "damaged",
@@ -109,8 +103,7 @@ def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine
         assert "ValidationError" in reasons[0]
 
 
-@pytest.mark.anyio
-async def test_a_thread_of_the_store_that_fails_is_seen() -> None:
+async def test_a_thread_of_the_store_that_fails_is_seen():
     thread = DatabaseThread(":memory:", lambda _: None)
     await thread.start()
 

@@ -1,7 +1,5 @@
 """Whatever happens to the folders of a service at work, it says so, loses nothing, and duplicates nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -15,7 +13,6 @@ import httpx
 import pytest
 
 from tests.support.processes.service import Running, eventually, scripted_engine, service
-from tests.support.redis_server import RedisServer
 from tests.support.store.disks import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
@@ -49,27 +46,6 @@ def disk(folder: Path) -> Iterator[SmallDisk]:
         yield mounted
 
 
-def submit(server: Running, numbers: range) -> None:
-    for number in numbers:
-        order = {"rollout_id": f"r{number}", "task": {"environment": "echo", "instance": {"number": number}}}
-        httpx.post(f"{server.url}/v1/rollouts", json=order, timeout=30).raise_for_status()
-
-
-def counts(server: Running) -> dict[str, int]:
-    page = httpx.get(f"{server.url}/v1/rollouts", params={"limit": 1}, timeout=30).raise_for_status()
-    found: dict[str, int] = page.json()["counts"]
-    return found
-
-
-def reasons(server: Running) -> str:
-    return " ".join(httpx.get(f"{server.url}/ready", timeout=30).json()["reasons"])
-
-
-def metric(server: Running, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
-    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
-
-
 def stuck_kinds(server: Running) -> set[str]:
     report: dict[str, Any] = httpx.get(f"{server.url}/v1/hangs", timeout=30).raise_for_status().json()
     return {finding["kind"] for finding in report["findings"] if finding["verdict"] == "stuck"}
@@ -85,18 +61,18 @@ def ends(server: Running) -> Counter[str]:
 
 def holds_work(server: Running, hint: str) -> None:
     """Check that a service at work reports its outage, and holds what it has."""
-    eventually(lambda: hint in reasons(server), server.log_file, PATIENCE_SECONDS)
-    assert metric(server, "rollout_store_failing") == 1
+    eventually(lambda: hint in server.ready().text, server.log_file, PATIENCE_SECONDS)
+    assert server.metric("rollout_store_failing") == 1
     eventually(lambda: "store" in stuck_kinds(server), server.log_file, PATIENCE_SECONDS)
-    assert counts(server)["completed"] < ROLLOUTS, "results are held"
-    assert counts(server)["queued"] > 0, "nothing is begun whose result would have to wait"
+    assert server.counts()["completed"] < ROLLOUTS, "results are held"
+    assert server.counts()["queued"] > 0, "nothing is begun whose result would have to wait"
 
 
 def goes_on(server: Running) -> None:
     """Check that a service completes everything, once."""
-    eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
-    eventually(lambda: not reasons(server), server.log_file, PATIENCE_SECONDS)
-    assert metric(server, "rollout_store_failing") == 0
+    eventually(lambda: server.counts() == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+    eventually(lambda: server.ready().is_success, server.log_file, PATIENCE_SECONDS)
+    assert server.metric("rollout_store_failing") == 0
     for number in range(ROLLOUTS):
         found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
         assert found.raise_for_status().json()["segments"]
@@ -133,14 +109,12 @@ WAYS: dict[str, tuple[Callable[[SmallDisk], None], Callable[[SmallDisk], None], 
 @pytest.mark.parametrize(
     "way", ["moved", *(pytest.param(way, marks=LONG) for way in ("unmounted", "read-only", "full"))]
 )
-def test_an_outage_of_the_folder_is_reported_and_loses_nothing(
-    folder: Path, engine: str, own_redis: RedisServer, disk: SmallDisk, way: str
-) -> None:
+def test_an_outage_of_the_folder_is_reported_and_loses_nothing(folder, engine, own_redis, disk, way):
     break_it, mend, hint = WAYS[way]
     store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{disk.folder / "shared"}"\n'
     with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
-        submit(server, range(ROLLOUTS))
-        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        server.submit_all(range(ROLLOUTS))
+        eventually(lambda: server.counts().get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
         break_it(disk)
         holds_work(server, hint)
         mend(disk)
@@ -159,23 +133,21 @@ def store_command(folder: Path, *words: str) -> dict[str, Any]:
 
 
 @LONG
-def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
-    folder: Path, engine: str, own_redis: RedisServer
-) -> None:
+def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(folder, engine, own_redis):
     shared = folder / "shared"
     store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{shared}"\n'
     with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
-        submit(server, range(ROLLOUTS))
-        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        server.submit_all(range(ROLLOUTS))
+        eventually(lambda: server.counts().get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
         shutil.rmtree(shared)
         holds_work(server, "store new-folder")
         report = store_command(folder, "new-folder")
         lost = {one["rollout_id"] for one in report["lost"]}
-        assert len(lost) == counts(server)["completed"] == report["trajectories"]
+        assert len(lost) == server.counts()["completed"] == report["trajectories"]
         assert not shared.exists(), "nothing is changed without --yes"
         assert store_command(folder, "new-folder", "--yes")["problem"] is None
-        eventually(lambda: counts(server) == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
-        eventually(lambda: not reasons(server), server.log_file, PATIENCE_SECONDS)
+        eventually(lambda: server.counts() == {"completed": ROLLOUTS}, server.log_file, PATIENCE_SECONDS)
+        eventually(lambda: server.ready().is_success, server.log_file, PATIENCE_SECONDS)
         for number in range(ROLLOUTS):
             found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
             assert found.is_success == (f"r{number}" not in lost)
@@ -186,14 +158,14 @@ def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
         server.stop()
         server.ended(30)
     with service(folder, engine, LOG + store) as server:
-        assert counts(server) == {"completed": ROLLOUTS}, "it starts again, too"
+        assert server.counts() == {"completed": ROLLOUTS}, "it starts again, too"
 
 
 @LONG
-def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder: Path, engine: str) -> None:
+def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder, engine):
     with service(folder, engine, LOG + FEW_AT_ONCE) as server:
-        submit(server, range(ROLLOUTS))
-        eventually(lambda: counts(server).get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+        server.submit_all(range(ROLLOUTS))
+        eventually(lambda: server.counts().get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
         (folder / "state").rename(folder / "away")
         holds_work(server, "was deleted or moved while it is open")
         shutil.rmtree(folder / "state", ignore_errors=True)

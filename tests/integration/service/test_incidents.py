@@ -2,8 +2,6 @@
 work waits.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -17,7 +15,6 @@ import httpx
 import pytest
 
 from tests.support.processes.service import Running, scripted_engine, service
-from tests.support.redis_server import RedisServer
 from tests.support.store.disks import SmallDisk, small_disk
 
 pytestmark = [
@@ -71,16 +68,6 @@ def disk(folder: Path) -> Iterator[SmallDisk]:
         yield mounted
 
 
-def submit(server: Running, *numbers: int, environment: str = "echo", wait: float = 0) -> dict[str, Any]:
-    """Submit rollouts; return the last as it is then."""
-    found: dict[str, Any] = {}
-    for number in numbers:
-        task = {"environment": environment, "instance": {"number": number}}
-        order = {"rollout_id": f"r{number}", "task": task}
-        found = httpx.post(f"{server.url}/v1/rollouts", params={"wait": wait}, json=order, timeout=90).json()
-    return found
-
-
 def inject(engine: Running, fault: str) -> None:
     """Let an engine answer every request like this from now on."""
     body = {"fault": fault, "count": 100_000}
@@ -128,12 +115,12 @@ def names(server: Running, cause: str, *allowed: str, when: Callable[[], object]
             break
         assert time.monotonic() < deadline, (report, server.log[-4_000:])
     assert sections(report) <= set(allowed), report
-    overview = httpx.get(f"{server.url}/v1/overview", timeout=30).json()
+    overview = server.get("/v1/overview")
     assert cause in json.dumps([overview[part] for part in SHOWN]), overview
 
 
 def readiness(server: Running) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{server.url}/ready", timeout=30).json()
+    found: dict[str, Any] = server.ready().json()
     return found
 
 
@@ -147,25 +134,25 @@ OUT = ("reasons", "engines", "engine", "paused_pool")
 """What is named if the only engine is out of service while rollouts wait for it."""
 
 
-def test_an_engine_that_hangs(folder: Path, engine: Running) -> None:
+def test_an_engine_that_hangs(folder, engine):
     with service(folder, engine.url, CALM) as server:
-        assert submit(server, 0, wait=60)["state"] == "completed"
+        assert server.submit("r0", wait=60).json()["state"] == "completed"
         is_well(server)
         engine.stop(signal.SIGSTOP)
-        submit(server, 1)
+        server.submit("r1")
         names(server, "no backend is in service", *OUT)
         is_unready(server, "is failed")
 
 
-def test_an_engine_that_answers_garbage(folder: Path, engine: Running) -> None:
+def test_an_engine_that_answers_garbage(folder, engine):
     with service(folder, engine.url, CALM) as server:
         inject(engine, "garbage")
-        submit(server, 1)
+        server.submit("r1")
         names(server, "answered 200 with something other than JSON", *OUT)
         is_unready(server, "something other than JSON")
 
 
-def test_weights_that_are_not_finite(folder: Path, engine: Running) -> None:
+def test_weights_that_are_not_finite(folder, engine):
     with service(folder, engine.url, CALM) as server:
         inject(engine, "bad_logprob")
         order = {"path": "/checkpoints/3", "version": 3}
@@ -176,10 +163,10 @@ def test_weights_that_are_not_finite(folder: Path, engine: Running) -> None:
         assert "weight update" in server.log
 
 
-def test_an_engine_that_somebody_else_updates(folder: Path, engine: Running) -> None:
+def test_an_engine_that_somebody_else_updates(folder, engine):
     with service(folder, engine.url, CALM) as server:
         httpx.post(f"{engine.url}/update_weight_version", json={"new_version": "77"}, timeout=30)
-        assert submit(server, 1, wait=60)["state"] == "completed"
+        assert server.submit("r1", wait=60).json()["state"] == "completed"
         names(server, "samples with version 77 of the weights, but was given version 0", "weights")
         metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
         [line] = [one for one in metrics.splitlines() if one.startswith("rollout_backend_other_version{")]
@@ -195,34 +182,34 @@ def written(folder: Path, toml: str) -> str:
     return str(environment)
 
 
-def test_a_grader_that_hangs(folder: Path, engine: Running) -> None:
+def test_a_grader_that_hangs(folder, engine):
     with service(folder, engine.url, CALM, "--environment", written(folder, HANGING)) as server:
-        submit(server, 1, environment="hanging")
+        server.submit("r1", "hanging")
         names(server, "the grader of hanging runs", "grader")
         [wait] = [one for one in doctor(server)[1]["oldest"] if one["stage"] == "evaluate"]
         assert (wait["kind"], wait["name"], wait["rollout_id"]) == ("grader", "hanging", "r1")
 
 
 @pytest.mark.apptainer
-def test_a_sandbox_that_runs_out_of_memory(folder: Path, engine: Running) -> None:
+def test_a_sandbox_that_runs_out_of_memory(folder, engine):
     environment = written(folder, HUNGRY)
     with service(folder, engine.url, CALM, "--environment", environment, sandbox="apptainer") as server:
-        assert submit(server, 1, environment="hungry", wait=60)["state"] == "failed"
+        assert server.submit("r1", "hungry", wait=60).json()["state"] == "failed"
         names(server, "the sandbox ran out of memory (64 MiB)", "errors")
         assert readiness(server)["ready"]
 
 
 @pytest.mark.redis
-def test_a_full_disk(folder: Path, engine: Running, own_redis: RedisServer, disk: SmallDisk) -> None:
+def test_a_full_disk(folder, engine, own_redis, disk):
     store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{disk.folder / "shared"}"\n'
     with service(folder, engine.url, CALM + store) as server:
-        assert submit(server, 0, wait=60)["state"] == "completed"
+        assert server.submit("r0", wait=60).json()["state"] == "completed"
         disk.fill()
         names(server, "Free space", "reasons", "store")
         is_unready(server, "Free space")
 
 
-def test_a_state_folder_that_is_gone(folder: Path, engine: Running) -> None:
+def test_a_state_folder_that_is_gone(folder, engine):
     with service(folder, engine.url, CALM) as server:
         (folder / "state").rename(folder / "away")
         attempts = iter(range(1, 1_000))
@@ -232,26 +219,26 @@ def test_a_state_folder_that_is_gone(folder: Path, engine: Running) -> None:
             "reasons",
             "holds",
             "store",
-            when=lambda: submit(server, next(attempts)),
+            when=lambda: server.submit(f"r{next(attempts)}"),
         )
         is_unready(server, "was deleted or moved")
 
 
 @pytest.mark.redis
-def test_a_redis_that_is_gone(folder: Path, engine: Running, own_redis: RedisServer) -> None:
+def test_a_redis_that_is_gone(folder, engine, own_redis):
     with service(folder, engine.url, f'{CALM}[store]\nurl = "{own_redis.url}"\n') as server:
         own_redis.kill()
         names(server, "Redis", "reasons", "store")
         is_unready(server, "Redis")
 
 
-def test_a_clock_that_jumps(folder: Path, engine: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps(folder, engine, monkeypatch):
     flag = folder / "jumped"
     (folder / "sitecustomize.py").write_text(CLOCK.format(flag=str(flag)))
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[3]}")
     with service(folder, engine.url, CALM) as server:
         flag.touch()
-        done = submit(server, 1, wait=60)
+        done = server.submit("r1", wait=60).json()
         assert done["state"] == "completed"
         assert done["finished_at"] >= done["created_at"]
         assert all(span["queued_seconds"] < 60 for span in done["spans"])
@@ -260,7 +247,7 @@ def test_a_clock_that_jumps(folder: Path, engine: Running, monkeypatch: pytest.M
         assert "the clock jumped" in server.log
 
 
-def test_a_default_pool_without_an_engine(folder: Path, engine: Running) -> None:
+def test_a_default_pool_without_an_engine(folder, engine):
     with service(folder, None, CALM) as server:
         spec = {"url": engine.url, "pool": "judge"}
         httpx.post(f"{server.url}/v1/backends", json=spec, timeout=60).raise_for_status()

@@ -1,7 +1,5 @@
 """A node joins, follows commands, drops lost work and leaves; a role passes from one leader to the next."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -24,19 +22,16 @@ from rollout_service.store.cluster_contract import (
     NodeReport,
     RoleLease,
 )
-from tests.support.redis_members import Clock, RedisMembers, redis_members
+from tests.support.clocks import ManualClock
+from tests.support.redis_members import RedisMembers, redis_members
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+pytestmark = pytest.mark.redis
 
 
 @pytest.fixture
-async def members(shared_redis: RedisServer, clock: Clock) -> AsyncIterator[RedisMembers]:
+async def members(shared_redis: RedisServer, clock: ManualClock) -> AsyncIterator[RedisMembers]:
     async with redis_members(shared_redis.config(), clock) as made:
         yield made
 
@@ -64,16 +59,16 @@ class Member:
             yield membership
 
     async def until(self, state: NodeState, *, drops: int = 0) -> None:
-        with anyio.fail_after(15):
-            while not (self.beats[-1].state is state and self.beats[-1].is_member and self.drops == drops):
-                await anyio.sleep(0.02)
+        await until(
+            lambda: self.beats[-1].state is state and self.beats[-1].is_member and self.drops == drops, 15
+        )
 
 
 async def names(cluster: ClusterStore) -> list[str]:
     return [node.report.name for node in await cluster.nodes()]
 
 
-async def test_a_node_is_a_member_for_as_long_as_it_runs(members: RedisMembers) -> None:
+async def test_a_node_is_a_member_for_as_long_as_it_runs(members):
     one = Member(members.cluster)
     async with one.joined() as membership:
         assert membership.beat.is_member
@@ -82,7 +77,7 @@ async def test_a_node_is_a_member_for_as_long_as_it_runs(members: RedisMembers) 
     assert await names(members.cluster) == []
 
 
-async def test_a_node_follows_a_drain_and_its_end(members: RedisMembers) -> None:
+async def test_a_node_follows_a_drain_and_its_end(members):
     one = Member(members.cluster)
     async with one.joined():
         await members.cluster.change_state("n1", NodeState.DRAINING)
@@ -93,9 +88,7 @@ async def test_a_node_follows_a_drain_and_its_end(members: RedisMembers) -> None
 
 
 @pytest.mark.parametrize("state", [NodeState.READY, NodeState.DRAINING])
-async def test_a_node_that_was_declared_dead_drops_its_work_and_joins_again(
-    members: RedisMembers, clock: Clock, state: NodeState
-) -> None:
+async def test_a_node_that_was_declared_dead_drops_its_work_and_joins_again(members, clock, state):
     other = NodeReport("n2", "b", places=1)
     await members.cluster.join(other)
     one = Member(members.cluster)
@@ -110,7 +103,7 @@ async def test_a_node_that_was_declared_dead_drops_its_work_and_joins_again(
         assert (await members.cluster.heartbeat(other)).is_member
 
 
-async def test_the_name_of_a_crashed_service_of_this_host_is_free_at_once(members: RedisMembers) -> None:
+async def test_the_name_of_a_crashed_service_of_this_host_is_free_at_once(members):
     program = "from rollout_service.cluster.identity import ServiceIdentity as I; print(I.create())"
     dead = (await anyio.run_process([sys.executable, "-c", program])).stdout.decode().strip()
     await members.cluster.join(NodeReport("n1", dead))
@@ -124,9 +117,7 @@ async def test_the_name_of_a_crashed_service_of_this_host_is_free_at_once(member
     assert kinds == ["node.joined", "node.dead", "node.joined", "node.left"]
 
 
-async def test_the_name_of_a_silent_service_elsewhere_is_free_once_it_is_dead(
-    members: RedisMembers, clock: Clock
-) -> None:
+async def test_the_name_of_a_silent_service_elsewhere_is_free_once_it_is_dead(members, clock):
     await members.cluster.join(NodeReport("n1", "elsewhere"))
     one = Member(members.cluster)
 
@@ -141,7 +132,7 @@ async def test_the_name_of_a_silent_service_elsewhere_is_free_once_it_is_dead(
             assert node.report.owner == one.owner
 
 
-async def test_a_second_node_of_a_live_nodes_name_is_refused(members: RedisMembers, clock: Clock) -> None:
+async def test_a_second_node_of_a_live_nodes_name_is_refused(members, clock):
     one, other = Member(members.cluster), Member(members.cluster)
     async with one.joined(), anyio.create_task_group() as tasks:
 
@@ -182,12 +173,10 @@ class Leader:
             yield
 
     async def until(self, is_working: bool) -> None:
-        with anyio.fail_after(15):
-            while self.is_working is not is_working:
-                await anyio.sleep(0.02)
+        await until(lambda: self.is_working is is_working, 15)
 
 
-async def test_a_leader_that_leaves_is_followed_by_another(members: RedisMembers) -> None:
+async def test_a_leader_that_leaves_is_followed_by_another(members):
     one, other = Leader(members.cluster, "a"), Leader(members.cluster, "b")
     async with one.leading():
         await one.until(is_working=True)
@@ -203,9 +192,7 @@ async def test_a_leader_that_leaves_is_followed_by_another(members: RedisMembers
     assert other.leases[0].token > one.leases[0].token
 
 
-async def test_a_leader_whose_lease_ran_out_stops_once_another_leads(
-    members: RedisMembers, clock: Clock
-) -> None:
+async def test_a_leader_whose_lease_ran_out_stops_once_another_leads(members, clock):
     one = Leader(members.cluster, "a")
     async with one.leading():
         await one.until(is_working=True)
@@ -218,9 +205,7 @@ async def test_a_leader_whose_lease_ran_out_stops_once_another_leads(
     assert [lease.token for lease in one.leases] == [taken.token - 1, taken.token + 1]
 
 
-async def test_a_leader_stops_before_its_lease_ends_if_the_store_does_not_answer(
-    own_redis: RedisServer,
-) -> None:
+async def test_a_leader_stops_before_its_lease_ends_if_the_store_does_not_answer(own_redis):
     async with redis_members(own_redis.config(answer_seconds=60.0)) as members:
         one = Leader(members.cluster, "a")
         async with one.leading():

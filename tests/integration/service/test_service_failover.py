@@ -1,25 +1,20 @@
 """Services hold what they have while their Redis fails over, and go on from what its replica had."""
 
-from __future__ import annotations
-
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.processes.service import Running, scripted_engine, service
+from tests.support.processes.service import Running, eventually, scripted_engine, service
 from tests.support.redis_failover import RedisPair, redis_pair
 from tests.support.redis_server import RedisServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(170)]
 
-PATIENCE_SECONDS = 60.0
 LEASE_SECONDS = 600
 """So long that nothing goes on because a lease ran out."""
 
@@ -46,75 +41,47 @@ def nodes(pair: RedisPair, tmp_path: Path) -> Iterator[list[Running]]:
         yield started
 
 
-def submit(node: Running, rollout_id: str) -> httpx.Response:
-    task = {"environment": "echo", "instance": {"number": 1}}
-    return httpx.post(
-        f"{node.url}/v1/rollouts", json={"rollout_id": rollout_id, "task": task}, timeout=60
-    ).raise_for_status()
-
-
-def counts(node: Running) -> dict[str, int]:
-    answer = httpx.get(f"{node.url}/v1/rollouts", params={"limit": 1}, timeout=60)
-    found: dict[str, int] = answer.raise_for_status().json()["counts"]
-    return found
-
-
-def ready(node: Running) -> httpx.Response:
-    return httpx.get(f"{node.url}/ready", timeout=60)
-
-
 def ends(server: RedisServer) -> Counter[str]:
     entries = [fields for _, fields in server.do("XRANGE", "{nodes}:events", "-", "+")]
     found = [(one[b"s"].decode(), json.loads(one[b"d"])) for one in entries if one[b"k"] == b"rollout.state"]
     return Counter(subject for subject, data in found if data["state"] == "completed")
 
 
-def eventually(condition: Callable[[], Any], nodes: list[Running]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, [node.log[-4_000:] for node in nodes]
-        time.sleep(0.05)
-
-
-def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(
-    pair: RedisPair, nodes: list[Running]
-) -> None:
+def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(pair, nodes):
     ids = [f"r{number}" for number in range(16)]
     for number, rollout_id in enumerate(ids):
-        submit(nodes[number % 2], rollout_id)
-    eventually(lambda: counts(nodes[0]).get("completed", 0) >= 2, nodes)
+        nodes[number % 2].submit(rollout_id).raise_for_status()
+    eventually(lambda: nodes[0].counts().get("completed", 0) >= 2, nodes)
     pair.primary.do("WAIT", 1, 10_000)
     pair.primary.kill()
     for node in nodes:
-        eventually(lambda node=node: ready(node).status_code == 503, nodes)  # type: ignore[misc]
-        assert "Redis" in ready(node).text
+        eventually(lambda node=node: node.ready().status_code == 503, nodes)  # type: ignore[misc]
+        assert "Redis" in node.ready().text
         assert httpx.get(f"{node.url}/health", timeout=60).status_code == 200
     pair.fail_over()
     for node in nodes:
-        eventually(lambda node=node: ready(node).status_code == 200, nodes)  # type: ignore[misc]
-    eventually(lambda: counts(nodes[1]).get("completed") == len(ids), nodes)
+        eventually(lambda node=node: node.ready().status_code == 200, nodes)  # type: ignore[misc]
+    eventually(lambda: nodes[1].counts().get("completed") == len(ids), nodes)
     assert ends(pair.replica) == Counter(ids)
-    submit(nodes[0], "after")
-    eventually(lambda: counts(nodes[1]).get("completed") == len(ids) + 1, nodes)
+    nodes[0].submit("after").raise_for_status()
+    eventually(lambda: nodes[1].counts().get("completed") == len(ids) + 1, nodes)
 
 
 @pytest.mark.extended("rollout_service/store/redis/", "rollout_service/cluster/")
-def test_what_a_lagging_replica_lacks_is_run_again_and_nothing_stays_unfinished(
-    pair: RedisPair, nodes: list[Running]
-) -> None:
+def test_what_a_lagging_replica_lacks_is_run_again_and_nothing_stays_unfinished(pair, nodes):
     ids = [f"r{number}" for number in range(12)]
     for number, rollout_id in enumerate(ids):
-        submit(nodes[number % 2], rollout_id)
-    eventually(lambda: counts(nodes[0]).get("completed", 0) >= 2, nodes)
+        nodes[number % 2].submit(rollout_id).raise_for_status()
+    eventually(lambda: nodes[0].counts().get("completed", 0) >= 2, nodes)
     pair.primary.do("WAIT", 1, 10_000)
     pair.cut_off()
     before = ends(pair.replica)
-    submit(nodes[0], "lost")
+    nodes[0].submit("lost").raise_for_status()
     eventually(lambda: sum(ends(pair.primary).values()) >= before.total() + 5, nodes)
     pair.fail_over()
-    eventually(lambda: ready(nodes[0]).status_code == ready(nodes[1]).status_code == 200, nodes)
-    eventually(lambda: counts(nodes[0]).get("completed") == len(ids), nodes)
+    eventually(lambda: nodes[0].ready().status_code == nodes[1].ready().status_code == 200, nodes)
+    eventually(lambda: nodes[0].counts().get("completed") == len(ids), nodes)
     assert ends(pair.replica) == Counter(ids)
     assert httpx.get(f"{nodes[0].url}/v1/rollouts/lost", timeout=60).status_code == 404
-    assert submit(nodes[0], "lost").status_code == 202, "its trainer submits it again"
-    eventually(lambda: counts(nodes[1]).get("completed") == len(ids) + 1, nodes)
+    assert nodes[0].submit("lost").status_code == 202, "its trainer submits it again"
+    eventually(lambda: nodes[1].counts().get("completed") == len(ids) + 1, nodes)

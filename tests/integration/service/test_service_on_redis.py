@@ -1,7 +1,5 @@
 """Services on one Redis: rollouts end once each, through restarts and outages, on whichever node they run."""
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from pathlib import Path
@@ -33,20 +31,9 @@ def node(tmp_path: Path, name: str, engine: Running, server: RedisServer) -> Any
     return service(folder, engine.url, config(server, name))
 
 
-def submit(server: Running, numbers: range) -> None:
-    for number in numbers:
-        body = {"rollout_id": f"r{number}", "task": {"environment": "echo", "instance": {"number": number}}}
-        assert httpx.post(f"{server.url}/v1/rollouts", json=body).status_code == 202
-
-
-def page(server: Running) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{server.url}/v1/rollouts", params={"limit": 1000}).json()
-    return found
-
-
 def all_ended(server: Running, count: int) -> bool:
     try:
-        return sum(page(server)["counts"].get(state, 0) for state in ENDED) == count
+        return sum(server.counts().get(state, 0) for state in ENDED) == count
     except (httpx.HTTPError, KeyError):
         return False
 
@@ -60,22 +47,20 @@ def terminal_events(server: RedisServer) -> Counter[str]:
 
 
 @LONG
-def test_two_services_share_the_work_and_each_answers_for_all_of_it(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+def test_two_services_share_the_work_and_each_answers_for_all_of_it(tmp_path, own_redis):
     with (
         scripted_engine(tmp_path, delay=0.05) as engine,
         node(tmp_path, "n1", engine, own_redis) as one,
         node(tmp_path, "n2", engine, own_redis) as other,
     ):
-        submit(one, range(20))
-        submit(other, range(20, 40))
+        one.submit_all(range(20))
+        other.submit_all(range(20, 40))
         eventually(lambda: all_ended(one, 40), one.log_file, 60)
-        assert page(other)["counts"] == {"completed": 40}
-        result = httpx.get(f"{other.url}/v1/rollouts/r3").json()
+        assert other.counts() == {"completed": 40}
+        result = other.get("/v1/rollouts/r3")
         assert (result["state"], result["reward"]) == ("completed", 1.0)
-        assert httpx.get(f"{other.url}/v1/rollouts/r3/trajectory").json()["segments"]
-        nodes = httpx.get(f"{one.url}/v1/nodes").json()
+        assert other.get("/v1/rollouts/r3/trajectory")["segments"]
+        nodes = one.get("/v1/nodes")
         assert {each["node"] for each in nodes} == {"n1", "n2"}
         for server in (one, other):
             server.stop()
@@ -83,9 +68,7 @@ def test_two_services_share_the_work_and_each_answers_for_all_of_it(
     assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(40))
 
 
-def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(tmp_path, own_redis):
     request = RolloutRequest(rollout_id="r", task=Task(environment="echo", instance={"number": 1}))
     with (
         scripted_engine(tmp_path, delay=0.05) as engine,
@@ -96,12 +79,12 @@ def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(
         assert httpx.post(f"{other.url}/v1/nodes/n2/drain").status_code == 200
         eventually(lambda: [each.state for each in client.nodes()] == ["ready", "draining"], other.log_file)
         with client.external_rollout(request) as rollout:
-            shown = httpx.get(f"{one.url}/v1/rollouts/r").json()
+            shown = one.get("/v1/rollouts/r")
             assert rollout.openai == {
                 "base_url": f"{shown['access']['url']}/v1",
                 "api_key": shown["access"]["key"],
             }
-            assert "access" not in httpx.get(f"{other.url}/v1/rollouts/r").json()
+            assert "access" not in other.get("/v1/rollouts/r")
             key = {"authorization": f"Bearer {rollout.openai['api_key']}"}
             models = httpx.get(f"{rollout.openai['base_url']}/models", headers=key)
             assert models.status_code == 200
@@ -113,41 +96,36 @@ def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(
         assert unknown.status_code == 404
 
 
-def test_a_restarted_service_goes_on_with_what_it_had(tmp_path: Path, own_redis: RedisServer) -> None:
+def test_a_restarted_service_goes_on_with_what_it_had(tmp_path, own_redis):
     with scripted_engine(tmp_path, delay=0.3) as engine:
         with node(tmp_path, "n1", engine, own_redis) as server:
-            submit(server, range(30))
+            server.submit_all(range(30))
             server.stop(signal.SIGKILL)
             server.ended(30)
         with node(tmp_path, "n1", engine, own_redis) as server:
             eventually(lambda: all_ended(server, 30), server.log_file, 60)
-            assert page(server)["counts"] == {"completed": 30}
+            assert server.counts() == {"completed": 30}
     assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
 
 
 @LONG
-def test_a_service_holds_while_redis_is_away_and_goes_on_afterwards(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
-    with (
-        scripted_engine(tmp_path, delay=0.3) as engine,
-        node(tmp_path, "n1", engine, own_redis) as server,
-    ):
-        submit(server, range(30))
+def test_a_service_holds_while_redis_is_away_and_goes_on_afterwards(tmp_path, own_redis):
+    with scripted_engine(tmp_path, delay=0.3) as engine, node(tmp_path, "n1", engine, own_redis) as server:
+        server.submit_all(range(30))
         own_redis.kill()
-        eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 503, server.log_file, 30)
-        said = httpx.get(f"{server.url}/ready").text
+        eventually(lambda: server.ready().status_code == 503, server.log_file, 30)
+        said = server.ready().text
         assert "Start Redis" in said
         refused = httpx.get(f"{server.url}/v1/rollouts/r1")
         assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
         own_redis.start()
         eventually(lambda: all_ended(server, 30), server.log_file, 90)
-        assert page(server)["counts"] == {"completed": 30}
-        eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 200, server.log_file, 30)
+        assert server.counts() == {"completed": 30}
+        eventually(lambda: server.ready().status_code == 200, server.log_file, 30)
     assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
 
 
-def test_a_service_does_not_start_on_a_redis_that_it_must_not_use(tmp_path: Path) -> None:
+def test_a_service_does_not_start_on_a_redis_that_it_must_not_use(tmp_path):
     with (
         redis_server(options={"appendfsync": "everysec"}) as server,
         scripted_engine(tmp_path, delay=0) as engine,

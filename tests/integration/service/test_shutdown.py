@@ -71,7 +71,7 @@ def waiters(url: str, pool: ThreadPoolExecutor) -> dict[str, Future[httpx.Respon
     return waiting
 
 
-def test_waiting_callers_are_answered_at_once(server: Running) -> None:
+def test_waiting_callers_are_answered_at_once(server):
     httpx.post(f"{server.url}/v1/rollouts", json=order("a")).raise_for_status()
     httpx.post(f"{server.url}/v1/runs", json=RUN).raise_for_status()
     with ThreadPoolExecutor() as pool:
@@ -103,7 +103,7 @@ def test_waiting_callers_are_answered_at_once(server: Running) -> None:
     assert "handed_back=5" in server.log
 
 
-def test_the_log_says_where_it_listens_and_why_it_ended(tmp_path: Path) -> None:
+def test_the_log_says_where_it_listens_and_why_it_ended(tmp_path):
     with service(tmp_path, None, 'log_format = "json"\n') as server:
         server.stop()
         assert server.ended(30) == -signal.SIGTERM
@@ -125,7 +125,7 @@ def assert_refused(answer: httpx.Response) -> None:
     assert answer.headers["connection"] == "close"
 
 
-def test_a_second_signal_ends_the_drain(tmp_path: Path, slow_engine: str) -> None:
+def test_a_second_signal_ends_the_drain(tmp_path, slow_engine):
     with service(tmp_path, slow_engine, "[pipeline]\ndrain_seconds = 600\n", turns=1_000) as server:
         httpx.post(f"{server.url}/v1/rollouts", json=order("a")).raise_for_status()
         eventually(
@@ -138,7 +138,7 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path, slow_engine: str) -> Non
         assert "handed_back=1" in server.log
 
 
-def test_a_signal_while_it_starts_ends_it(tmp_path: Path) -> None:
+def test_a_signal_while_it_starts_ends_it(tmp_path):
     """Use an engine whose model takes long to load: one that does not answer would not delay the start."""
     command = [sys.executable, "-m", "rollout_service.cli", "serve", "--port", "0", "--sandbox", "local"]
     command += ["--state-dir", str(tmp_path / "state"), "--engine", "embedded"]
@@ -183,7 +183,7 @@ DrainingServer(
 
 
 @pytest.mark.parametrize("hang", ["await __import__('asyncio').sleep(600)", "time.sleep(600)"])
-def test_the_process_ends_in_time_even_if_something_hangs(tmp_path: Path, hang: str) -> None:
+def test_the_process_ends_in_time_even_if_something_hangs(tmp_path, hang):
     script = tmp_path / "hanging.py"
     script.write_text(HANGING.replace("HANG", f"shutdown.end(); {hang}"))
     with subprocess.Popen([sys.executable, script], stdout=-1, stderr=-1, text=True) as process:

@@ -1,7 +1,5 @@
 """What a store's folder lacks is named, and another folder takes its place without a restart."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -19,7 +17,7 @@ from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import TRAJECTORY, completed
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @pytest.fixture
@@ -38,9 +36,7 @@ async def finish(store: RedisStore, *names: str) -> None:
         assert await store.finish(lease, "worker", completed(lease, TRAJECTORY))
 
 
-async def test_the_trajectories_of_a_deleted_file_are_named_and_no_others(
-    config: RedisConfig, tmp_path: Path
-) -> None:
+async def test_the_trajectories_of_a_deleted_file_are_named_and_no_others(config, tmp_path):
     files = SharedFiles(tmp_path)
     async with await opened(config, tmp_path) as one, await opened(config, tmp_path, "two") as two:
         assert not (await look(one.connection, files)).lost
@@ -57,7 +53,7 @@ async def test_the_trajectories_of_a_deleted_file_are_named_and_no_others(
         assert report.by_run() == {None: 2}
 
 
-async def test_a_file_that_was_cut_off_has_lost_only_its_end(config: RedisConfig, tmp_path: Path) -> None:
+async def test_a_file_that_was_cut_off_has_lost_only_its_end(config, tmp_path):
     async with await opened(config, tmp_path) as store:
         await finish(store, "a", "b")
         files = SharedFiles(tmp_path)
@@ -67,16 +63,14 @@ async def test_a_file_that_was_cut_off_has_lost_only_its_end(config: RedisConfig
         assert [each.rollout_id for each in report.lost] == ["b"]
 
 
-async def test_a_folder_that_is_there_is_not_replaced(config: RedisConfig, tmp_path: Path) -> None:
+async def test_a_folder_that_is_there_is_not_replaced(config, tmp_path):
     async with await opened(config, tmp_path) as store:
         with pytest.raises(ConfigurationError, match="is the store's") as caught:
             await begin_again(store.connection, SharedFiles(tmp_path))
         assert caught.value.hint
 
 
-async def test_a_lost_folder_is_replaced_and_what_turns_up_is_read_again(
-    config: RedisConfig, tmp_path: Path
-) -> None:
+async def test_a_lost_folder_is_replaced_and_what_turns_up_is_read_again(config, tmp_path):
     folder = tmp_path / "shared"
     async with await opened(config, folder) as store:
         await finish(store, "a")
@@ -85,7 +79,6 @@ async def test_a_lost_folder_is_replaced_and_what_turns_up_is_read_again(
         assert report.problem is not None
         assert [each.rollout_id for each in report.lost] == ["a"]
         await begin_again(store.connection, SharedFiles(folder))
-        assert store.segments is not None
         await store.segments.watch.check()
         await finish(store, "b")
         assert await store.trajectory("b") is not None
@@ -97,9 +90,7 @@ async def test_a_lost_folder_is_replaced_and_what_turns_up_is_read_again(
         assert not (await look(store.connection, SharedFiles(folder))).lost
 
 
-async def test_no_result_is_stored_in_the_folder_before_by_a_service_that_still_sees_it(
-    config: RedisConfig, tmp_path: Path
-) -> None:
+async def test_no_result_is_stored_in_the_folder_before_by_a_service_that_still_sees_it(config, tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     async with await opened(config, old) as store:
         await finish(store, "a")

@@ -1,12 +1,10 @@
 """A store's connection to a real Redis: what is refused, with what to do, and what goes on after any outage."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from rollout_service.store.retrying import retry_until_stored
 from sandboxes.host.ports import free_port
 from tests.support.redis_server import RedisServer, Tls, redis_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @asynccontextmanager
@@ -35,13 +33,6 @@ async def opened(config: RedisConfig) -> AsyncIterator[RedisConnection]:
         await connection.close()
 
 
-@pytest.fixture
-def own_redis() -> Iterator[RedisServer]:
-    """Run a Redis that the test may break."""
-    with redis_server() as server:
-        yield server
-
-
 async def refused(config: RedisConfig) -> ServiceError:
     with pytest.raises(ServiceError) as caught:
         async with opened(config):
@@ -50,7 +41,7 @@ async def refused(config: RedisConfig) -> ServiceError:
     return caught.value
 
 
-async def test_services_share_a_redis_without_seeing_each_others_keys(shared_redis: RedisServer) -> None:
+async def test_services_share_a_redis_without_seeing_each_others_keys(shared_redis):
     async with opened(shared_redis.config()) as one, opened(shared_redis.config()) as other:
         assert one.key("x") != other.key("x")
         assert await one.command("EXISTS", one.key("meta"), other.key("meta")) == 2
@@ -58,7 +49,7 @@ async def test_services_share_a_redis_without_seeing_each_others_keys(shared_red
         assert one.size_bytes() > 0
 
 
-async def test_calls_made_together_are_answered_in_order(shared_redis: RedisServer) -> None:
+async def test_calls_made_together_are_answered_in_order(shared_redis):
     async with opened(shared_redis.config()) as connection:
         answers: dict[int, bytes] = {}
 
@@ -71,14 +62,14 @@ async def test_calls_made_together_are_answered_in_order(shared_redis: RedisServ
     assert answers == {number: str(number).encode() for number in range(1_000)}
 
 
-async def test_functions_that_redis_has_lost_are_loaded_again(own_redis: RedisServer) -> None:
+async def test_functions_that_redis_has_lost_are_loaded_again(own_redis):
     async with opened(own_redis.config()) as connection:
         own_redis.do("FUNCTION", "FLUSH")
         assert (await connection.call("schema_open"))[0] == b"rollout-service"
         assert connection.errors == 0
 
 
-async def test_a_wrong_call_is_a_defect_and_harms_no_other(shared_redis: RedisServer) -> None:
+async def test_a_wrong_call_is_a_defect_and_harms_no_other(shared_redis):
     async with opened(shared_redis.config()) as connection:
         with pytest.raises(ServiceError) as caught:
             await connection.command("HGETALL")
@@ -87,7 +78,7 @@ async def test_a_wrong_call_is_a_defect_and_harms_no_other(shared_redis: RedisSe
 
 
 @pytest.mark.parametrize("setting", ["appendonly", "appendfsync"])
-async def test_a_redis_that_is_not_durable_is_refused_unless_asked_for(setting: str) -> None:
+async def test_a_redis_that_is_not_durable_is_refused_unless_asked_for(setting):
     value = {"appendonly": "no", "appendfsync": "everysec"}[setting]
     with redis_server(options={setting: value}) as server:
         error = await refused(server.config())
@@ -97,18 +88,18 @@ async def test_a_redis_that_is_not_durable_is_refused_unless_asked_for(setting: 
             pass
 
 
-async def test_a_redis_that_evicts_keys_is_refused() -> None:
+async def test_a_redis_that_evicts_keys_is_refused():
     options = {"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"}
     with redis_server(options=options) as server:
         assert "maxmemory-policy" in str(await refused(server.config()))
 
 
-async def test_a_replica_is_refused(own_redis: RedisServer) -> None:
+async def test_a_replica_is_refused(own_redis):
     own_redis.do("REPLICAOF", "127.0.0.1", free_port())
     assert "replica" in str(await refused(own_redis.config()))
 
 
-async def test_another_schema_and_another_programs_keys_are_refused(own_redis: RedisServer) -> None:
+async def test_another_schema_and_another_programs_keys_are_refused(own_redis):
     config = own_redis.config("another")
     async with opened(config) as connection:
         key = connection.key("meta")
@@ -124,7 +115,7 @@ async def test_another_schema_and_another_programs_keys_are_refused(own_redis: R
         assert "another program" in str(await refused(other))
 
 
-async def test_what_cannot_be_reached_is_refused_with_what_to_do(tmp_path: Path) -> None:
+async def test_what_cannot_be_reached_is_refused_with_what_to_do(tmp_path):
     nothing = RedisConfig(f"redis://127.0.0.1:{free_port()}/0", answer_seconds=2)
     assert isinstance(await refused(nothing), StoreError)
     assert isinstance(await refused(RedisConfig(f"unix://{tmp_path}/no.sock")), StoreError)
@@ -134,7 +125,7 @@ async def test_what_cannot_be_reached_is_refused_with_what_to_do(tmp_path: Path)
     assert "password" in str(await refused(unreadable))
 
 
-async def test_another_program_on_the_port_is_refused() -> None:
+async def test_another_program_on_the_port_is_refused():
     async def greet(stream: anyio.abc.SocketStream) -> None:
         async with stream:
             await stream.receive()
@@ -149,7 +140,7 @@ async def test_another_program_on_the_port_is_refused() -> None:
     assert "Another program" in error.hint
 
 
-async def test_a_password_is_needed_and_never_shown(tmp_path: Path) -> None:
+async def test_a_password_is_needed_and_never_shown(tmp_path):
     with redis_server(port=free_port(), password="right-and-long") as server:
         async with opened(server.config()) as connection:
             assert await connection.command("PING")
@@ -183,7 +174,7 @@ def certificate(folder: Path) -> Tls:
     return Tls(folder / "cert.pem", folder / "key.pem", folder / "cert.pem")
 
 
-async def test_tls_is_spoken_and_its_certificate_checked(tmp_path: Path) -> None:
+async def test_tls_is_spoken_and_its_certificate_checked(tmp_path):
     with redis_server(port=free_port(), tls=certificate(tmp_path)) as server:
         async with opened(server.config()) as connection:
             assert await connection.command("PING")
@@ -192,7 +183,7 @@ async def test_tls_is_spoken_and_its_certificate_checked(tmp_path: Path) -> None
         assert ssl.OPENSSL_VERSION
 
 
-async def test_it_goes_on_after_redis_crashed(own_redis: RedisServer) -> None:
+async def test_it_goes_on_after_redis_crashed(own_redis):
     async with opened(own_redis.config()) as connection:
         await connection.call("schema_open")
         own_redis.kill()
@@ -212,9 +203,7 @@ async def until_well(connection: RedisConnection) -> None:
 
 
 @pytest.mark.parametrize("durability", list(Durability))
-async def test_a_durable_redis_that_has_lost_everything_is_not_used(
-    own_redis: RedisServer, durability: Durability
-) -> None:
+async def test_a_durable_redis_that_has_lost_everything_is_not_used(own_redis, durability):
     config = own_redis.config("lost", durability=durability)
     async with opened(config) as connection:
         own_redis.kill()
@@ -231,9 +220,7 @@ async def test_a_durable_redis_that_has_lost_everything_is_not_used(
         assert await connection.call("schema_open")
 
 
-async def test_a_redis_that_was_emptied_while_it_is_used_is_noticed(
-    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_redis_that_was_emptied_while_it_is_used_is_noticed(own_redis, monkeypatch):
     monkeypatch.setattr(reader, "_LOOK_SECONDS", 0.0)
     async with opened(own_redis.config()) as connection:
         own_redis.do("FLUSHALL")
@@ -243,7 +230,7 @@ async def test_a_redis_that_was_emptied_while_it_is_used_is_noticed(
         assert "has lost what this store had" in str(connection.problem)
 
 
-async def test_it_goes_on_after_redis_stood_still(own_redis: RedisServer) -> None:
+async def test_it_goes_on_after_redis_stood_still(own_redis):
     async with opened(own_redis.config(answer_seconds=3.0)) as connection:
         with own_redis.paused():
             with pytest.raises(StoreError) as caught:
@@ -254,7 +241,7 @@ async def test_it_goes_on_after_redis_stood_still(own_redis: RedisServer) -> Non
         await until_well(connection)
 
 
-async def test_it_goes_on_after_redis_was_read_only(own_redis: RedisServer) -> None:
+async def test_it_goes_on_after_redis_was_read_only(own_redis):
     async with opened(own_redis.config()) as connection:
         await connection.call("schema_open")
         own_redis.do("REPLICAOF", "127.0.0.1", free_port())
@@ -265,7 +252,7 @@ async def test_it_goes_on_after_redis_was_read_only(own_redis: RedisServer) -> N
         assert await connection.call("schema_open")
 
 
-async def test_it_goes_on_after_redis_was_full(own_redis: RedisServer) -> None:
+async def test_it_goes_on_after_redis_was_full(own_redis):
     async with opened(own_redis.config()) as connection:
         own_redis.do("CONFIG", "SET", "maxmemory", "1")
         with pytest.raises(StoreError) as caught:
@@ -277,7 +264,7 @@ async def test_it_goes_on_after_redis_was_full(own_redis: RedisServer) -> None:
         assert await connection.call("schema_open")
 
 
-async def test_listeners_get_every_event_once_also_after_a_crash(own_redis: RedisServer) -> None:
+async def test_listeners_get_every_event_once_also_after_a_crash(own_redis):
     async with opened(own_redis.config()) as connection:
         seen: list[StreamEvent] = []
         connection.events.listen(seen.extend)
@@ -297,7 +284,7 @@ def add(server: RedisServer, connection: RedisConnection, number: int) -> None:
     server.do("XADD", connection.key("events"), f"{number}-0", *fields)
 
 
-async def test_listeners_are_told_when_events_were_lost(own_redis: RedisServer) -> None:
+async def test_listeners_are_told_when_events_were_lost(own_redis):
     async with opened(own_redis.config(durability=Durability.RELAXED)) as connection:
         batches: list[list[StreamEvent]] = []
         connection.events.listen(lambda events: batches.append(list(events)))
@@ -317,7 +304,7 @@ async def test_listeners_are_told_when_events_were_lost(own_redis: RedisServer) 
                 await anyio.sleep(0.02)
 
 
-async def test_a_closed_connection_says_so_and_closes_at_once(shared_redis: RedisServer) -> None:
+async def test_a_closed_connection_says_so_and_closes_at_once(shared_redis):
     connection = await RedisConnection.open(shared_redis.config())
     with anyio.fail_after(1):
         await connection.close()
@@ -326,7 +313,7 @@ async def test_a_closed_connection_says_so_and_closes_at_once(shared_redis: Redi
         await connection.call("schema_open")
 
 
-async def test_functions_of_other_releases_go_once_no_node_calls_them(own_redis: RedisServer) -> None:
+async def test_functions_of_other_releases_go_once_no_node_calls_them(own_redis):
     config = own_redis.config("upgrade")
     async with await RedisStore.open(config, is_gone=lambda _: False) as store:
         own = store.connection.library_name

@@ -1,7 +1,5 @@
 """After a failover, everyone goes on from what the new primary has, also if it lacks the last writes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
@@ -14,8 +12,9 @@ from rollout_service.store.redis import RedisStore
 from rollout_service.store.redis.reader import StreamEvent
 from tests.support.redis_failover import RedisPair, redis_pair
 from tests.support.store.rollouts import completed, order
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 PATIENCE_SECONDS = 30
 S = RolloutState
@@ -44,13 +43,7 @@ async def persistently(call: Callable[[], Awaitable[object]]) -> object:
                 await anyio.sleep(0.05)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(PATIENCE_SECONDS):
-        while not condition():
-            await anyio.sleep(0.02)
-
-
-async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair: RedisPair) -> None:
+async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair):
     async with opened(pair, replicas=1) as store:
         for number in range(3):
             await store.submit(order(f"r{number}"))
@@ -70,7 +63,7 @@ async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair: R
     assert event.kind == "test", "no earlier event came twice"
 
 
-async def test_a_write_that_no_replica_has_is_not_acknowledged_and_counts_once(pair: RedisPair) -> None:
+async def test_a_write_that_no_replica_has_is_not_acknowledged_and_counts_once(pair):
     async with opened(pair, replicas=1) as store:
         await store.submit(order("r0"))
         await store.submit(order("r1"))
@@ -87,7 +80,7 @@ async def test_a_write_that_no_replica_has_is_not_acknowledged_and_counts_once(p
         assert await store.finish(leases[0], "a", completed(leases[0]))
 
 
-async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pair: RedisPair) -> None:
+async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pair):
     async with opened(pair) as store:
         for number in range(2):
             await store.submit(order(f"r{number}"))
@@ -105,9 +98,7 @@ async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pai
             tasks.start_soon(wait)
             await anyio.wait_all_tasks_blocked()
             pair.fail_over()
-            with anyio.fail_after(PATIENCE_SECONDS):
-                while not told:
-                    await anyio.sleep(0.05)
+            await until(lambda: told, PATIENCE_SECONDS)
         assert told == [2]
         with anyio.fail_after(PATIENCE_SECONDS):
             assert await store.wait_for_events(after=9) == 2, "who comes later is told as well"
@@ -116,7 +107,7 @@ async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pai
         assert [event.subject for event in await store.events(after=2)] == ["new"]
 
 
-async def test_events_that_took_the_ids_of_lost_ones_are_noticed(pair: RedisPair) -> None:
+async def test_events_that_took_the_ids_of_lost_ones_are_noticed(pair):
     async with opened(pair) as store:
         await store.submit(order("r0"))
         pair.primary.do("WAIT", 1, 10_000)
@@ -134,7 +125,7 @@ async def test_events_that_took_the_ids_of_lost_ones_are_noticed(pair: RedisPair
         assert [] in batches, "the id of the last event was there, but it was another event"
 
 
-async def test_work_and_results_are_waited_for_anew(pair: RedisPair) -> None:
+async def test_work_and_results_are_waited_for_anew(pair):
     async with opened(pair) as store:
         await store.submit(order("kept"))
         [lease] = await store.claim("a", limit=9, lease_seconds=100)
@@ -156,9 +147,7 @@ async def test_work_and_results_are_waited_for_anew(pair: RedisPair) -> None:
             pair.fail_over()
             await persistently(store.counts)
             assert await persistently(lambda: store.held("a")) == {"kept": 1}, "its result is lost"
-            with anyio.fail_after(PATIENCE_SECONDS):
-                while "lost" not in ended:
-                    await anyio.sleep(0.05)
+            await until(lambda: "lost" in ended, PATIENCE_SECONDS)
         assert ended == {"lost": None}
         await store.release("a", ["kept"])
         with anyio.fail_after(PATIENCE_SECONDS):

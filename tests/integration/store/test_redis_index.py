@@ -1,22 +1,21 @@
 """The index of rollouts in Redis forgets what is deleted, and finds any reward in order."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis import lists as index
 from tests.support.redis_server import RedisServer
+from tests.support.samples import rollout
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 REWARDS = [-1e300, -2.5, -1.0, -1e-300, 0.0, 1e-300, 0.1, 0.8749999999999999, 0.875, 1.0, 600.0, 5e4, 1e300]
 BITS = index.CHUNK
@@ -36,15 +35,7 @@ async def end(store: RedisStore, rollout_id: str, *, reward: float | None, envir
     gone = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
     state = RolloutState.FAILED if reward is None else RolloutState.COMPLETED
     error = gone if reward is None else None
-    result = Rollout(
-        rollout_id=rollout_id,
-        state=state,
-        task=task,
-        pool="policy",
-        reward=reward,
-        error=error,
-        created_at=lease.created_at,
-    )
+    result = rollout(rollout_id, state, task=task, reward=reward, error=error, created_at=lease.created_at)
     assert await store.finish(lease, "w", result)
 
 
@@ -65,7 +56,7 @@ def keys(server: RedisServer, root: str, *names: str) -> set[str]:
     return {key for key in every if key.startswith(names or ("bits:", "ids"))}
 
 
-async def test_the_index_has_nothing_of_rollouts_that_are_deleted(shared_redis: RedisServer) -> None:
+async def test_the_index_has_nothing_of_rollouts_that_are_deleted(shared_redis):
     config = shared_redis.config()
     async with opened(config) as store:
         for number, reward in enumerate([*REWARDS, None]):
@@ -77,7 +68,7 @@ async def test_the_index_has_nothing_of_rollouts_that_are_deleted(shared_redis: 
         assert keys(shared_redis, config.root) == set()
 
 
-async def test_a_reward_of_any_size_is_found(shared_redis: RedisServer) -> None:
+async def test_a_reward_of_any_size_is_found(shared_redis):
     async with opened(shared_redis.config()) as store:
         for number, reward in enumerate(REWARDS):
             await end(store, f"r{number}", reward=reward)
@@ -87,9 +78,7 @@ async def test_a_reward_of_any_size_is_found(shared_redis: RedisServer) -> None:
                 assert await found(store, SummaryFilter(reward_min=low, reward_max=high)) == expected
 
 
-async def test_rollouts_in_many_chunks_come_in_order(
-    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rollouts_in_many_chunks_come_in_order(shared_redis, monkeypatch):
     monkeypatch.setattr(index, "CHUNKS_AT_ONCE", 2)
     config = shared_redis.config()
     async with opened(config) as store:

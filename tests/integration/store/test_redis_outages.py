@@ -1,8 +1,6 @@
 """A store whose Redis fails loses nothing and repeats nothing: full, silent in the middle of a call, or restarted."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
@@ -13,21 +11,15 @@ from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store import Lease
 from rollout_service.store.redis import RedisStore
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import completed, order
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 ANSWER_SECONDS = 1.0
 LEASE_SECONDS = 100.0
 S = RolloutState
-
-
-@pytest.fixture
-def own_redis() -> Iterator[RedisServer]:
-    """Run a Redis that the test may break."""
-    with redis_server() as server:
-        yield server
 
 
 @asynccontextmanager
@@ -41,7 +33,7 @@ async def claim(store: RedisStore, limit: int = 9) -> list[Lease]:
     return await store.claim("a", limit=limit, lease_seconds=LEASE_SECONDS)
 
 
-async def test_a_full_redis_refuses_work_and_keeps_what_is_under_way(own_redis: RedisServer) -> None:
+async def test_a_full_redis_refuses_work_and_keeps_what_is_under_way(own_redis):
     async with opened(own_redis) as store:
         for number in range(3):
             await store.submit(order(f"r{number}"))
@@ -66,7 +58,7 @@ async def test_a_full_redis_refuses_work_and_keeps_what_is_under_way(own_redis: 
         assert await store.counts() == {S.COMPLETED: 2, S.QUEUED: 1}
 
 
-async def test_a_claim_whose_answer_was_lost_is_answered_by_the_next(own_redis: RedisServer) -> None:
+async def test_a_claim_whose_answer_was_lost_is_answered_by_the_next(own_redis):
     async with opened(own_redis) as store:
         for number in range(3):
             await store.submit(order(f"r{number}"))
@@ -77,7 +69,7 @@ async def test_a_claim_whose_answer_was_lost_is_answered_by_the_next(own_redis: 
         assert all([await store.finish(lease, "a", completed(lease)) for lease in leases])
 
 
-async def test_a_result_whose_answer_was_lost_counts_once(own_redis: RedisServer) -> None:
+async def test_a_result_whose_answer_was_lost_counts_once(own_redis):
     async with opened(own_redis) as store:
         await store.submit(order("r0"))
         [lease] = await claim(store)
@@ -89,7 +81,7 @@ async def test_a_result_whose_answer_was_lost_counts_once(own_redis: RedisServer
         assert [event.data["state"] for event in events] == ["queued", "completed"]
 
 
-async def test_those_who_wait_are_woken_after_redis_was_restarted(own_redis: RedisServer) -> None:
+async def test_those_who_wait_are_woken_after_redis_was_restarted(own_redis):
     async with opened(own_redis) as store, opened(own_redis) as other, anyio.create_task_group() as tasks:
         await store.submit(order("r0"))
         [lease] = await claim(store)
@@ -107,8 +99,5 @@ async def test_those_who_wait_are_woken_after_redis_was_restarted(own_redis: Red
             await store.finish(lease, "a", completed(lease))
         own_redis.start()
         assert await store.finish(lease, "a", completed(lease))
-        with anyio.fail_after(20):
-            while not ended:
-                await anyio.sleep(0.05)
-        assert ended[0] is not None
+        await until(lambda: ended, 20)
         assert ended[0].reward == 1.0

@@ -1,7 +1,5 @@
 """Services that share rollouts in a Redis: each sees what the others do, and none takes what a live one holds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,16 +8,17 @@ import anyio
 import pytest
 
 from api_schemas.nodes import NodeState
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
-from rollout_service.store import Lease
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import redis_server
+from tests.support.store.rollouts import completed
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @asynccontextmanager
@@ -32,18 +31,7 @@ def order(rollout_id: str) -> RolloutRequest:
     return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance={}))
 
 
-def result(lease: Lease) -> Rollout:
-    return Rollout(
-        rollout_id=lease.rollout_id,
-        state=RolloutState.COMPLETED,
-        task=lease.request.task,
-        pool=lease.request.pool,
-        created_at=lease.created_at,
-        reward=1.0,
-    )
-
-
-async def test_what_one_service_does_wakes_the_others(shared_redis: RedisServer) -> None:
+async def test_what_one_service_does_wakes_the_others(shared_redis):
     config = shared_redis.config()
     async with opened(config) as one, opened(config) as other:
         assert await other.claim("b", limit=1, lease_seconds=10) == []
@@ -60,12 +48,10 @@ async def test_what_one_service_does_wakes_the_others(shared_redis: RedisServer)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(one.wait_for_result, "r1")
                 await anyio.wait_all_tasks_blocked()
-                assert await other.finish(lease, "b", result(lease))
+                assert await other.finish(lease, "b", completed(lease))
 
 
-async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(
-    shared_redis: RedisServer,
-) -> None:
+async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(shared_redis):
     config = shared_redis.config()
     async with opened(config) as one, opened(config) as other:
         await one.submit(order("r1"))
@@ -78,7 +64,7 @@ async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(
         assert len(await other.claim("b", limit=1, lease_seconds=10)) == 1
 
 
-async def test_many_claims_at_once_share_no_rollout(shared_redis: RedisServer) -> None:
+async def test_many_claims_at_once_share_no_rollout(shared_redis):
     config = shared_redis.config()
     async with opened(config) as one, opened(config) as other:
         for number in range(200):
@@ -96,7 +82,7 @@ async def test_many_claims_at_once_share_no_rollout(shared_redis: RedisServer) -
         assert len(taken) == len(set(taken)) == 200
 
 
-async def test_the_work_of_a_live_service_is_not_recovered(shared_redis: RedisServer) -> None:
+async def test_the_work_of_a_live_service_is_not_recovered(shared_redis):
     live, mine = str(ServiceIdentity.create()), str(ServiceIdentity.create())
     async with opened(shared_redis.config()) as store:
         await store.submit(order("r1"))
@@ -105,7 +91,7 @@ async def test_the_work_of_a_live_service_is_not_recovered(shared_redis: RedisSe
         assert await store.claim(mine, limit=1, lease_seconds=10) == []
 
 
-async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis: RedisServer) -> None:
+async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis):
     async with opened(shared_redis.config()) as store:
         await store.submit(order("r1"))
         await store.cluster.join(NodeReport("n1", "a"))
@@ -114,12 +100,10 @@ async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis: RedisSe
         await store.cluster.leave("a")
         [again] = await store.claim("b", limit=1, lease_seconds=10)
         assert again.attempt == 1, "an orderly end counts no attempt"
-        assert not await store.finish(lease, "a", result(lease))
+        assert not await store.finish(lease, "a", completed(lease))
 
 
-async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(
-    shared_redis: RedisServer,
-) -> None:
+async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(shared_redis):
     async with opened(shared_redis.config()) as store:
         await store.cluster.join(NodeReport("n1", "a"))
         await store.submit(order("r1"))
@@ -133,7 +117,7 @@ async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(
         assert len(await store.claim("a", limit=1, lease_seconds=10)) == 1
 
 
-async def test_claims_whose_answers_were_lost_are_found_again() -> None:
+async def test_claims_whose_answers_were_lost_are_found_again():
     with redis_server() as server:
         async with opened(server.config(answer_seconds=2.5)) as store:
             for lost in (1, 2):
@@ -141,9 +125,9 @@ async def test_claims_whose_answers_were_lost_are_found_again() -> None:
                 with server.paused(), pytest.raises(StoreError):
                     await store.claim("a", limit=9, lease_seconds=1_000)
                 # Redis has the call, and takes the lease for an answer that nobody waits for.
-                with anyio.fail_after(20):
-                    while server.do("SCARD", store.connection.key("held:1")) < lost:
-                        await anyio.sleep(0.01)
+                await until(
+                    lambda least=lost: server.do("SCARD", store.connection.key("held:1")) >= least, 20
+                )
             server.kill()
             with pytest.raises(StoreError):
                 await store.claim("a", limit=9, lease_seconds=1_000)
@@ -151,10 +135,10 @@ async def test_claims_whose_answers_were_lost_are_found_again() -> None:
             leases = await store.claim("a", limit=9, lease_seconds=1_000)
             assert sorted(lease.rollout_id for lease in leases) == ["r1", "r2"]
             assert await store.claim("a", limit=9, lease_seconds=1_000) == []
-            assert all([await store.finish(lease, "a", result(lease)) for lease in leases])
+            assert all([await store.finish(lease, "a", completed(lease)) for lease in leases])
 
 
-async def test_expired_rollouts_are_deleted_oldest_first(shared_redis: RedisServer) -> None:
+async def test_expired_rollouts_are_deleted_oldest_first(shared_redis):
     async with opened(shared_redis.config()) as store:
         for name in ("r1", "r2"):
             await store.submit(order(name))
@@ -167,9 +151,7 @@ async def test_expired_rollouts_are_deleted_oldest_first(shared_redis: RedisServ
 
 
 @pytest.mark.parametrize("hours", [-30, 30])
-async def test_the_clocks_of_the_nodes_do_not_matter(
-    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
+async def test_the_clocks_of_the_nodes_do_not_matter(shared_redis, monkeypatch, hours):
     config, real = shared_redis.config(), time.time
     async with opened(config) as one, opened(config) as two:
         for name, store in (("n1", one), ("n2", two)):

@@ -1,7 +1,5 @@
 """Runs in a Redis that several services share: their changes follow one another, and none gets lost."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -29,7 +27,7 @@ from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, N
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.runs import TASKS, make_ready, new_group, run_request
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
 @asynccontextmanager
@@ -54,7 +52,7 @@ async def create(store: RedisStore) -> None:
     await store.runs.create(run_request(source=InlineTasks(open=True)), tasks=0, digest=None, version=0)
 
 
-async def test_two_services_that_create_a_run_at_once_make_one(two: Sequence[RedisStore]) -> None:
+async def test_two_services_that_create_a_run_at_once_make_one(two):
     made: list[bool] = []
 
     async def make(store: RedisStore) -> None:
@@ -72,7 +70,7 @@ async def test_two_services_that_create_a_run_at_once_make_one(two: Sequence[Red
             await store.runs.create(run_request(group_size=7), tasks=4, digest=None, version=0)
 
 
-async def test_changes_of_two_services_follow_one_another(two: Sequence[RedisStore]) -> None:
+async def test_changes_of_two_services_follow_one_another(two):
     await create(two[0])
 
     async def append(store: RedisStore, number: int) -> None:
@@ -90,7 +88,7 @@ async def test_changes_of_two_services_follow_one_another(two: Sequence[RedisSto
     assert sorted(task.instance["n"] for task in stored) == list(range(60))
 
 
-async def test_runs_are_listed_in_the_order_of_their_creation(two: Sequence[RedisStore]) -> None:
+async def test_runs_are_listed_in_the_order_of_their_creation(two):
     names = [f"r{number}" for number in (3, 1, 2)]
     for name in names:
         await two[0].runs.create(run_request(run_id=name), tasks=4, digest=None, version=0)
@@ -100,7 +98,7 @@ async def test_runs_are_listed_in_the_order_of_their_creation(two: Sequence[Redi
     assert [run.run_id for run in await two[0].runs.list()] == names
 
 
-async def test_many_tasks_are_appended_in_one_call(two: Sequence[RedisStore]) -> None:
+async def test_many_tasks_are_appended_in_one_call(two):
     await create(two[0])
     many = [Task(environment="calc", instance={"n": number}) for number in range(9_500)]
     await two[0].runs.append("a", many, offset=0, close=False)
@@ -108,7 +106,7 @@ async def test_many_tasks_are_appended_in_one_call(two: Sequence[RedisStore]) ->
     assert await two[1].runs.inline_tasks("a", first=9_490, limit=100) == many[9_490:]
 
 
-async def test_a_change_wakes_those_who_wait_in_another_service(two: Sequence[RedisStore]) -> None:
+async def test_a_change_wakes_those_who_wait_in_another_service(two):
     one, other = two
     await create(one)
     changed, delivered = await other.runs.wait_for_change(0), other.runs.deliveries
@@ -119,7 +117,7 @@ async def test_a_change_wakes_those_who_wait_in_another_service(two: Sequence[Re
             await one.runs.update("a", version=1)
 
 
-async def test_a_service_that_no_longer_leads_changes_nothing(shared_redis: RedisServer) -> None:
+async def test_a_service_that_no_longer_leads_changes_nothing(shared_redis):
     config = shared_redis.config()
     leader = f"{config.root}:leader:runs"
     async with service(config) as store:
@@ -139,7 +137,7 @@ async def test_a_service_that_no_longer_leads_changes_nothing(shared_redis: Redi
             await second.update("a", version=3)
 
 
-async def test_a_run_can_be_drained_but_not_go_on_while_redis_is_full() -> None:
+async def test_a_run_can_be_drained_but_not_go_on_while_redis_is_full():
     async with AsyncExitStack() as stack:
         server = stack.enter_context(redis_server())
         store = await stack.enter_async_context(service(server.config()))
@@ -164,7 +162,7 @@ async def test_a_run_can_be_drained_but_not_go_on_while_redis_is_full() -> None:
         assert (await store.runs.update("a", version=1)).version == 1
 
 
-async def test_runs_are_there_after_redis_was_killed() -> None:
+async def test_runs_are_there_after_redis_was_killed():
     async with AsyncExitStack() as stack:
         server = stack.enter_context(redis_server())
         store = await stack.enter_async_context(service(server.config()))
@@ -180,7 +178,7 @@ async def test_runs_are_there_after_redis_was_killed() -> None:
             await store.runs.get("b")
 
 
-async def test_every_word_reaches_redis_as_it_is(config: RedisConfig) -> None:
+async def test_every_word_reaches_redis_as_it_is(config):
     connection = await RedisConnection.open(config)
     try:
         database = RunDatabase(connection)
@@ -202,7 +200,7 @@ async def make_groups_ready(store: RedisStore, count: int) -> None:
     await make_ready(store, *range(count))
 
 
-async def test_each_batch_goes_to_one_of_many_consumers(two: Sequence[RedisStore]) -> None:
+async def test_each_batch_goes_to_one_of_many_consumers(two):
     await make_groups_ready(two[0], 24)
     leased: list[int] = []
 
@@ -226,7 +224,7 @@ async def test_each_batch_goes_to_one_of_many_consumers(two: Sequence[RedisStore
     assert len(last) == 24
 
 
-async def test_a_lease_runs_by_the_clock_of_redis(two: Sequence[RedisStore]) -> None:
+async def test_a_lease_runs_by_the_clock_of_redis(two):
     await make_groups_ready(two[0], 1)
     first = await two[0].runs.lease(BatchLeaseRequest("a", "one", 0.3))
     assert isinstance(first, BatchLease)
@@ -241,7 +239,7 @@ async def test_a_lease_runs_by_the_clock_of_redis(two: Sequence[RedisStore]) -> 
         await two[0].runs.renew_batch("a", 0, key="one", seconds=60)
 
 
-async def test_groups_that_two_services_start_at_once_start_once(two: Sequence[RedisStore]) -> None:
+async def test_groups_that_two_services_start_at_once_start_once(two):
     source = FileTasks(path="/x.jsonl", environment="calc", epochs=1)
     await two[0].runs.create(run_request(source=source), tasks=50, digest=None, version=0)
     started: list[int] = []

@@ -1,7 +1,5 @@
 """After kill -9 of services that write to one folder, every record whose reference was given out can be read."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -47,7 +45,6 @@ def write_until_killed(folder: Path, name: str) -> dict[str, int]:
     """Return the number of each record by its reference."""
     command = [sys.executable, "-c", WRITER, str(folder), name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(RECORDS)]
         process.send_signal(signal.SIGKILL)
         lines += process.stdout.readlines()
@@ -57,7 +54,7 @@ def write_until_killed(folder: Path, name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("services", [2])
-def test_what_was_written_before_a_kill_can_be_read(tmp_path: Path, services: int) -> None:
+def test_what_was_written_before_a_kill_can_be_read(tmp_path, services):
     (tmp_path / MARK_FILE).write_text('{"store": "store", "mark": "mark"}')
     written: dict[str, int] = {}
     for number in range(services):

@@ -1,7 +1,5 @@
 """Trajectories of a Redis store are in the shared folder, and go when their rollouts go."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import AsyncIterator
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConfigurationError, RecordLostError
 from rollout_service.settings import RetentionSettings
@@ -18,14 +16,16 @@ from rollout_service.store.contract import Lease
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.proof import MARK_FILE
-from tests.support.redis_members import Clock
+from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
-from tests.support.store.rollouts import TRAJECTORY
+from tests.support.store.rollouts import TRAJECTORY, completed
 
-pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+pytestmark = pytest.mark.redis
 
 
-async def opened(config: RedisConfig, folder: Path, owner: str, clock: Clock | None = None) -> RedisStore:
+async def opened(
+    config: RedisConfig, folder: Path, owner: str, clock: ManualClock | None = None
+) -> RedisStore:
     return await RedisStore.open(
         config, is_gone=lambda other: other != owner, folder=folder, owner=owner, clock=clock
     )
@@ -53,39 +53,26 @@ async def leased(store: RedisStore, rollout_id: str, owner: str = "worker") -> L
     return lease
 
 
-def result(lease: Lease) -> Rollout:
-    return Rollout(
-        rollout_id=lease.rollout_id,
-        state=RolloutState.COMPLETED,
-        task=lease.request.task,
-        pool=lease.request.pool,
-        reward=1.0,
-        created_at=lease.created_at,
-        trajectory=TRAJECTORY,
-    )
-
-
 def files(folder: Path) -> set[str]:
     return set(SharedFiles(folder).names()) - {MARK_FILE}
 
 
 async def test_every_service_reads_a_trajectory_of_which_redis_has_only_a_reference(
-    stores: list[RedisStore], tmp_path: Path, shared_redis: RedisServer, config: RedisConfig
-) -> None:
+    stores, tmp_path, shared_redis, config
+):
     one, two = stores
     lease = await leased(one, "r1")
-    assert await one.finish(lease, "worker", result(lease))
+    assert await one.finish(lease, "worker", completed(lease, TRAJECTORY))
     assert await two.trajectory("r1") == TRAJECTORY
     assert len(files(tmp_path)) == 1
     assert len(shared_redis.do("GET", f"{config.root}:t:r1")) < 64
 
 
-async def test_a_trajectory_goes_with_its_rollout(stores: list[RedisStore], tmp_path: Path) -> None:
+async def test_a_trajectory_goes_with_its_rollout(stores, tmp_path):
     one, two = stores
     for number in range(3):
         lease = await leased(one, f"r{number}")
-        assert await one.finish(lease, "worker", result(lease))
-    assert one.segments is not None
+        assert await one.finish(lease, "worker", completed(lease, TRAJECTORY))
     assert (await one.segments.totals()).records == 3
     assert await two.delete_expired(0) == 3
     assert (await one.segments.totals()).records == 0
@@ -95,85 +82,71 @@ async def test_a_trajectory_goes_with_its_rollout(stores: list[RedisStore], tmp_
     assert not files(tmp_path)
 
 
-async def test_a_lost_lease_keeps_no_trajectory(stores: list[RedisStore]) -> None:
+async def test_a_lost_lease_keeps_no_trajectory(stores):
     one, two = stores
     lease = await leased(one, "r1")
     await one.release("worker")
-    assert not await one.finish(lease, "worker", result(lease))
-    assert two.segments is not None
+    assert not await one.finish(lease, "worker", completed(lease, TRAJECTORY))
     assert (await two.segments.totals()).records == 0
     assert await two.trajectory("r1") is None
 
 
-async def test_a_service_that_was_taken_for_dead_writes_to_another_file(
-    stores: list[RedisStore], tmp_path: Path
-) -> None:
+async def test_a_service_that_was_taken_for_dead_writes_to_another_file(stores, tmp_path):
     one, two = stores
     first = await leased(one, "r1")
-    assert await one.finish(first, "worker", result(first))
+    assert await one.finish(first, "worker", completed(first, TRAJECTORY))
     second = await leased(one, "r2")
     await two.delete_expired(0)
     await two.collect_garbage()  # the first service's file is sealed and deleted
     assert not files(tmp_path)
-    assert await one.finish(second, "worker", result(second))
+    assert await one.finish(second, "worker", completed(second, TRAJECTORY))
     assert await two.trajectory("r2") == TRAJECTORY
 
 
-async def test_a_trajectory_whose_file_is_gone_is_lost_and_its_rollout_is_not(
-    stores: list[RedisStore], tmp_path: Path
-) -> None:
+async def test_a_trajectory_whose_file_is_gone_is_lost_and_its_rollout_is_not(stores, tmp_path):
     one, two = stores
     lease = await leased(one, "r1")
-    assert await one.finish(lease, "worker", result(lease))
+    assert await one.finish(lease, "worker", completed(lease, TRAJECTORY))
     for name in files(tmp_path):
         SharedFiles(tmp_path).delete(name)
     with pytest.raises(RecordLostError, match="r1"):
         await two.trajectory("r1")
     rollout = await two.get("r1")
-    assert rollout is not None
     assert rollout.reward == 1.0
 
 
-async def test_a_service_with_another_folder_is_refused(
-    stores: list[RedisStore], config: RedisConfig, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_service_with_another_folder_is_refused(stores, config, tmp_path_factory):
     assert stores
     with pytest.raises(ConfigurationError, match="folder"):
         await opened(config, tmp_path_factory.mktemp("other"), "three")
 
 
-async def test_a_folder_of_another_store_is_refused(
-    stores: list[RedisStore], shared_redis: RedisServer, tmp_path: Path
-) -> None:
+async def test_a_folder_of_another_store_is_refused(stores, shared_redis, tmp_path):
     assert stores
     with pytest.raises(ConfigurationError, match="another store"):
         await opened(shared_redis.config(), tmp_path, "three")
 
 
-async def test_files_that_the_store_does_not_know_are_told_apart(
-    stores: list[RedisStore], tmp_path: Path
-) -> None:
+async def test_files_that_the_store_does_not_know_are_told_apart(stores, tmp_path):
     one, _ = stores
     lease = await leased(one, "r1")
-    assert await one.finish(lease, "worker", result(lease))
-    assert one.segments is not None
+    assert await one.finish(lease, "worker", completed(lease, TRAJECTORY))
     ledger = one.segments.ledger
     assert await ledger.unknown([*files(tmp_path), "cccccccccccc-1.segment"]) == ["cccccccccccc-1.segment"]
 
 
 async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletion_of_what_expired(
-    config: RedisConfig, tmp_path: Path
-) -> None:
-    clock = Clock()
+    config, tmp_path
+):
+    clock = ManualClock()
     dead = await opened(config, tmp_path, "one", clock)
     async with await opened(config, tmp_path, "two", clock) as leader:
         for store, name in ((dead, "one"), (leader, "two")):
             await store.cluster.join(report(name))
             await store.cluster.heartbeat(report(name))
             lease = await leased(store, f"of-{name}", name)
-            assert await store.finish(lease, name, result(lease))
+            assert await store.finish(lease, name, completed(lease, TRAJECTORY))
         await leader.runs.delete_expired(RetentionSettings())
-        assert leader.segments is not None
         assert await leader.segments.ledger.orphans() == []
         for _ in range(4):
             clock.now += DEAD_SECONDS / 2
@@ -184,17 +157,15 @@ async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletio
             pass
         assert len(files(tmp_path)) == 1, "the leader still writes to its own"
         late = await leased(dead, "late", "two")
-        assert await dead.finish(late, "two", result(late)), "it was only taken for dead"
+        assert await dead.finish(late, "two", completed(late, TRAJECTORY)), "it was only taken for dead"
         assert await leader.trajectory("late") == TRAJECTORY
     await dead.close()
 
 
-async def test_the_deletion_of_what_expired_deletes_old_files_that_the_store_does_not_know(
-    stores: list[RedisStore], tmp_path: Path
-) -> None:
+async def test_the_deletion_of_what_expired_deletes_old_files_that_the_store_does_not_know(stores, tmp_path):
     one, two = stores
     lease = await leased(one, "r1")
-    assert await one.finish(lease, "worker", result(lease))
+    assert await one.finish(lease, "worker", completed(lease, TRAJECTORY))
     old, young = tmp_path / "cccccccccccc-1.segment", tmp_path / "dddddddddddd-1.segment"
     two_days_ago = time.time() - 2 * 86_400
     for path in (old, young, *(tmp_path / name for name in files(tmp_path))):
@@ -206,12 +177,11 @@ async def test_the_deletion_of_what_expired_deletes_old_files_that_the_store_doe
     assert await two.trajectory("r1") == TRAJECTORY
 
 
-async def test_of_many_trajectories_the_lost_one_is_named(stores: list[RedisStore], tmp_path: Path) -> None:
+async def test_of_many_trajectories_the_lost_one_is_named(stores, tmp_path):
     one, two = stores
     for number in range(3):
         lease = await leased(one, f"r{number}")
-        assert await one.finish(lease, "worker", result(lease))
-        assert one.segments is not None
+        assert await one.finish(lease, "worker", completed(lease, TRAJECTORY))
         await one.segments.close()  # the next goes to another file
     ids = ["r2", "r0", "unknown", "r1"]
     assert [row["rollout_id"] for row in await two.whole_rows(ids)] == ["r2", "r0", "r1"]

@@ -1,7 +1,5 @@
 """After kill -9 of a process that writes to its store, every write reported as durable is still there."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -14,8 +12,6 @@ from api_schemas.rollouts import RolloutState
 from rollout_service.base.errors import StoreError
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.sqlite.schema import Disk
-
-pytestmark = pytest.mark.anyio
 
 WRITER = """
 import itertools, os, sys
@@ -76,7 +72,7 @@ def write_until_killed(path: Path, first: int, acknowledgments: int, disk: Disk)
 
 
 @pytest.mark.parametrize("disk", ["local", "network"])
-async def test_every_acknowledged_write_survives_kill_9(tmp_path: Path, disk: Disk) -> None:
+async def test_every_acknowledged_write_survives_kill_9(tmp_path, disk):
     path = tmp_path / "state" / "store.sqlite3"
     submitted: set[str] = set()
     finished: set[str] = set()
@@ -97,11 +93,10 @@ async def test_every_acknowledged_write_survives_kill_9(tmp_path: Path, disk: Di
     assert finished
 
 
-async def test_two_processes_never_share_a_file(tmp_path: Path) -> None:
+async def test_two_processes_never_share_a_file(tmp_path):
     path = tmp_path / "store.sqlite3"
     with start_writer(path, 0) as writer:
         try:
-            assert writer.stdout is not None
             assert writer.stdout.readline()
             with pytest.raises(StoreError, match=f"pid {writer.pid}") as caught:
                 await SqliteStore.open(path)

@@ -1,7 +1,5 @@
 """Over HTTP, a store that cannot be read or written gives a 503 with a hint, and no data is lost."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -9,7 +7,6 @@ from pathlib import Path
 
 import anyio
 import httpx
-import pytest
 
 from api_schemas.errors import Problem
 from api_schemas.runs import InlineTasks, RunRequest
@@ -17,8 +14,6 @@ from rollout_service.server.api.app import create_app
 from rollout_service.server.lifecycle import Service
 from rollout_service.settings import Settings
 from sandboxes.config import LocalConfig
-
-pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
@@ -46,7 +41,7 @@ def refused(response: httpx.Response) -> Problem:
     return problem
 
 
-async def test_a_database_that_another_program_holds(tmp_path: Path) -> None:
+async def test_a_database_that_another_program_holds(tmp_path):
     async with served(tmp_path) as (client, service):
         await create(service, "held")
         with closing(sqlite3.connect(tmp_path / "rollouts.sqlite3", isolation_level=None)) as other:
@@ -67,7 +62,7 @@ async def test_a_database_that_another_program_holds(tmp_path: Path) -> None:
         assert (await client.delete("/v1/runs/held")).json()["state"] == "ended"
 
 
-async def test_a_database_that_is_damaged(tmp_path: Path) -> None:
+async def test_a_database_that_is_damaged(tmp_path):
     database = tmp_path / "rollouts.sqlite3"
     async with served(tmp_path) as (client, service):
         for number in range(50):

@@ -1,7 +1,5 @@
 """SQLite keeps the heads of groups, and no row of deleted runs."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import AsyncIterator
 
@@ -12,13 +10,11 @@ from api_schemas.runs import RunState
 from rollout_service.base.errors import NotFoundError
 from rollout_service.settings import RetentionSettings
 from rollout_service.store.contract import EncodedSteps
-from rollout_service.store.runs_contract import (
-    GroupClosure,
-)
+from rollout_service.store.runs_contract import GroupClosure
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.clocks import ManualClock
 from tests.support.runs import (
     TASKS,
-    ManualClock,
     close_group,
     create_run,
     end_all,
@@ -27,13 +23,6 @@ from tests.support.runs import (
     new_group,
     without_tokens,
 )
-
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture
@@ -46,7 +35,7 @@ async def stored_heads(store: SqliteStore) -> int:
     return await store._thread.read(lambda db: db.execute("SELECT count(*) FROM group_heads").fetchone()[0])
 
 
-async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(store: SqliteStore) -> None:
+async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(store):
     await create_run(store)
     await make_ready(store, 0, 1)
     assert await stored_heads(store) == 2
@@ -68,7 +57,7 @@ async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(stor
     assert await stored_heads(store) == 0
 
 
-async def test_a_dropped_group_has_no_head(store: SqliteStore) -> None:
+async def test_a_dropped_group_has_no_head(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0), new_group(1)])
     await end_all(store)
@@ -99,7 +88,7 @@ async def all_rows(store: SqliteStore) -> dict[str, int]:
     return await store._thread.read(count)
 
 
-async def test_no_row_is_left_of_what_was_deleted_by_age(store: SqliteStore, clock: ManualClock) -> None:
+async def test_no_row_is_left_of_what_was_deleted_by_age(store, clock):
     await create_run(store)
     await make_ready(store, 0, 1, 2, 3)
     await store.submit(RolloutRequest(rollout_id="plain", task=TASKS[0]))
@@ -152,7 +141,7 @@ GROUPS_OF_ROLLOUTS = {
 }
 
 
-async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(store: SqliteStore) -> None:
+async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(store):
     await with_retries(store)
     assert await groups_of_rollouts(store) == GROUPS_OF_ROLLOUTS
     assert await store.runs.delete_expired(RetentionSettings(settled_group_seconds=0)) == 1
@@ -161,7 +150,7 @@ async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(sto
     assert set(await groups_of_rollouts(store)) == {"a.1.0", "a.1.1"}
 
 
-async def test_unacknowledged_records_are_never_deleted(store: SqliteStore, clock: ManualClock) -> None:
+async def test_unacknowledged_records_are_never_deleted(store, clock):
     await create_run(store)
     await make_ready(store, 0)
     await store.runs.start_groups("a", [new_group(1)])

@@ -1,11 +1,8 @@
 """The SQLite store protects its file, reports failures, commits writes in groups and keeps its limits."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,8 +18,7 @@ from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.sqlite import SqliteStore, thread
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.schema import STORE
-
-pytestmark = pytest.mark.anyio
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -53,7 +49,7 @@ async def submit_many(store: SqliteStore, numbers: range) -> None:
             group.start_soon(store.submit, order(number))
 
 
-async def test_everything_is_still_there_after_a_restart(path: Path) -> None:
+async def test_everything_is_still_there_after_a_restart(path):
     async with await SqliteStore.open(path) as store:
         await submit_many(store, range(5))
         await store.cancel("r3")
@@ -69,9 +65,7 @@ def logs_of(path: Path) -> set[str]:
     return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}
 
 
-async def test_on_a_network_disk_nothing_is_shared_in_memory_and_a_file_of_a_local_disk_is_taken_over(
-    path: Path,
-) -> None:
+async def test_on_a_network_disk_nothing_is_shared_in_memory_and_a_file_of_a_local_disk_is_taken_over(path):
     async with await SqliteStore.open(path) as store:
         await submit_many(store, range(5))
         assert logs_of(path) == {"-wal", "-shm"}
@@ -84,7 +78,7 @@ async def test_on_a_network_disk_nothing_is_shared_in_memory_and_a_file_of_a_loc
         assert await store.counts() == {RolloutState.QUEUED: 8}
 
 
-async def test_writes_that_wait_share_a_commit(path: Path) -> None:
+async def test_writes_that_wait_share_a_commit(path):
     statements: list[str] = []
     async with await SqliteStore.open(path) as store:
         await store._thread.read(lambda db: db.set_trace_callback(statements.append))
@@ -92,7 +86,7 @@ async def test_writes_that_wait_share_a_commit(path: Path) -> None:
         assert 1 <= statements.count("COMMIT") <= 20
 
 
-async def test_the_event_loop_runs_while_the_disk_is_waited_for(path: Path) -> None:
+async def test_the_event_loop_runs_while_the_disk_is_waited_for(path):
     async with await SqliteStore.open(path) as store:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -103,7 +97,7 @@ async def test_the_event_loop_runs_while_the_disk_is_waited_for(path: Path) -> N
         assert await store.counts() == {RolloutState.QUEUED: 1}
 
 
-async def test_an_open_store_is_not_opened_again(path: Path) -> None:
+async def test_an_open_store_is_not_opened_again(path):
     async with await SqliteStore.open(path):
         with pytest.raises(StoreError, match="in use by the process with pid"):
             await SqliteStore.open(path)
@@ -112,7 +106,7 @@ async def test_an_open_store_is_not_opened_again(path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2])
-async def test_a_file_with_another_schema_is_refused_and_left_alone(path: Path, version: int) -> None:
+async def test_a_file_with_another_schema_is_refused_and_left_alone(path, version):
     async with await SqliteStore.open(path):
         pass
     with closing(sqlite3.connect(path)) as db:
@@ -123,7 +117,7 @@ async def test_a_file_with_another_schema_is_refused_and_left_alone(path: Path, 
         assert "release that wrote it" in caught.value.hint
 
 
-async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start(path: Path) -> None:
+async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start(path):
     path.parent.mkdir()
     broken = dataclasses.replace(STORE, tables=STORE.tables + "CREATE TABLE rollouts (x);")
     with pytest.raises(StoreError, match="already exists"):
@@ -135,9 +129,7 @@ async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start
 
 
 @pytest.mark.parametrize("waits", [None, {"calc": 0.0}])
-async def test_a_damaged_record_fails_its_rollout_and_no_other(
-    path: Path, waits: dict[str, float] | None
-) -> None:
+async def test_a_damaged_record_fails_its_rollout_and_no_other(path, waits):
     async with await SqliteStore.open(path) as store:
         for number in (1, 2):
             await store.submit(order(number))
@@ -151,7 +143,7 @@ async def test_a_damaged_record_fails_its_rollout_and_no_other(
         assert (newest.subject, newest.data["state"], newest.data["code"]) == ("r1", "failed", "record_lost")
 
 
-async def test_a_database_of_another_program_is_refused(path: Path) -> None:
+async def test_a_database_of_another_program_is_refused(path):
     path.parent.mkdir()
     with closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE theirs (x)")
@@ -159,21 +151,21 @@ async def test_a_database_of_another_program_is_refused(path: Path) -> None:
         await SqliteStore.open(path)
 
 
-async def test_a_file_that_is_not_a_database_is_refused_with_a_hint(path: Path) -> None:
+async def test_a_file_that_is_not_a_database_is_refused_with_a_hint(path):
     write(path, b"not a database, but long enough to have a header" * 100)
     with pytest.raises(StoreError, match="not a database") as caught:
         await SqliteStore.open(path)
     assert "restore a backup" in caught.value.hint
 
 
-async def test_a_path_that_cannot_be_created_is_refused_with_a_hint(tmp_path: Path) -> None:
+async def test_a_path_that_cannot_be_created_is_refused_with_a_hint(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match="cannot be opened") as caught:
         await SqliteStore.open(tmp_path / "file" / "store.sqlite3")
     assert "writable" in caught.value.hint
 
 
-async def test_damage_is_reported_with_a_hint(path: Path) -> None:
+async def test_damage_is_reported_with_a_hint(path):
     async with await SqliteStore.open(path) as store:
         await submit_many(store, range(300))
     spoil(path)
@@ -183,7 +175,7 @@ async def test_damage_is_reported_with_a_hint(path: Path) -> None:
     assert "damaged" in caught.value.hint
 
 
-async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path: Path) -> None:
+async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path):
     async with await SqliteStore.open(path) as store:
         wrong = partial(store._thread.read, lambda db: db.execute("SELECT name FROM nowhere"))
         with anyio.fail_after(10), pytest.raises(DefectError, match="no such table: nowhere") as caught:
@@ -192,7 +184,7 @@ async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path: Path) 
         assert store.problem is None
 
 
-async def test_a_full_disk_is_waited_for(path: Path) -> None:
+async def test_a_full_disk_is_waited_for(path):
     async with await SqliteStore.open(path) as store:
         await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())
         with anyio.fail_after(30):
@@ -206,7 +198,7 @@ async def test_a_full_disk_is_waited_for(path: Path) -> None:
         assert await store.get("r1") is not None
 
 
-async def test_a_full_disk_fails_one_write_and_later_writes_succeed(path: Path) -> None:
+async def test_a_full_disk_fails_one_write_and_later_writes_succeed(path):
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
         pages = await store._thread.read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
@@ -250,7 +242,7 @@ def delete_the_log(path: Path) -> None:
 
 
 @pytest.mark.parametrize("lose", [delete, move, replace, delete_the_log])
-async def test_a_file_that_was_lost_takes_no_write(path: Path, lose: Callable[[Path], None]) -> None:
+async def test_a_file_that_was_lost_takes_no_write(path, lose):
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
         await store.submit(order(1))
@@ -265,25 +257,21 @@ async def test_a_file_that_was_lost_takes_no_write(path: Path, lose: Callable[[P
         assert [line["event"] for line in logs] == ["the store fails"]
 
 
-async def test_work_goes_on_once_a_lost_file_is_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_goes_on_once_a_lost_file_is_back(path, monkeypatch):
     monkeypatch.setattr(thread, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(thread, "PROBLEM_SECONDS", 0.0)
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
         move(path)
-        with anyio.fail_after(20):
-            while store.problem is None:
-                await anyio.sleep(0.01)
+        await until(lambda: store.problem is not None, 20)
         await anyio.Path(path.parent.with_name("moved")).rename(path.parent)
-        with anyio.fail_after(20):
-            while store.problem is not None:
-                await anyio.sleep(0.01)
+        await until(lambda: store.problem is None, 20)
         await store.submit(order(1))
     async with await SqliteStore.open(path) as store:
         assert await store.counts() == {RolloutState.QUEUED: 2}
 
 
-async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(path: Path) -> None:
+async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(path):
     async with await SqliteStore.open(path) as store:
         await store._thread.read(lambda db: db.execute("PRAGMA busy_timeout = 50").fetchone())
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -301,7 +289,7 @@ async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(
         assert await store.counts() == {RolloutState.QUEUED: 2}
 
 
-async def test_old_events_and_tombstones_are_dropped(path: Path) -> None:
+async def test_old_events_and_tombstones_are_dropped(path):
     fill_events = """
         INSERT INTO events (time, kind, subject, data)
         WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 102500)
@@ -320,7 +308,7 @@ async def test_old_events_and_tombstones_are_dropped(path: Path) -> None:
         assert [tuple(row) for row in rows] == [("newest",)]
 
 
-async def test_the_database_itself_refuses_to_change_a_terminal_rollout(path: Path) -> None:
+async def test_the_database_itself_refuses_to_change_a_terminal_rollout(path):
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
         await store.cancel("r0")
@@ -329,7 +317,7 @@ async def test_the_database_itself_refuses_to_change_a_terminal_rollout(path: Pa
         assert await store.counts() == {RolloutState.CANCELLED: 1}
 
 
-async def test_a_job_that_fails_half_way_leaves_nothing(path: Path) -> None:
+async def test_a_job_that_fails_half_way_leaves_nothing(path):
     def half(db: sqlite3.Connection) -> None:
         db.execute("INSERT INTO tombstones (rollout_id) VALUES ('half')")
         raise LookupError("on the way")

@@ -1,7 +1,5 @@
 """A real service sends traces over OTLP/HTTP, tells engines of them, and is not harmed by a collector that is gone."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator
@@ -62,9 +60,7 @@ def tree(spans: list[Span]) -> set[tuple[str, str]]:
     return {(names.get(span.parent_span_id, span.parent_span_id.hex()), span.name) for span in spans}
 
 
-def test_a_rollout_is_one_trace_that_continues_the_callers(
-    tmp_path: Path, engine: ScriptedEngine, spans: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_is_one_trace_that_continues_the_callers(tmp_path, engine, spans, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", spans.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # nothing is sent before the shutdown
     with service(tmp_path, None, config(engine), turns=TURNS) as server:
@@ -100,9 +96,7 @@ def test_a_rollout_is_one_trace_that_continues_the_callers(
     assert all(line.get("trace_id", TRACE) == TRACE for line in lines)
 
 
-def test_a_crash_and_a_restart_continue_the_trace(
-    tmp_path: Path, engine: ScriptedEngine, spans: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_and_a_restart_continue_the_trace(tmp_path, engine, spans, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{spans.url}/v1/traces")
     with service(tmp_path, None, config(engine)) as server:
         eventually(lambda: httpx.get(f"{server.url}/ready").is_success, server.log_file)
@@ -124,9 +118,7 @@ def test_a_crash_and_a_restart_continue_the_trace(
     assert attributes(root)["rollout.attempt"] == result["attempt"]
 
 
-def test_a_collector_that_is_gone_harms_nothing(
-    tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collector_that_is_gone_harms_nothing(tmp_path, engine, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -146,9 +138,7 @@ def count(server: Running, sample: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sample))
 
 
-def test_nothing_is_imported_or_sent_unless_it_is_asked_for(
-    tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_imported_or_sent_unless_it_is_asked_for(tmp_path, engine, monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
     with service(tmp_path, None, config(engine)) as server:

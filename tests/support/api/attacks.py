@@ -439,20 +439,10 @@ async def files_of_the_host(target: Target) -> None:
         secret, link = anyio.Path(folder, "secret.jsonl"), anyio.Path(folder, "link.jsonl")
         await secret.write_text('{"question": "SECRET", "answer": "1"}\n')
         await link.symlink_to(secret)
-        async with (
-            engine,
-            client(target, target.admin) as admin,
-            client(target, target.submit) as http,
-        ):
+        async with engine, client(target, target.admin) as admin, client(target, target.submit) as http:
             added = await admin.post("/v1/backends", json={"url": engine.url})
             assert added.status_code in {200, 201}, added.text
-            for path in (
-                secret,
-                link,
-                folder + "/none.jsonl",
-                "~/none.jsonl",
-                "/proc/self/environ.jsonl",
-            ):
+            for path in (secret, link, folder + "/none.jsonl", "~/none.jsonl", "/proc/self/environ.jsonl"):
                 source = {"kind": "file", "path": str(path), "environment": "math"}
                 body = {"source": source, "group_size": 1, "batch_size": 1}
                 answer = await http.post("/v1/runs", json=body)

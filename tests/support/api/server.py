@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import httpx
 
 from tests.support.processes.children import killed
@@ -49,6 +50,15 @@ def api_server(
             finally:
                 process.terminate()
                 process.wait(30)
+
+
+@contextmanager
+def filled_server(folder: Path, fill: Callable[[Path], Awaitable[None]]) -> Iterator[str]:
+    """Serve a store that `fill` has written to; yield the address."""
+    (folder / "state").mkdir()
+    anyio.run(fill, folder / "state" / "rollouts.sqlite3")
+    with api_server(folder) as server:
+        yield server.url
 
 
 def _wait_until_started(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -1,7 +1,5 @@
 """axe-core on a page: what keeps people with a keyboard, a screen reader or weak eyes from using it."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.resources import files
 

@@ -1,7 +1,5 @@
 """Answers of a busy service, valid by the API's schema, for tests of pages that need no service."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 from api_schemas.inference import BackendState, BackendView

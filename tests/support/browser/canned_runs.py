@@ -1,7 +1,5 @@
 """A run that is in progress, its history and its groups, and a live session, valid by the API's schema."""
 
-from __future__ import annotations
-
 import math
 from datetime import datetime, timedelta
 from typing import Any
@@ -11,13 +9,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.sessions import MarkReason, MaskReason, NextState, TurnMark, Votes
 from api_schemas.runs import InlineTasks, Run, RunCounts, RunPage, RunRequest, RunState
 from api_schemas.runs.history import GroupPage, GroupRow, GroupSampleRow, RunHistory
-from api_schemas.sessions import (
-    LiveSession,
-    SessionCounts,
-    SessionPage,
-    SessionPart,
-    SessionState,
-)
+from api_schemas.sessions import LiveSession, SessionCounts, SessionPage, SessionPart, SessionState
 from api_schemas.tasks import Task
 from tests.support.browser.canned import now
 

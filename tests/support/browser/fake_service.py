@@ -1,7 +1,5 @@
 """The dashboard's files with answers that a test chooses: for pages alone, without a service behind them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator

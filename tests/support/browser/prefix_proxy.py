@@ -1,7 +1,5 @@
 """A reverse proxy that serves another server below a prefix, as portals of clusters and notebooks do."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 

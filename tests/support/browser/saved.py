@@ -1,7 +1,5 @@
 """A saved page of a canned rollout, made as the service makes it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

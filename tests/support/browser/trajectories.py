@@ -1,7 +1,5 @@
 """Trajectories to look at: made of tokens that a test chooses, and answered as the API answers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

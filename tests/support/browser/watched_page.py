@@ -1,7 +1,5 @@
 """A page of a real browser that notices what must not happen: errors, refused scripts, requests to other hosts."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Requests and answers that the tests of the gateway's dialects share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

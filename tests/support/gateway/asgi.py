@@ -1,7 +1,5 @@
 """A gateway of one session in this process, without sockets, whose engine answers at once."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from rollout_service.gateway.sessions.session import GatewaySession, SessionPlac
 from rollout_service.http.requests import BodiesInFlight
 from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
+from tests.support.samples import generation
 
 CONTEXT = 4_096
 PATHS: Mapping[Dialect, str] = {
@@ -58,15 +57,9 @@ class ReadyEngine:
         self.requests.append(request)
         await anyio.lowlevel.checkpoint()
         ids = self.ids[: request.sampling.max_new_tokens]
-        return Generation(
-            output_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            versions=[0] * len(ids),
-            finish_reason=FinishReason.STOP if len(ids) == len(self.ids) else FinishReason.LENGTH,
-            prompt_tokens=len(request.input_ids),
-            cached_tokens=0,
-            backend_id="ready",
-            engine_seconds=0.0,
+        finish = FinishReason.STOP if len(ids) == len(self.ids) else FinishReason.LENGTH
+        return generation(
+            ids, versions=[0] * len(ids), finish_reason=finish, prompt_tokens=len(request.input_ids)
         )
 
     def release(self, affinity: str) -> None:

@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import Generation
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import (
     AnswerEnd,
@@ -22,6 +21,7 @@ from rollout_service.gateway.contract import (
     TextDelta,
 )
 from rollout_service.tokens import ChatRenderer
+from tests.support.samples import generation
 
 BASH = {
     "type": "function",
@@ -134,18 +134,10 @@ def answer(
         size = random.randint(1, 7)
         events += planned.feed(ids[at : min(at + size, fed)])
         at = min(at + size, fed)
-    generation = Generation(
-        output_ids=ids,
-        logprobs=[-0.5] * len(ids),
-        versions=[1] * len(ids),
-        finish_reason=finish,
-        prompt_tokens=len(planned.prompt_ids),
-        cached_tokens=planned.known,
-        backend_id="b",
-        engine_seconds=0.0,
-    )
-    events += planned.finish(generation)
-    capture.record(planned, generation, delivered=delivered)
+    prompt, known = len(planned.prompt_ids), planned.known
+    answer = generation(ids, finish_reason=finish, prompt_tokens=prompt, cached_tokens=known)
+    events += planned.finish(answer)
+    capture.record(planned, answer, delivered=delivered)
     *told, end = events
     assert isinstance(end, AnswerEnd)
     calls: list[ClientToolCall] = []

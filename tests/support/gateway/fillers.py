@@ -7,8 +7,6 @@ scripted model answered is the project's own and stays, also where the agent ech
 tests are about.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ A job has a name, which its prompt contains, so one engine serves many programs 
 prompt: they go on where an interrupted one ended, at whichever engine.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -132,7 +130,6 @@ class Job:
     def answer(self, number: int) -> str:
         """Return an answer as the model writes it: a step's call, or the end."""
         check = get_harness(self.harness).check
-        assert check is not None
         command = self.command(number) if number < self.steps else check.end
         call = (
             None if command is None else {"name": check.tool, "arguments": _filled(check.arguments, command)}

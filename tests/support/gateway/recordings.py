@@ -5,8 +5,6 @@ of the agents are replaced by fillers; `python -m tests.support.gateway.fillers`
 for the element at this place of the request before; in the place of headers or a field, `=previous` for all of it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

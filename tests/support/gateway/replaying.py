@@ -1,7 +1,5 @@
 """Recorded conversations of real agents, replayed through capture with answers that are written anew."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

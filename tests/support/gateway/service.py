@@ -1,7 +1,5 @@
 """A service in this process whose policy is a scripted engine that writes Qwen3's format, and its gateway."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

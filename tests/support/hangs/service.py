@@ -1,7 +1,5 @@
 """A service in this process with an environment whose agent runs one bash command, and what it says of hangs."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence

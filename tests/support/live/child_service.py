@@ -3,8 +3,6 @@
 Every id that the policy's engine samples is kept, so that what is recorded can be compared with what was sent.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -132,7 +130,6 @@ def trained(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
     """Return the sampled ids of the usable turns."""
     found: dict[int, list[int]] = {}
     for rollout in rollouts:
-        assert rollout.trajectory is not None
         for segment in rollout.trajectory.segments:
             rows = zip(segment.token_ids, segment.loss_mask, segment.turn_ids, strict=True)
             for token, mask, turn in rows:

@@ -12,7 +12,6 @@ import anyio
 from anyio.abc import TaskGroup
 from prometheus_client import CollectorRegistry
 
-from api_schemas.trajectories import FinishReason
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import GenerateRequest, Generation, TokenSink
 from rollout_service.engines.kinds.token_stream import as_one_chunk
@@ -32,6 +31,7 @@ from rollout_service.settings.http import GatewaySettings
 from rollout_service.settings.live import LiveSettings
 from rollout_service.store import Store
 from tests.support.live.parts import LiveBench
+from tests.support.samples import generation
 from tests.unit.live.test_replay import RENDERER
 
 CONTEXT = 100_000
@@ -60,19 +60,10 @@ class SaidBefore:
         """Say it."""
         _ = affinity
         ids = RENDERER.encode(f"{self.says}<|im_end|>")
-        generation = Generation(
-            output_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            versions=[1] * len(ids),
-            finish_reason=FinishReason.STOP,
-            prompt_tokens=len(request.input_ids),
-            cached_tokens=0,
-            backend_id="engine",
-            engine_seconds=0.0,
-        )
+        answer = generation(ids, prompt_tokens=len(request.input_ids), backend_id="engine")
         if on_tokens is not None:
-            as_one_chunk(generation, on_tokens)
-        return generation
+            as_one_chunk(answer, on_tokens)
+        return answer
 
     def release(self, affinity: str) -> None:
         """Do nothing."""
@@ -175,7 +166,6 @@ class LiveNode(LiveBench):
             raise made.error
         made.deliver()
         await self._tasks.settled()
-        assert made.observer is not None
         return not made.observer.unrecorded_because
 
     async def expire(self) -> None:

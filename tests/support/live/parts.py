@@ -1,7 +1,5 @@
 """A run of live sessions at work: real stores, closing, delivery and attempts, without engines."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace

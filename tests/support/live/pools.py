@@ -1,21 +1,15 @@
 """Pools whose engines are scripted by functions of a request, for teachers and hints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import (
-    NOTHING_RETURNED,
-    GenerateRequest,
-    Generation,
-    ReturnedExtras,
-)
+from rollout_service.engines.contract import NOTHING_RETURNED, GenerateRequest, Generation, ReturnedExtras
 from rollout_service.engines.errors import NoBackendError
 from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.tokens import ChatRenderer
+from tests.support import samples
 
 Answers = Callable[[GenerateRequest], ReturnedExtras]
 
@@ -23,15 +17,12 @@ Answers = Callable[[GenerateRequest], ReturnedExtras]
 def generation(extras: ReturnedExtras = NOTHING_RETURNED, *, version: int | None = 3) -> Generation:
     """Return an answer of one token, or of none."""
     some = [] if version is None else [1]
-    return Generation(
-        output_ids=some,
+    return samples.generation(
+        some,
         logprobs=[-0.1 for _ in some],
         versions=[] if version is None else [version],
         finish_reason=FinishReason.LENGTH,
-        prompt_tokens=1,
-        cached_tokens=0,
         backend_id="engine",
-        engine_seconds=0.0,
         extras=extras,
     )
 

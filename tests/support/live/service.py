@@ -1,7 +1,5 @@
 """A service in this process that serves live sessions, and its users' agents."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -43,9 +41,10 @@ class LiveService:
         return OpenedSession.model_validate(answer.json())
 
     async def ask(
-        self, key: str, *contents: str, headers: dict[str, str] | None = None, **fields: Any
+        self, key: str | None, *contents: str, headers: dict[str, str] | None = None, **fields: Any
     ) -> httpx.Response:
         """Send messages with the contents of user and assistant in turn to the gateway's Chat Completions."""
+        assert key is not None, "a session that was open before does not show its key"
         roles = ("user", "assistant")
         messages = [{"role": roles[n % 2], "content": content} for n, content in enumerate(contents)]
         async with httpx.AsyncClient(base_url=self.gateway_url, timeout=30) as http:

@@ -1,7 +1,5 @@
 """Sessions and turns for tests of stores of live sessions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from api_schemas.rollouts.sessions import MarkReason, TurnKind

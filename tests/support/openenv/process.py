@@ -23,13 +23,11 @@ class RealOpenEnv:
 
     def play(self, url: str, reset: dict[str, Any], *actions: dict[str, Any]) -> dict[str, Any]:
         """Play with the package's own client."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"url": url, "reset": reset, "actions": actions}) + "\n")
         self._process.stdin.flush()
         return self._reply()
 
     def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the process with OpenEnv has ended; its errors are above"
         reply: dict[str, Any] = json.loads(line)

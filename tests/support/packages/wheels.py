@@ -3,8 +3,6 @@
 uv, the build backend and the package index are those that the scripts use.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -26,12 +24,7 @@ def uv(*arguments: str | Path, stdin: str | None = None) -> str:
     # uv must use the scripts' Python, not that of the tests' environment.
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     done = subprocess.run(
-        [str(part) for part in command],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=environ,
-        check=False,
+        [str(part) for part in command], input=stdin, capture_output=True, text=True, env=environ, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -49,7 +49,6 @@ class Terminal:
         start = len(self._shown())
         script = self._log.with_suffix(f".{self._pasted}.sh")
         script.write_text(text)
-        assert self._process.stdin is not None
         self._process.stdin.write(f". {script} </dev/null\necho {PASTED}\n")
         self._process.stdin.flush()
         until = time.monotonic() + BLOCK_SECONDS
@@ -73,7 +72,6 @@ class Terminal:
 
     def close(self) -> None:
         """Close the terminal, whatever runs in it."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.kill()
         self._process.wait()
@@ -119,7 +117,6 @@ def _namespaces(*, own_network: bool) -> Iterator[list[str]]:
         ["unshare", *flags, "sh", "-c", line], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             (child,) = psutil.Process(process.pid).children()
             yield ["nsenter", "--target", str(child.pid), "--pid", "--mount", *network, "--wd=."]

@@ -7,8 +7,6 @@ touched, then the others in an order that turns with each commit, so that all ha
 counts as neither passed nor failed; the summary and a file name it.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time

@@ -38,7 +38,6 @@ _AWAITED = {"ag": "ag_await", "cr": "cr_await", "gi": "gi_yieldfrom"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    assert sys.__stderr__ is not None
     config.stash[_LOG] = os.dup(sys.__stderr__.fileno())
 
 

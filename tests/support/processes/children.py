@@ -43,7 +43,6 @@ def held(pid: int) -> Iterator[None]:
     with killed(
         subprocess.Popen([sys.executable, "-c", TRACER, str(pid)], stdin=pipe, stdout=pipe)
     ) as tracer:
-        assert tracer.stdout is not None
         assert tracer.stdout.readline() == b"held\n"
         yield
 

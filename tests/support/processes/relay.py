@@ -1,7 +1,5 @@
 """A relay between a client and a server, for tests that cut connections between them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit

@@ -5,11 +5,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 
 START_SECONDS = 90.0
@@ -45,6 +47,37 @@ class Running:
         about = re.compile("store|Redis|folder")
         said = [line for line in lines if "queued_again" not in line]
         return [line["event"] for line in said if about.search(f"{line['event']} {line.get('error')}")]
+
+    def get(self, path: str, **params: Any) -> Any:
+        """Return the JSON of an answer."""
+        return httpx.get(f"{self.url}{path}", params=params, timeout=60).raise_for_status().json()
+
+    def ready(self) -> httpx.Response:
+        return httpx.get(f"{self.url}/ready", timeout=60)
+
+    def submit(self, name: str, environment: str = "echo", *, wait: float = 0) -> httpx.Response:
+        """Submit a rollout, whose instance is the number at the end of its name."""
+        number = int(re.sub(r"\D", "", name) or 1)
+        order = {"rollout_id": name, "task": {"environment": environment, "instance": {"number": number}}}
+        return httpx.post(f"{self.url}/v1/rollouts", params={"wait": wait}, json=order, timeout=90)
+
+    def submit_all(self, numbers: Iterable[int]) -> None:
+        """Submit rollouts with the names r0, r1 and so on."""
+        for number in numbers:
+            self.submit(f"r{number}").raise_for_status()
+
+    def counts(self) -> dict[str, int]:
+        """Return how many rollouts are in each state."""
+        return self.get("/v1/rollouts", limit=1)["counts"]
+
+    def state(self, name: str) -> str:
+        return self.get(f"/v1/rollouts/{name}")["state"]
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
+        return next(
+            (float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")), 0.0
+        )
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send it a signal."""
@@ -109,16 +142,20 @@ def service(
     arguments += [] if "--port" in flags else ["--port", "0"]
     with running("service", arguments, folder) as server:
         # The log is kept through restarts: each start adds a line.
-        eventually(
-            lambda: server.url in server.log or server.process.poll() is not None,
-            server.log_file,
-        )
+        eventually(lambda: server.url in server.log or server.process.poll() is not None, server.log_file)
         yield server
 
 
-def eventually(condition: Callable[[], bool], log: Path, seconds: float = START_SECONDS) -> None:
-    """Wait until a condition holds, or fail with the end of the log."""
+def eventually(
+    condition: Callable[[], Any],
+    where: Running | Path | Iterable[Running] = (),
+    seconds: float = START_SECONDS,
+) -> None:
+    """Wait until a condition holds, or fail with the ends of the logs."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, log.read_text()[-4_000:]
+        if time.monotonic() > deadline:
+            shown = [where] if isinstance(where, Running | Path) else where
+            logs = [one if isinstance(one, Path) else one.log_file for one in shown]
+            raise AssertionError([log.read_text()[-4_000:] for log in logs])
         time.sleep(0.02)

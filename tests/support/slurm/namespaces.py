@@ -150,7 +150,6 @@ class Network:
 
     def _keep(self, command: Sequence[str]) -> None:
         """Run a command in the shell that keeps the namespaces."""
-        assert self.process.stdin is not None
         self.process.stdin.write(f"exec {shlex.join(command)}\n")
         self.process.stdin.flush()
         code = self.process.stdout.readline()

@@ -1,7 +1,5 @@
 """A small file system of its own for a test, without root: it is filled, made read-only, and is gone after the test."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,7 +55,6 @@ def small_disk(point: Path, size: str = "2m") -> Iterator[SmallDisk]:
     command = [*namespaces, "sh", "-c", HOLD, "sh", str(point), size]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
-            assert holder.stdout is not None
             assert holder.stdout.readline() == "mounted\n"
             yield SmallDisk(Path(f"/proc/{holder.pid}/root{point}"), point, holder.pid)
         finally:

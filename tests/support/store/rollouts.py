@@ -1,26 +1,14 @@
 """Rollouts for tests of stores."""
 
-from __future__ import annotations
-
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from api_schemas.trajectories import Message, Trajectory
 from rollout_service.store import Lease
+from tests.support.samples import segment, trajectory
 
-TRAJECTORY = Trajectory(
-    segments=[
-        Segment(
-            token_ids=list(range(1_000)),
-            loss_mask=[1] * 1_000,
-            logprobs=[-0.25] * 1_000,
-            versions=[3] * 1_000,
-            turn_ids=[0] * 1_000,
-            fork_reason=ForkReason.FIRST,
-        )
-    ],
+TRAJECTORY = trajectory(
+    segment(list(range(1_000)), logprobs=[-0.25] * 1_000),
     messages=[Message(role="user", content="What is 12 * 30?")],
-    finish_reasons=[FinishReason.STOP],
-    fork_counts={ForkReason.FIRST: 1},
 )
 
 

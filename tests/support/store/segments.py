@@ -1,7 +1,5 @@
 """A ledger of segment files in memory, and a folder whose operations fail on demand."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """Rollouts with sub-agents, for tests of what keeps and returns them."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from hypothesis import strategies as st
@@ -18,7 +16,8 @@ from api_schemas.rollouts.trees import (
     Work,
 )
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from api_schemas.trajectories import Message, Trajectory
+from tests.support.samples import segment, trajectory
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NAMES = st.text(max_size=12)
@@ -28,19 +27,10 @@ SECONDS = st.floats(0, 1e9)
 
 def conversation(tokens: int, *, mask: int, text: str = "hello") -> Trajectory:
     """Return a trajectory of one segment."""
-    segment = Segment(
-        token_ids=list(range(tokens)),
-        loss_mask=[mask] * tokens,
-        logprobs=[-0.5] * tokens,
-        versions=[3] * tokens,
-        turn_ids=[0] * tokens,
-        fork_reason=ForkReason.FIRST,
-    )
-    return Trajectory(
-        segments=[segment],
+    columns = {"logprobs": [-0.5] * tokens, "versions": [3] * tokens, "turn_ids": [0] * tokens}
+    return trajectory(
+        segment(list(range(tokens)), [mask] * tokens, **columns),
         messages=[Message(role="assistant", content=text)],
-        finish_reasons=[FinishReason.STOP],
-        fork_counts={ForkReason.FIRST: 1},
     )
 
 

@@ -1,7 +1,5 @@
 """Runs a command on a terminal of its own, and reads what it draws."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """The record of what attempts do and wait for."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -26,8 +24,6 @@ from rollout_service.activity import (
 )
 from rollout_service.base.errors import UnavailableError
 
-pytestmark = pytest.mark.anyio
-
 
 class Seen(StepObserver):
     def __init__(self) -> None:
@@ -51,7 +47,7 @@ class Seen(StepObserver):
         self.events.append(f"finished {activity.rollout_id}")
 
 
-async def test_an_activity_is_on_the_board_as_long_as_its_block_lasts() -> None:
+async def test_an_activity_is_on_the_board_as_long_as_its_block_lasts():
     board, seen = ActivityBoard(), Seen()
     board.observe(seen)
     with board.working("r1", attempt=2, environment="calc", run_id="a", group=3) as activity:
@@ -68,7 +64,7 @@ async def test_an_activity_is_on_the_board_as_long_as_its_block_lasts() -> None:
     assert seen.events == ["began r1", "opened setup", "closed setup None", "finished r1"]
 
 
-async def test_an_error_ends_its_step_and_leaves_its_code() -> None:
+async def test_an_error_ends_its_step_and_leaves_its_code():
     board = ActivityBoard()
     with board.working("r1", attempt=1, environment="calc") as activity:
         with pytest.raises(UnavailableError), waits_for(StepKind.STORE):
@@ -85,14 +81,14 @@ async def test_an_error_ends_its_step_and_leaves_its_code() -> None:
     assert all(step.task is None for step in activity.ended), "a task that is over is not kept"
 
 
-async def test_outside_of_an_attempt_a_step_is_noted_nowhere() -> None:
+async def test_outside_of_an_attempt_a_step_is_noted_nowhere():
     with waits_for(StepKind.ENGINE, "e1") as step:
         step.move(tokens=3)
         assert current_activity() is None
     assert step.ended is None
 
 
-async def test_what_is_noted_within_a_block_is_part_of_every_step_in_it() -> None:
+async def test_what_is_noted_within_a_block_is_part_of_every_step_in_it():
     board = ActivityBoard()
     with board.working("r1", attempt=1, environment="calc") as activity:
         with noting(turn=3, segment=0), waits_for(StepKind.POOL_QUEUE) as outer:
@@ -109,7 +105,7 @@ async def test_what_is_noted_within_a_block_is_part_of_every_step_in_it() -> Non
     ]
 
 
-async def test_tasks_have_lanes_of_their_own_and_lanes_within_lanes() -> None:
+async def test_tasks_have_lanes_of_their_own_and_lanes_within_lanes():
     board, lanes = ActivityBoard(), []
 
     async def work(name: str) -> None:
@@ -127,7 +123,7 @@ async def test_tasks_have_lanes_of_their_own_and_lanes_within_lanes() -> None:
     assert sorted(step.lane for step in activity.ended) == ["1", "2"]
 
 
-async def test_another_task_can_work_for_an_attempt() -> None:
+async def test_another_task_can_work_for_an_attempt():
     board = ActivityBoard()
 
     async def serve(activity: Activity) -> None:
@@ -142,7 +138,7 @@ async def test_another_task_can_work_for_an_attempt() -> None:
     assert [step.kind for step in activity.ended] == [StepKind.ENGINE]
 
 
-async def test_an_attempt_keeps_a_bounded_number_of_steps_and_counts_the_others() -> None:
+async def test_an_attempt_keeps_a_bounded_number_of_steps_and_counts_the_others():
     board = ActivityBoard()
     with board.working("r1", attempt=1, environment="calc") as activity:
         for _ in range(MAX_STEPS + 7):
@@ -151,7 +147,7 @@ async def test_an_attempt_keeps_a_bounded_number_of_steps_and_counts_the_others(
     assert (len(activity.ended), activity.dropped) == (MAX_STEPS, 7)
 
 
-async def test_a_rollout_that_is_back_at_once_stays_on_the_board() -> None:
+async def test_a_rollout_that_is_back_at_once_stays_on_the_board():
     board = ActivityBoard()
     first = board.working("r1", attempt=1, environment="calc")
     first.__enter__()
@@ -161,7 +157,7 @@ async def test_a_rollout_that_is_back_at_once_stays_on_the_board() -> None:
 
 
 @given(st.recursive(st.just([]), lambda children: st.lists(children, max_size=4), max_leaves=30))
-def test_steps_of_nested_blocks_are_nested(tree: list[object]) -> None:
+def test_steps_of_nested_blocks_are_nested(tree):
     async def work(nodes: list[object]) -> None:
         for node in nodes:
             with waits_for(StepKind.TOOL):

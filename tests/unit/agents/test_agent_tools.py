@@ -17,7 +17,6 @@ from rollout_service.agents.tool_calling.tools import (
 from rollout_service.base.errors import ConfigurationError
 from sandboxes.errors import SandboxClosedError
 
-pytestmark = pytest.mark.anyio
 TOOLS = by_name(BUILTIN_TOOLS)
 
 

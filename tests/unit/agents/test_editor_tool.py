@@ -10,7 +10,6 @@ from rollout_service.agents.tool_calling import editor
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError, by_name
 
-pytestmark = pytest.mark.anyio
 EDITOR = by_name(BUILTIN_TOOLS)["str_replace_editor"]
 
 

@@ -6,7 +6,6 @@ from rollout_service.agents.tool_calling import builtin_tools
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError, by_name
 
-pytestmark = pytest.mark.anyio
 TOOLS = by_name(BUILTIN_TOOLS)
 
 

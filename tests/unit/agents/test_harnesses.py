@@ -34,8 +34,6 @@ from rollout_service.episodes import Episode, EpisodeLimits
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, SandboxSpec, make_provider
 
-pytestmark = pytest.mark.anyio
-
 ASK = "import os, sys, urllib.request; print(urllib.request.urlopen(os.environ['GATEWAY']).read().decode())"
 ASKING = {"name": "command", "env": {"GATEWAY": "$url/$key"}}
 

@@ -16,7 +16,6 @@ from rollout_service.base.errors import describe
 from tests.support import mcp_server
 from tests.support.web_server import web_server
 
-pytestmark = pytest.mark.anyio
 SERVER = str(Path(mcp_server.__file__))
 
 

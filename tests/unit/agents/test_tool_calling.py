@@ -22,7 +22,6 @@ from rollout_service.testing.scripted_policy import (
 )
 from sandboxes.errors import SandboxStartError
 
-pytestmark = pytest.mark.anyio
 TASK = [Message(role="user", content="Do it.")]
 
 

@@ -1,31 +1,29 @@
-"""The bodies that are read at once are bounded together, and no sender keeps out the others."""
+"""Bodies of requests and answers are bounded and whole, and nothing in between changes them."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message
+from structlog.testing import capture_logs
 
 from rollout_service.base.errors import TooManyBytesError
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
 from rollout_service.server.api.app import create_app
+from rollout_service.server.api.routes.support.shared_answers import MAX_BUFFERED_CHUNKS, BufferedResponse
 from rollout_service.server.api.routes.support.strict import MAX_CONTAINERS
 from rollout_service.settings import load_settings
-
-pytestmark = pytest.mark.anyio
 
 MOST, LARGEST = 1_000, 100
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, LARGEST), st.booleans()), max_size=60)
 
 
 @given(STEPS)
-async def test_a_sender_is_given_no_more_than_is_left_for_the_others(
-    steps: list[tuple[str, int, bool]],
-) -> None:
+async def test_a_sender_is_given_no_more_than_is_left_for_the_others(steps):
     bodies = BodiesInFlight(MOST, LARGEST, wait_seconds=0)
     held: list[tuple[str, int, HeldBytes]] = []
     for owner, size, ends in steps:
@@ -46,7 +44,7 @@ async def test_a_sender_is_given_no_more_than_is_left_for_the_others(
     await bodies.reading("a").grow_to(MOST // 2)
 
 
-async def test_a_body_waits_for_room_and_is_told_to_come_back_if_there_is_none() -> None:
+async def test_a_body_waits_for_room_and_is_told_to_come_back_if_there_is_none():
     bodies = BodiesInFlight(100, 50, wait_seconds=3_600)
     first, second, small = bodies.reading("a"), bodies.reading("a"), bodies.reading("b")
     await first.grow_to(50)
@@ -62,7 +60,7 @@ async def test_a_body_waits_for_room_and_is_told_to_come_back_if_there_is_none()
     assert (told.value.status, told.value.retry_after) == (429, 1)
 
 
-async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch):
     monkeypatch.setattr("rollout_service.http.requests.WAIT_SECONDS", 0)
     app = create_app(load_settings(max_body_bytes=1_024, http={"max_bytes_in_flight": 1_024}))
 
@@ -87,10 +85,109 @@ async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("item", ["{}", "[]"])
-async def test_a_body_that_would_take_many_times_its_size_is_refused(item: str) -> None:
+async def test_a_body_that_would_take_many_times_its_size_is_refused(item):
     app = create_app(load_settings())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         body = f'{{"metadata": {{"x": [{",".join([item] * (MAX_CONTAINERS + 1))}]}}}}'
         headers = {"content-type": "application/json"}
         refused = await http.post("/v1/rollouts", content=body, headers=headers)
         assert (refused.status_code, refused.json()["code"]) == (413, "request_entity_too_large")
+
+
+PIECES = [bytes([number]) * 10 for number in range(12)]
+SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
+MOST_UNSENT = MAX_BUFFERED_CHUNKS + 2
+"""The most chunks made and not yet sent: those in the buffer, one being made, and one being sent."""
+
+
+class Made:
+    """Makes chunks and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def make(self, send: Callable[[memoryview], Awaitable[None]]) -> None:
+        for piece in PIECES:
+            self.count += 1
+            await send(memoryview(piece))
+
+
+def response_of(made: Made) -> BufferedResponse:
+    return BufferedResponse(made.make, length=sum(map(len, PIECES)), media_type="a/b")
+
+
+async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait():
+    made = Made()
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            sent.append(bytes(message["body"]))
+            while made.count < min(len(sent) + MAX_BUFFERED_CHUNKS, len(PIECES)):
+                await anyio.sleep(0.001)
+            assert made.count <= len(sent) + MOST_UNSENT
+
+    with anyio.fail_after(30):
+        await response_of(made)(SCOPE, anyio.sleep_forever, send)
+    assert sent == PIECES
+
+
+async def test_nothing_is_produced_once_the_client_has_gone():
+    made = Made()
+    stuck = anyio.Event()
+
+    async def receive() -> Message:
+        await stuck.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            stuck.set()
+            await anyio.sleep_forever()
+
+    with anyio.fail_after(30):
+        await response_of(made)(SCOPE, receive, send)
+    assert made.count <= 1 + MOST_UNSENT
+
+
+FIRST, SECOND = "first-key-of-enough-characters", "second-key-of-enough-characters"
+
+
+@pytest.fixture
+def http() -> httpx.AsyncClient:
+    app = create_app(load_settings(keys=[FIRST, SECOND]))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service")
+
+
+@pytest.mark.parametrize(
+    "value", [None, "", "Bearer", "Bearer wrong", f"Basic {FIRST}", FIRST, f"Bearer {FIRST} x", "Bearer \xe9"]
+)
+async def test_without_a_right_key(http, value):
+    async with http:
+        headers = {"authorization": value.encode("latin-1")} if value is not None else {}
+        response = await http.get("/nowhere", headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["code"] == "unauthorized"
+        assert FIRST not in response.text
+
+
+@pytest.mark.parametrize("value", [f"Bearer {FIRST}", f"bearer {SECOND}"])
+async def test_with_a_right_key(http, value):
+    async with http:
+        response = await http.get("/nowhere", headers={"authorization": value})
+        assert response.status_code == 404
+
+
+async def test_the_probe_needs_none(http):
+    async with http:
+        assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/s/{key}/v1/messages", "/v1/s/{key}/chat/completions", "/s/{key}"])
+async def test_no_line_of_the_log_has_a_key_that_a_client_put_into_the_path(http, path, caplog):
+    with caplog.at_level(logging.DEBUG), capture_logs() as lines:
+        async with http:
+            await http.post(path.format(key="rk-secret"), json={})
+    assert [line["path"] for line in lines if line["event"] == "request"] == [path.format(key="***")]
+    assert "rk-secret" not in f"{lines}"

@@ -1,7 +1,5 @@
 """The page's files come with strict headers, nothing else can be read, and none of them makes markup of text."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -15,8 +13,6 @@ from fastapi import FastAPI
 from rollout_service.server.api.app import create_app
 from rollout_service.server.dashboard import routes
 from rollout_service.settings import load_settings
-
-pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[3]
 STATIC = ROOT / "rollout_service" / "server" / "dashboard" / "static"
@@ -52,9 +48,7 @@ async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-async def test_a_file_needs_no_key_and_has_strict_headers(
-    http: httpx.AsyncClient, path: str, media_type: str, method: str
-) -> None:
+async def test_a_file_needs_no_key_and_has_strict_headers(http, path, media_type, method):
     answer = await http.request(method, path)
     assert answer.status_code == 200
     assert answer.headers["content-type"].partition(";")[0] == media_type
@@ -68,12 +62,12 @@ async def test_a_file_needs_no_key_and_has_strict_headers(
     assert bool(answer.content) is (method == "GET")
 
 
-async def test_the_data_behind_the_page_needs_a_key(http: httpx.AsyncClient) -> None:
+async def test_the_data_behind_the_page_needs_a_key(http):
     for path in ("/v1/rollouts", "/v1/nodes", "/dashboardx", "/index.html"):
         assert (await http.get(path)).status_code == 401, path
 
 
-async def test_a_file_is_sent_again_only_if_it_changed(http: httpx.AsyncClient) -> None:
+async def test_a_file_is_sent_again_only_if_it_changed(http):
     tag = (await http.get("/dashboard/app.js")).headers["etag"]
     for known in (tag, f"W/{tag}", f'"other", {tag}'):
         again = await http.get("/dashboard/app.js", headers={"If-None-Match": known})
@@ -98,23 +92,23 @@ async def test_a_file_is_sent_again_only_if_it_changed(http: httpx.AsyncClient) 
         "/dashboard/routes.py",
     ],
 )
-async def test_nothing_but_the_files_of_the_page_is_served(http: httpx.AsyncClient, path: str) -> None:
+async def test_nothing_but_the_files_of_the_page_is_served(http, path):
     answer = await http.get(path)
     assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
 
 
-async def test_nothing_can_be_written(http: httpx.AsyncClient) -> None:
+async def test_nothing_can_be_written(http):
     for method in ("POST", "PUT", "DELETE"):
         assert (await http.request(method, "/dashboard/app.js")).status_code == 405
 
 
-async def test_the_folder_leads_to_the_page_by_a_relative_address(http: httpx.AsyncClient) -> None:
+async def test_the_folder_leads_to_the_page_by_a_relative_address(http):
     answer = await http.get("/dashboard")
     assert (answer.status_code, answer.headers["location"]) == (307, "./")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(STATIC)))
-def test_what_a_file_imports_is_served(path: Path) -> None:
+def test_what_a_file_imports_is_served(path):
     served = routes.static_files()
     assert str(path.relative_to(STATIC)) in served
     if path.suffix == ".js":
@@ -123,7 +117,7 @@ def test_what_a_file_imports_is_served(path: Path) -> None:
             assert str((path.parent / name).resolve().relative_to(STATIC)) in served, name
 
 
-def test_the_page_names_files_that_are_served() -> None:
+def test_the_page_names_files_that_are_served():
     named = re.findall(r'(?:href|src)="([^"]+)"', (STATIC / "index.html").read_text())
     assert named
     assert {name.removeprefix("dashboard/") for name in named} <= set(routes.static_files())
@@ -131,12 +125,12 @@ def test_the_page_names_files_that_are_served() -> None:
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(STATIC)))
-def test_no_source_makes_markup_of_text(path: Path) -> None:
+def test_no_source_makes_markup_of_text(path):
     assert not INJECTS.findall(path.read_text())
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(STATIC)))
-def test_no_source_has_an_address_of_its_own(path: Path) -> None:
+def test_no_source_has_an_address_of_its_own(path):
     """Addresses of the API are relative, and nothing is loaded from elsewhere."""
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.findall(r"""["'`(]/(?:v1|dashboard)\b""", text), "an absolute path breaks below a prefix"
@@ -144,7 +138,7 @@ def test_no_source_has_an_address_of_its_own(path: Path) -> None:
         assert not re.findall(r"https?://", text)
 
 
-def test_no_two_style_sheets_style_the_same_class() -> None:
+def test_no_two_style_sheets_style_the_same_class():
     """All of them are loaded on every page, so one would change the looks of the other's page."""
     found: dict[str, set[str]] = {}
     for path in (STATIC / "styles").glob("*.css"):
@@ -157,13 +151,13 @@ def test_no_two_style_sheets_style_the_same_class() -> None:
     assert {name: files for name, files in found.items() if len(files) > 1 and name not in base} == {}
 
 
-def test_the_vendored_libraries_are_those_that_the_readme_describes() -> None:
+def test_the_vendored_libraries_are_those_that_the_readme_describes():
     command = [sys.executable, ROOT / "scripts" / "vendor", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
 
 
-def test_a_changed_library_is_noticed(tmp_path: Path) -> None:
+def test_a_changed_library_is_noticed(tmp_path):
     script = tmp_path / "scripts" / "vendor"
     script.parent.mkdir()
     script.write_text((ROOT / "scripts" / "vendor").read_text())
@@ -178,7 +172,7 @@ def test_a_changed_library_is_noticed(tmp_path: Path) -> None:
     assert re.findall(r"vendor: (\S+)", checked.stderr) == ["preact.js", "more.js"]
 
 
-def test_no_file_is_left_out_of_a_distribution() -> None:
+def test_no_file_is_left_out_of_a_distribution():
     """The build leaves out what git ignores."""
     paths = "\n".join(str(path) for path in STATIC.rglob("*"))
     ignored = subprocess.run(

@@ -1,7 +1,5 @@
 """The docstrings below fields describe them in JSON schemas, though nothing reads them as classes are defined."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, Field
 
 from api_schemas.base import WireModel, field_docstrings
@@ -34,7 +32,7 @@ def described(model: type[BaseModel]) -> dict[str, str | None]:
     return {name: one.get("description") for name, one in model.model_json_schema()["properties"].items()}
 
 
-def test_a_schema_has_the_docstrings_of_fields() -> None:
+def test_a_schema_has_the_docstrings_of_fields():
     assert described(Parent) == {
         "kept": "In two\nlines.",
         "redefined": "The parent's.",
@@ -45,13 +43,13 @@ def test_a_schema_has_the_docstrings_of_fields() -> None:
     assert described(Child.Inner) == {"value": "In a class within a class."}
 
 
-def test_a_field_that_is_defined_again_has_its_own_docstring_or_none() -> None:
+def test_a_field_that_is_defined_again_has_its_own_docstring_or_none():
     inherited = {name: text for name, text in field_docstrings(Parent).items() if name != "redefined"}
     assert field_docstrings(Child) == inherited | {"inner": "A model of its own."}
     assert described(Child)["redefined"] is None
 
 
-def test_classes_within_functions_are_told_apart() -> None:
+def test_classes_within_functions_are_told_apart():
     class Parent(WireModel):
         kept: int
         """In a function."""

@@ -23,7 +23,7 @@ class Bench:
         return self.connections.add(address, lambda why: self.evicted.append((name, why)))
 
 
-def test_a_flood_from_one_address_displaces_itself() -> None:
+def test_a_flood_from_one_address_displaces_itself():
     bench = Bench(pending=3)
     bench.add("other", "10.0.0.2")
     for number in range(10):
@@ -33,7 +33,7 @@ def test_a_flood_from_one_address_displaces_itself() -> None:
     assert bench.connections.counts() == {"pending": 3, "idle": 0, "busy": 0}
 
 
-def test_admitted_and_pending_connections_have_separate_places() -> None:
+def test_admitted_and_pending_connections_have_separate_places():
     bench = Bench(admitted=2, pending=1)
     assert bench.add("a").admit()
     assert bench.add("b").admit()
@@ -43,7 +43,7 @@ def test_admitted_and_pending_connections_have_separate_places() -> None:
     assert bench.connections.counts() == {"pending": 1, "idle": 0, "busy": 2}
 
 
-def test_the_longest_idle_connection_makes_room_and_a_busy_one_never_does() -> None:
+def test_the_longest_idle_connection_makes_room_and_a_busy_one_never_does():
     bench = Bench(admitted=2)
     first, second = bench.add("first"), bench.add("second")
     assert first.admit()
@@ -57,7 +57,7 @@ def test_the_longest_idle_connection_makes_room_and_a_busy_one_never_does() -> N
     assert len(bench.evicted) == 1
 
 
-def test_leaving_is_idempotent_in_every_state() -> None:
+def test_leaving_is_idempotent_in_every_state():
     bench = Bench()
     pending, busy, idle = (bench.add(name) for name in ("pending", "busy", "idle"))
     assert busy.admit()
@@ -73,14 +73,14 @@ def test_leaving_is_idempotent_in_every_state() -> None:
 
 
 @pytest.mark.parametrize("descriptors", [16, 256, 900, 1_024, 20_000, 1_048_576])
-def test_connections_leave_half_of_the_descriptors(descriptors: int) -> None:
+def test_connections_leave_half_of_the_descriptors(descriptors):
     limits = ConnectionLimits.within(descriptors)
     assert 1 <= limits.pending <= 512
     assert 1 <= limits.admitted <= 10_000
     assert limits.pending + limits.admitted <= max(2, descriptors / 2)
 
 
-def test_a_limit_that_the_process_cannot_bear_is_refused() -> None:
+def test_a_limit_that_the_process_cannot_bear_is_refused():
     assert ConnectionLimits.within(20_000, 5_000).admitted == 5_000
     with pytest.raises(ConfigurationError, match=r"http\.max_connections is 5000"):
         ConnectionLimits.within(1_024, 5_000)
@@ -97,5 +97,5 @@ def test_a_limit_that_the_process_cannot_bear_is_refused() -> None:
         ("", ""),
     ],
 )
-def test_addresses_are_grouped_into_peers(address: str, site: str) -> None:
+def test_addresses_are_grouped_into_peers(address, site):
     assert network_of(address) == site

@@ -5,7 +5,6 @@ import re
 import signal
 from pathlib import Path
 
-import anyio
 import httpx
 import pytest
 import structlog
@@ -16,8 +15,7 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.http.keyring import ApiKey, Keyring, Role, needed_role
 from rollout_service.server.api.app import MODULES, create_app
 from rollout_service.settings import load_settings
-
-pytestmark = pytest.mark.anyio
+from tests.support.waiting import until
 
 VALUE = "{role}-key-of-enough-characters"
 SUBMIT = {
@@ -60,7 +58,7 @@ def app() -> FastAPI:
     return create_app(load_settings(keys=[key(role).model_dump() for role in Role]))
 
 
-def test_every_route_has_the_role_that_the_table_gives() -> None:
+def test_every_route_has_the_role_that_the_table_gives():
     assert set(routes()) >= SUBMIT
     for method, path in routes():
         needed = Role.READ if method == "GET" else Role.SUBMIT if (method, path) in SUBMIT else Role.ADMIN
@@ -80,11 +78,11 @@ def test_every_route_has_the_role_that_the_table_gives() -> None:
         ("POST", "/new"),
     ],
 )
-def test_routes_without_a_named_role_need_admin(method: str, path: str) -> None:
+def test_routes_without_a_named_role_need_admin(method, path):
     assert needed_role(method, path) is Role.ADMIN
 
 
-async def test_no_role_sends_more_than_it_may_on_any_route(app: FastAPI) -> None:
+async def test_no_role_sends_more_than_it_may_on_any_route(app):
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
         for method, path in routes():
@@ -120,9 +118,7 @@ async def test_no_role_sends_more_than_it_may_on_any_route(app: FastAPI) -> None
         ({"cookie": f"x-rollout-key={VALUE.format(role='admin')}"}, 401),
     ],
 )
-async def test_a_header_of_its_own_has_the_key_where_a_portal_uses_the_other(
-    app: FastAPI, headers: dict[str, str], status: int
-) -> None:
+async def test_a_header_of_its_own_has_the_key_where_a_portal_uses_the_other(app, headers, status):
     """A key of `read` that is known is a 403 for an order, and one that is not is a 401."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
@@ -147,9 +143,7 @@ def write(path: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_changed_file_is_in_force_without_a_restart_and_a_wrong_one_changes_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_a_changed_file_is_in_force_without_a_restart_and_a_wrong_one_changes_nothing(tmp_path):
     path = tmp_path / "keys.toml"
     write(path, FILE.format(name="old"))
     readings: list[bool] = []
@@ -171,12 +165,6 @@ async def test_a_changed_file_is_in_force_without_a_restart_and_a_wrong_one_chan
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"]
 
 
-async def until(reached: object) -> None:
-    with anyio.fail_after(20):
-        while not reached():  # type: ignore[operator]
-            await anyio.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -187,7 +175,7 @@ async def until(reached: object) -> None:
         (FILE.format(name="a").replace("-of-enough-characters", ""), "needs 16"),
     ],
 )
-def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path, text, says):
     path = tmp_path / "keys.toml"
     if text is not None:
         path.write_text(text)
@@ -196,7 +184,7 @@ def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path, text: str 
     assert "a-key" not in str(refused.value)
 
 
-def test_a_file_that_others_may_read_is_reported(tmp_path: Path) -> None:
+def test_a_file_that_others_may_read_is_reported(tmp_path):
     path = tmp_path / "keys.toml"
     path.write_text(FILE.format(name="old"))
     path.chmod(0o644)
@@ -205,7 +193,7 @@ def test_a_file_that_others_may_read_is_reported(tmp_path: Path) -> None:
     assert [entry["event"] for entry in logs] == ["other users can read the keys file"]
 
 
-def test_a_file_that_others_may_read_is_reported_at_a_reload_too(tmp_path: Path) -> None:
+def test_a_file_that_others_may_read_is_reported_at_a_reload_too(tmp_path):
     path = tmp_path / "keys.toml"
     path.write_text(FILE.format(name="old"))
     path.chmod(0o600)

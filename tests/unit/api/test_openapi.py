@@ -39,14 +39,14 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
             yield path, operation
 
 
-def test_errors_of_one_status_are_documented_together() -> None:
+def test_errors_of_one_status_are_documented_together():
     declared = raises(NotFoundError, ConflictError, UnknownBackend)
     assert set(declared) == {404, 409}
     assert "`not_found`: " in declared[404]["description"]
     assert "`unknown_backend`: " in declared[404]["description"]
 
 
-def test_every_error_is_a_problem(document: dict[str, Any]) -> None:
+def test_every_error_is_a_problem(document):
     for path, operation in operations(document):
         for status, answer in operation["responses"].items():
             if int(status) >= 400 and path != "/ready":
@@ -58,13 +58,13 @@ def test_every_error_is_a_problem(document: dict[str, Any]) -> None:
     assert set(schemas["Problem"]["properties"]) == set(Problem.model_fields)
 
 
-def test_every_filter_of_the_list_is_described(document: dict[str, Any]) -> None:
+def test_every_filter_of_the_list_is_described(document):
     parameters = document["paths"]["/v1/summaries"]["get"]["parameters"]
     assert len(parameters) > 10
     assert [one["name"] for one in parameters if not one.get("description")] == []
 
 
-def test_every_route_declares_what_any_can_answer(document: dict[str, Any]) -> None:
+def test_every_route_declares_what_any_can_answer(document):
     for path, operation in operations(document):
         if path in {"/health", "/ready"}:
             assert operation["security"] == []
@@ -74,18 +74,18 @@ def test_every_route_declares_what_any_can_answer(document: dict[str, Any]) -> N
             assert {"400", "413"} <= set(operation["responses"]), path
 
 
-def test_references_lead_somewhere(document: dict[str, Any]) -> None:
+def test_references_lead_somewhere(document):
     for reference in re.findall(r"#/components/schemas/(\w+)", repr(document)):
         assert reference in document["components"]["schemas"]
 
 
-def test_operations_have_names_for_a_generated_client(document: dict[str, Any]) -> None:
+def test_operations_have_names_for_a_generated_client(document):
     names = [operation["operationId"] for _, operation in operations(document)]
     assert len(names) == len(set(names))
     assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in names)
 
 
-def test_answers_and_bodies_have_names_for_a_generated_client(document: dict[str, Any]) -> None:
+def test_answers_and_bodies_have_names_for_a_generated_client(document):
     """A generator names a class after each; given several media types, it takes the first that it knows."""
     for path, operation in operations(document):
         answers = [answer for status, answer in operation["responses"].items() if status.startswith("2")]
@@ -98,7 +98,7 @@ def test_answers_and_bodies_have_names_for_a_generated_client(document: dict[str
     assert all(re.fullmatch(r"[A-Z][A-Za-z]+", name) for name in document["components"]["schemas"])
 
 
-def test_unions_of_schemas_say_by_what_they_differ(document: dict[str, Any]) -> None:
+def test_unions_of_schemas_say_by_what_they_differ(document):
     def unions(part: Any) -> Iterator[dict[str, Any]]:
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
         for each in inner:
@@ -114,7 +114,7 @@ def test_unions_of_schemas_say_by_what_they_differ(document: dict[str, Any]) -> 
         assert set(named) == {one["$ref"] for one in union.get("oneOf", [])}
 
 
-def test_every_body_has_an_example_that_its_schema_takes(document: dict[str, Any]) -> None:
+def test_every_body_has_an_example_that_its_schema_takes(document):
     for path, operation in operations(document):
         for body in [operation.get("requestBody", {}), *operation["responses"].values()]:
             content = body.get("content", {}).get("application/json", {})
@@ -125,19 +125,18 @@ def test_every_body_has_an_example_that_its_schema_takes(document: dict[str, Any
                 jsonschema_rs.validate(whole, content["example"])
 
 
-def test_tags_are_described(document: dict[str, Any]) -> None:
+def test_tags_are_described(document):
     used = {tag for _, operation in operations(document) for tag in operation["tags"]}
     assert used == {tag["name"] for tag in document["tags"]}
 
 
-def test_a_key_is_asked_for_where_there_are_keys(document: dict[str, Any]) -> None:
+def test_a_key_is_asked_for_where_there_are_keys(document):
     assert document["security"] == [{"bearer": []}]
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
     assert build(create_app(load_settings()), keyed=False)["security"] == [{}, {"bearer": []}]
 
 
-@pytest.mark.anyio
-async def test_the_page_loads_without_a_key_and_from_this_host_alone(http: httpx.AsyncClient) -> None:
+async def test_the_page_loads_without_a_key_and_from_this_host_alone(http):
     async with http:
         page = await http.get("/docs")
         assert page.status_code == 200
@@ -152,10 +151,7 @@ async def test_the_page_loads_without_a_key_and_from_this_host_alone(http: httpx
         assert (await http.get("/openapi.json")).json()["paths"]
 
 
-@pytest.mark.anyio
-async def test_without_its_package_the_page_names_the_extra(
-    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_its_package_the_page_names_the_extra(http, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastapi_offline", None)
     async with http:
         page = await http.get("/docs")
@@ -164,8 +160,7 @@ async def test_without_its_package_the_page_names_the_extra(
         assert (await http.get("/openapi.json")).status_code == 200
 
 
-@pytest.mark.anyio
-async def test_other_routes_than_the_page_need_a_key(http: httpx.AsyncClient) -> None:
+async def test_other_routes_than_the_page_need_a_key(http):
     async with http:
         for path in ["/metrics", "/docsx", "/openapi.json/", "/v1/runs"]:
             assert (await http.get(path)).status_code == 401, path

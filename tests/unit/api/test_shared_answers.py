@@ -1,14 +1,23 @@
-"""Readers who allow it share an answer: made once, never older than each allows; errors are not shared."""
+"""Readers who ask at once share one answer; an answer shows each reader what it may see."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+import json
+import time
+from dataclasses import asdict, dataclass, field
 
 import anyio
 import pytest
 from fastapi import APIRouter, FastAPI, Response
 from httpx import ASGITransport, AsyncClient
 
+from api_schemas.environments import EnvironmentView
+from api_schemas.nodes import SandboxView
+from rollout_service.agents.harnesses.preset import HarnessSettings
+from rollout_service.agents.parallel.settings import ParallelSettings
+from rollout_service.agents.web.search import SearchSettings
+from rollout_service.environments.builtin import calc
+from rollout_service.environments.builtin.code import environment as code
+from rollout_service.environments.builtin.math import environment as math
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
 from rollout_service.server.api.routes.support import shared_answers
 from rollout_service.server.api.routes.support.shared_answers import (
     MAX_AGE_SECONDS,
@@ -17,8 +26,7 @@ from rollout_service.server.api.routes.support.shared_answers import (
     SharedRoute,
     accepted_age,
 )
-
-pytestmark = pytest.mark.anyio
+from sandboxes import SandboxInfo
 
 
 @dataclass
@@ -54,7 +62,7 @@ class Counted:
         ("max-age=" + "9" * 5_000, MAX_AGE_SECONDS),
     ],
 )
-def test_a_request_says_how_old_an_answer_may_be(header: str, seconds: float) -> None:
+def test_a_request_says_how_old_an_answer_may_be(header, seconds):
     assert accepted_age(header) == seconds
 
 
@@ -65,7 +73,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-async def test_an_answer_is_as_old_as_the_reader_allows_at_most(clock: list[float]) -> None:
+async def test_an_answer_is_as_old_as_the_reader_allows_at_most(clock):
     answers, make = SharedAnswers(), Counted()
     bodies = []
     for seconds, max_age in [(0.0, 2), (1.9, 2), (0.0, 1), (0.5, 1), (2.1, 2)]:
@@ -74,7 +82,7 @@ async def test_an_answer_is_as_old_as_the_reader_allows_at_most(clock: list[floa
     assert bodies == [b"1", b"1", b"2", b"2", b"3"]
 
 
-async def test_the_age_is_counted_from_when_the_making_began(clock: list[float]) -> None:
+async def test_the_age_is_counted_from_when_the_making_began(clock):
     answers, make = SharedAnswers(), Counted()
 
     async def slow() -> Response:
@@ -101,7 +109,7 @@ class Readers:
         self.bodies.append(bytes((await self.answers.get("a", 2, self.make)).body))
 
 
-async def test_readers_who_come_at_once_wait_for_one_answer() -> None:
+async def test_readers_who_come_at_once_wait_for_one_answer():
     readers = Readers()
     async with anyio.create_task_group() as tasks:
         for _ in range(10):
@@ -111,7 +119,7 @@ async def test_readers_who_come_at_once_wait_for_one_answer() -> None:
     assert readers.bodies == [b"1"] * 10
 
 
-async def test_a_reader_who_leaves_leaves_the_making_to_the_next() -> None:
+async def test_a_reader_who_leaves_leaves_the_making_to_the_next():
     readers = Readers()
     async with anyio.create_task_group() as tasks:
         async with anyio.create_task_group() as first:
@@ -124,7 +132,7 @@ async def test_a_reader_who_leaves_leaves_the_making_to_the_next() -> None:
     assert readers.bodies == [b"2"]
 
 
-async def test_an_error_is_its_readers_alone() -> None:
+async def test_an_error_is_its_readers_alone():
     answers, make = SharedAnswers(), Counted()
     make.error = RuntimeError("the store is locked")
     with pytest.raises(RuntimeError):
@@ -133,7 +141,7 @@ async def test_an_error_is_its_readers_alone() -> None:
     assert (await answers.get("a", 2, make)).body == b"2"
 
 
-async def test_few_answers_are_kept() -> None:
+async def test_few_answers_are_kept():
     answers, make = SharedAnswers(), Counted()
     for number in range(MAX_ANSWERS + 1):
         await answers.get(str(number), 2, make)
@@ -141,7 +149,7 @@ async def test_few_answers_are_kept() -> None:
     assert (await answers.get("0", 2, make)).body == b"%d" % (MAX_ANSWERS + 2)
 
 
-async def test_only_readers_who_allow_it_get_the_answer_of_others() -> None:
+async def test_only_readers_who_allow_it_get_the_answer_of_others():
     router = APIRouter(route_class=SharedRoute)
     count = 0
 
@@ -167,3 +175,44 @@ async def test_only_readers_who_allow_it_get_the_answer_of_others() -> None:
         assert await ask("/lists/a?limit=2", shared) == 5
         answer = await http.get("/lists/a", headers=shared)
         assert answer.headers["content-type"] == "application/json"
+
+
+EVERYTHING = EnvironmentSpec(
+    name="everything",
+    description="All fields are set.",
+    image="base",
+    system="Be brief.",
+    tools=["bash", "python"],
+    sandbox=SandboxSettings(
+        network=("example.org:443",), cpus=0.5, disk="1G", lifetime=60.0, env={"LANG": "C.UTF-8"}
+    ),
+    evaluate_in=EvaluateIn.FRESH,
+    artifacts=["/workspace"],
+    artifacts_size="1M",
+    runs_submission=True,
+    harness=HarnessSettings(name="codex", env={"SECRET": "nobody else's business"}),
+    search=SearchSettings(url="https://search.example:8443/api?key=secret"),
+    binds={"/inside": "/outside"},
+    parallel=ParallelSettings(max_width=4, max_critical_steps=6),
+)
+KEEPING = EnvironmentSpec(name="keeping", image="base", evaluate_in=EvaluateIn.SAME, agent_processes="keep")
+SPECS = [calc.SPEC, code.SPEC, math.SPEC, EVERYTHING, KEEPING]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_an_environment_is_shown_as_it_is_written(spec):
+    written = json.loads(spec.model_dump_json())
+    assert "binds" not in written, "paths of the host are nobody else's business"
+    assert "SECRET" not in spec.model_dump_json().upper()
+    assert json.loads(EnvironmentView.model_validate(written).model_dump_json()) == written
+
+
+def test_the_view_of_an_environment_has_every_field_that_is_shown():
+    hidden = {name for name, field in EnvironmentSpec.model_fields.items() if field.exclude}
+    assert EnvironmentView.model_fields.keys() == EnvironmentSpec.model_fields.keys() - hidden
+
+
+@pytest.mark.parametrize("pid", [None, 17])
+def test_a_sandbox_is_shown_as_it_is(pid):
+    info = SandboxInfo("a", "r-1/1", "base", "apptainer", time.time(), pid)
+    assert SandboxView.model_validate(asdict(info)).model_dump() == asdict(info)

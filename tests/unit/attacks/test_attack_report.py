@@ -20,11 +20,11 @@ def report(*outcomes: tuple[str, AttackVerdict, str]) -> AttackReport:
     return AttackReport("e", EvaluateIn.SAME, 0.0, tuple(made))
 
 
-def test_every_attack_has_a_cause() -> None:
+def test_every_attack_has_a_cause():
     assert set(CAUSES) == {attack.name for attack in SCRIPTS} - {"idle"}
 
 
-def test_attacks_with_one_cause_are_shown_together() -> None:
+def test_attacks_with_one_cause_are_shown_together():
     found = report(
         ("idle", AttackVerdict.HELD, ""),
         ("site-in-workdir", FORGED, ""),

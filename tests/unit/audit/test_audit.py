@@ -10,11 +10,8 @@ from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli.env.audit import show
 from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.pipeline.sandbox_source import SandboxSource
-from sandboxes import make_provider
-from sandboxes.config import LocalConfig
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 GRADE = """
 import json, os
 from pathlib import Path
@@ -28,13 +25,6 @@ Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({"reward": float(reward
 
 
 SECRET = f'secret_of_the_grader = "{"a long line " * 10}"'
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    yield SandboxSource(provider)
-    await provider.close()
 
 
 @pytest.fixture

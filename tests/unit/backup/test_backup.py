@@ -1,7 +1,5 @@
 """A backup is of one moment and complete, and is restored only as it was made, and only where nothing is."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -24,8 +22,6 @@ from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.sqlite.schema import Disk
 from tests.support.runs import create_run, lease_batch, leased_batch, make_ready
 
-pytestmark = pytest.mark.anyio
-
 
 async def fill(state: Path, disk: Disk = "local") -> None:
     """Make the state folder of a service that has a queued rollout, and whose users have a salt."""
@@ -43,7 +39,7 @@ async def backup(tmp_path: Path) -> Path:
     return tmp_path / "backup"
 
 
-async def test_a_restored_state_is_the_one_that_was_backed_up(backup: Path, tmp_path: Path) -> None:
+async def test_a_restored_state_is_the_one_that_was_backed_up(backup, tmp_path):
     manifest = restore_backup(backup, Places({ONLY: tmp_path / "new"}))
     assert manifest.counts == {"rollouts": 1, "runs": 0, "sessions": 0}
     async with await SqliteStore.open(tmp_path / "new" / private_files.STORE) as store:
@@ -56,7 +52,7 @@ async def test_a_restored_state_is_the_one_that_was_backed_up(backup: Path, tmp_
 
 
 @pytest.mark.parametrize("disk", ["local", "network"])
-async def test_an_open_store_is_backed_up(tmp_path: Path, disk: Disk) -> None:
+async def test_an_open_store_is_backed_up(tmp_path, disk):
     state = tmp_path / "state"
     await fill(state, disk)
     async with await SqliteStore.open(state / private_files.STORE, disk=disk) as store:
@@ -67,7 +63,7 @@ async def test_an_open_store_is_backed_up(tmp_path: Path, disk: Disk) -> None:
         assert await store.counts() == {RolloutState.QUEUED: 1}
 
 
-async def test_a_batch_that_was_leased_is_leased_after_a_restore(tmp_path: Path) -> None:
+async def test_a_batch_that_was_leased_is_leased_after_a_restore(tmp_path):
     state = tmp_path / "state"
     await fill(state)
     async with await SqliteStore.open(state / private_files.STORE) as store:
@@ -83,14 +79,14 @@ async def test_a_batch_that_was_leased_is_leased_after_a_restore(tmp_path: Path)
         assert (await leased_batch(store, "another trainer")).groups == leased.groups
 
 
-async def test_only_the_owner_can_read_a_backup_and_what_was_restored(backup: Path, tmp_path: Path) -> None:
+async def test_only_the_owner_can_read_a_backup_and_what_was_restored(backup, tmp_path):
     restore_backup(backup, Places({ONLY: tmp_path / "new"}))
     found = [path for folder in (backup, tmp_path / "new") for path in (folder, *folder.rglob("*"))]
     assert {path.stat().st_mode & 0o077 for path in found} == {0}
 
 
 @pytest.mark.slow
-async def test_databases_are_copied_as_they_all_were_at_one_moment(tmp_path: Path) -> None:
+async def test_databases_are_copied_as_they_all_were_at_one_moment(tmp_path):
     """A writer counts in one database after the other, as a service does with rollouts and live sessions."""
     paths, done = [tmp_path / f"{number}" for number in range(6)], threading.Event()
     for path in paths:
@@ -126,7 +122,7 @@ def count_in_turn(paths: list[Path], done: threading.Event) -> None:
                 connection.execute("UPDATE t SET n = n + 1")
 
 
-async def test_a_damaged_database_is_no_backup(tmp_path: Path) -> None:
+async def test_a_damaged_database_is_no_backup(tmp_path):
     await fill(tmp_path / "state")
     path = tmp_path / "state" / private_files.STORE
     content = path.read_bytes()
@@ -157,7 +153,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_nothing_is_restored_from_a_backup_with(backup: Path, tmp_path: Path, damage: str) -> None:
+async def test_nothing_is_restored_from_a_backup_with(backup, tmp_path, damage):
     harm, why = DAMAGES[damage]
     harm(backup)
     with pytest.raises(ConfigurationError, match=why) as caught:
@@ -169,7 +165,7 @@ async def test_nothing_is_restored_from_a_backup_with(backup: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "name", [*private_files.DATABASES, *private_files.DOCUMENTS, f"{private_files.STORE}-wal"]
 )
-async def test_nothing_is_restored_over_data(backup: Path, tmp_path: Path, name: str) -> None:
+async def test_nothing_is_restored_over_data(backup, tmp_path, name):
     state = tmp_path / "new"
     state.mkdir()
     (state / name).write_text("data")
@@ -179,7 +175,7 @@ async def test_nothing_is_restored_over_data(backup: Path, tmp_path: Path, name:
     assert [path.name for path in state.iterdir()] == [name]
 
 
-async def test_what_an_error_leaves_unfinished_is_removed(backup: Path, tmp_path: Path) -> None:
+async def test_what_an_error_leaves_unfinished_is_removed(backup, tmp_path):
     state = tmp_path / "new"
     async with SqliteLiveStore(state / private_files.LIVE_STORE):
         (state / private_files.LIVE_STORE).rename(tmp_path / "moved")  # it still has its lock
@@ -190,7 +186,7 @@ async def test_what_an_error_leaves_unfinished_is_removed(backup: Path, tmp_path
     assert {path.suffix for path in state.iterdir()} <= {".lock"}
 
 
-async def test_a_backup_goes_only_into_an_empty_folder(backup: Path, tmp_path: Path) -> None:
+async def test_a_backup_goes_only_into_an_empty_folder(backup, tmp_path):
     with pytest.raises(ConfigurationError, match="is not empty"):
         make_backup(Places({ONLY: tmp_path / "state"}), backup)
     with pytest.raises(ConfigurationError, match="not the state folder"):
@@ -198,7 +194,7 @@ async def test_a_backup_goes_only_into_an_empty_folder(backup: Path, tmp_path: P
     assert not (tmp_path / "other").exists()
 
 
-async def test_a_backup_of_a_node_leaves_the_store_to_another(tmp_path: Path) -> None:
+async def test_a_backup_of_a_node_leaves_the_store_to_another(tmp_path):
     """An old store may be left from the time before the nodes shared one."""
     await fill(tmp_path / "state")
     manifest = make_backup(Places({ONLY: tmp_path / "state"}, owns_store=False), tmp_path / "backup")
@@ -210,7 +206,7 @@ async def test_a_backup_of_a_node_leaves_the_store_to_another(tmp_path: Path) ->
     assert (tmp_path / "new" / private_files.USERS_SALT).exists()
 
 
-async def test_a_backup_that_does_not_fit_is_refused(backup: Path, tmp_path: Path) -> None:
+async def test_a_backup_that_does_not_fit_is_refused(backup, tmp_path):
     new, other = tmp_path / "new", tmp_path / "other"
     places = [Places({ONLY: new}, owns_store=False), Places({"node-0": new, "node-1": other})]
     for each in places:

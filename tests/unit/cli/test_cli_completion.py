@@ -1,7 +1,5 @@
 """Completion offers what the server knows, in time, and is silent about everything else."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -11,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -72,7 +69,7 @@ def complete(line: str, **environ: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_the_program_completes() -> None:
+def test_the_program_completes():
     done = subprocess.run(
         [sys.executable, "-m", "rollout_service.cli"],
         env=os.environ | variables("rollout-service sub"),
@@ -95,22 +92,22 @@ def test_the_program_completes() -> None:
         ("env check c", ["calc", "code"]),
     ],
 )
-def test_ids_are_completed(url: str, line: str, offered: list[str]) -> None:
+def test_ids_are_completed(url, line, offered):
     assert complete(f"rollout-service {line}", ROLLOUT_URL=url, ROLLOUT_KEY="secret") == offered
 
 
-def test_the_server_and_the_key_of_the_line_are_asked(url: str) -> None:
+def test_the_server_and_the_key_of_the_line_are_asked(url):
     line = f"rollout-service runs show --url {url} --key mine d"
     assert complete(line, ROLLOUT_URL="http://127.0.0.1:9") == ["dapo-7b", "dapo-32b"]
     assert Server.keys[-1] == "Bearer mine"
 
 
 @pytest.mark.parametrize("elsewhere", ["http://127.0.0.1:9", "file:///etc/passwd", "nonsense"])
-def test_a_server_that_does_not_answer_is_no_error(elsewhere: str) -> None:
+def test_a_server_that_does_not_answer_is_no_error(elsewhere):
     assert complete("rollout-service runs show ", ROLLOUT_URL=elsewhere) == []
 
 
-def test_a_slow_server_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_server_is_not_waited_for(url, monkeypatch):
     waits = threading.Event()
     monkeypatch.setattr(Server, "slow", waits)
     started = time.monotonic()
@@ -119,7 +116,7 @@ def test_a_slow_server_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPat
     waits.set()
 
 
-def test_images_of_this_machine_are_completed(tmp_path: Path) -> None:
+def test_images_of_this_machine_are_completed(tmp_path):
     for name in ("base.sif", "python.sif", "notes.txt"):
         (tmp_path / name).touch()
     assert sorted(complete("rollout-service image inspect ", ROLLOUT_IMAGES_DIR=str(tmp_path))) == [
@@ -129,7 +126,7 @@ def test_images_of_this_machine_are_completed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_has_a_script(shell: str) -> None:
+def test_each_shell_has_a_script(shell):
     done = subprocess.run(
         [sys.executable, "-m", "rollout_service.cli", "--show-completion", shell],
         env=os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},

@@ -1,16 +1,15 @@
 """In files of requests and results, bad lines are named, runs resume, and a truncated last line is removed."""
 
 import json
-from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.base.strict_json import NOT_FINITE
 from rollout_service.cli.submit.files import RequestFile, ResultFile
+from tests.support.samples import rollout
 
 LINE = '{"task": {"environment": "calc", "instance": {"question": "1+1", "answer": 2}}}'
 
@@ -25,16 +24,6 @@ def read(tmp_path):
         return list(requests), bad, requests
 
     return read
-
-
-def rollout(rollout_id: str) -> Rollout:
-    return Rollout(
-        rollout_id=rollout_id,
-        state=RolloutState.COMPLETED,
-        task=Task(environment="calc"),
-        pool="policy",
-        created_at=datetime(2026, 1, 1, tzinfo=UTC),
-    )
 
 
 def test_bad_lines_are_named_and_the_rest_is_read(read):

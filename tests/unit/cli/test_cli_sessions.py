@@ -1,7 +1,5 @@
 """`sessions` shows what became of each turn, and says after a deletion which batches a trainer holds."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 

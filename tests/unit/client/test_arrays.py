@@ -1,10 +1,7 @@
 """Stored trajectories, and batches as arrays, are bit for bit the originals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 import anyio
 import numpy as np
@@ -13,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.runs import Batch, Group, GroupSample
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
@@ -24,6 +20,7 @@ from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.groups import group_json
 from rollout_service.store.codec.trajectories import Columns
 from rollout_service.store.runs_contract import ClosedSample, GroupHead
+from tests.support import samples
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -60,42 +57,22 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 @settings(deadline=None)
 @given(trajectories())
-def test_a_trajectory_is_read_as_it_was_written(trajectory: Trajectory) -> None:
+def test_a_trajectory_is_read_as_it_was_written(trajectory):
     assert trajectory_codec.decode(trajectory_codec.encode(trajectory)) == trajectory
 
 
 @pytest.mark.parametrize("token", [2**31, -(2**40)])
-def test_a_trajectory_that_does_not_fit_the_columns_is_kept_too(token: int) -> None:
+def test_a_trajectory_that_does_not_fit_the_columns_is_kept_too(token):
     trajectory = sample_trajectory([token, 1])
     assert trajectory_codec.decode(trajectory_codec.encode(trajectory)) == trajectory
 
 
 def sample_trajectory(ids: list[int]) -> Trajectory:
-    segment = Segment(
-        token_ids=ids,
-        loss_mask=[1] * len(ids),
-        logprobs=[-0.25] * len(ids),
-        versions=[3] * len(ids),
-        turn_ids=[0] * len(ids),
-        fork_reason=ForkReason.FIRST,
-    )
-    return Trajectory(
-        segments=[segment],
-        messages=[],
-        finish_reasons=[FinishReason.STOP],
-        fork_counts={ForkReason.FIRST: 1},
-    )
+    return samples.trajectory(samples.segment(ids, logprobs=[-0.25] * len(ids)))
 
 
 def sample(number: int, trajectory: Trajectory | None, reward: float | None) -> GroupSample:
-    rollout = Rollout(
-        rollout_id=f"a.0.{number}",
-        state=RolloutState.COMPLETED,
-        task=Task(environment="calc"),
-        pool="policy",
-        created_at=NOW,
-        trajectory=trajectory,
-    )
+    rollout = samples.rollout(f"a.0.{number}", trajectory=trajectory)
     return GroupSample(sample=number, rollout=rollout, usable=reward is not None, reward=reward)
 
 
@@ -161,7 +138,7 @@ def written(file: BatchFile) -> bytes:
 @pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.lists(st.none() | trajectories(), min_size=1, max_size=3), max_size=3))
-def test_a_batch_as_arrays(shape: list[list[Trajectory | None]]) -> None:
+def test_a_batch_as_arrays(shape):
     split = [
         [(None, []) if one is None else trajectory_codec.split(trajectory_codec.encode(one)) for one in g]
         for g in shape
@@ -185,7 +162,7 @@ def test_a_batch_as_arrays(shape: list[list[Trajectory | None]]) -> None:
             assert np.array_equal(columns["logprobs"], np.array(segment.logprobs).astype("<f4"))
 
 
-def test_a_failure_is_not_a_zero_and_a_file_is_mapped(tmp_path: Path) -> None:
+def test_a_failure_is_not_a_zero_and_a_file_is_mapped(tmp_path):
     _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
     batch = batch_of([[sample(0, None, None), sample(1, None, 0.5)]])
     path = tmp_path / "batch.safetensors"
@@ -200,14 +177,14 @@ def test_a_failure_is_not_a_zero_and_a_file_is_mapped(tmp_path: Path) -> None:
     assert not read.tensors["token_ids"].flags.writeable
 
 
-def test_a_column_of_another_size_is_refused() -> None:
+def test_a_column_of_another_size_is_refused():
     _, [columns] = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
     for tokens in (1, 3):
         with pytest.raises(ValueError, match=r"the expected \d+ bytes"):
             columns.fill("token_ids", np.empty(tokens, "<i4"))
 
 
-def test_a_group_that_changed_is_not_sent_as_what_it_was() -> None:
+def test_a_group_that_changed_is_not_sent_as_what_it_was():
     _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
     batch = batch_of([[sample(0, None, 0.5)]])
 
@@ -219,7 +196,7 @@ def test_a_group_that_changed_is_not_sent_as_what_it_was() -> None:
         written(file)
 
 
-def test_a_column_is_released_once_it_was_sent() -> None:
+def test_a_column_is_released_once_it_was_sent():
     packed = trajectory_codec.encode(sample_trajectory(list(range(10_000))))
     (columns,) = trajectory_codec.columns_of(packed)
     rest = columns.without("token_ids")
@@ -231,7 +208,7 @@ def test_a_column_is_released_once_it_was_sent() -> None:
 
 
 @pytest.mark.torch
-def test_torch_gets_the_same_memory() -> None:
+def test_torch_gets_the_same_memory():
     import torch
 
     _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
@@ -247,6 +224,6 @@ def test_torch_gets_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{}"])
-def test_other_bytes_are_refused(data: bytes) -> None:
+def test_other_bytes_are_refused(data):
     with pytest.raises(ValueError, match="safetensors file"):
         BatchArrays.from_bytes(data)

@@ -1,7 +1,6 @@
 """Rollouts as ATIF: every turn with exactly the ids that its engine saw and sampled."""
 
 import json
-from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -9,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.rollouts import Rollout
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, ToolCall, Trajectory
+from api_schemas.trajectories import Message, Segment, ToolCall
 from rollout_client.adapters.atif import to_atif
+from tests.support import samples
 
 IDS = st.lists(st.integers(0, 50_000), min_size=1, max_size=5)
 TURNS = st.lists(st.tuples(IDS, IDS), min_size=1, max_size=5)
@@ -25,14 +25,9 @@ def segment(turns: list[tuple[list[int], list[int]]], first: int = 0) -> Segment
         token_ids += [*added, *sampled]
         turn_ids += [-1] * len(added) + [number] * len(sampled)
     mask = [int(turn >= 0) for turn in turn_ids]
-    return Segment(
-        token_ids=token_ids,
-        loss_mask=mask,
-        logprobs=[-position / 7 if one else 0.0 for position, one in enumerate(mask)],
-        versions=[one - 1 for one in mask],
-        turn_ids=turn_ids,
-        fork_reason=ForkReason.FIRST,
-    )
+    logprobs = [-position / 7 if one else 0.0 for position, one in enumerate(mask)]
+    versions = [one - 1 for one in mask]
+    return samples.segment(token_ids, mask, logprobs=logprobs, versions=versions, turn_ids=turn_ids)
 
 
 def call(name: str | None = "bash", **arguments: Any) -> ToolCall:
@@ -48,24 +43,13 @@ def call(name: str | None = "bash", **arguments: Any) -> ToolCall:
 
 def rollout(messages: list[Message], *segments: Segment) -> Rollout:
     turns = max((turn for one in segments for turn in one.turn_ids), default=-1) + 1
-    trajectory = Trajectory(
-        segments=list(segments),
-        messages=messages,
-        finish_reasons=[FinishReason.STOP] * turns,
-        fork_counts={ForkReason.FIRST: 1},
-    )
-    now = datetime.now(UTC)
-    return Rollout(
-        rollout_id="r",
-        state=RolloutState.COMPLETED,
+    return samples.rollout(
         task=Task(environment="calc", instance={"a": 1}),
-        pool="policy",
         attempt=1,
         reward=0.5,
         reward_parts={"x": 1.0},
-        created_at=now,
-        finished_at=now,
-        trajectory=trajectory,
+        finished_at=samples.NOW,
+        trajectory=samples.trajectory(*segments, messages=messages, turns=turns),
     )
 
 

@@ -24,8 +24,7 @@ from rollout_client.client import (
     UnavailableError,
     UnreachableError,
 )
-
-pytestmark = pytest.mark.anyio
+from tests.support import samples
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 URL = "http://service.test"
@@ -42,14 +41,7 @@ def request(rollout_id: str | None = "r-1") -> RolloutRequest:
 
 
 def rollout(rollout_id: str, state: RolloutState = RolloutState.COMPLETED) -> Rollout:
-    return Rollout(
-        rollout_id=rollout_id,
-        state=state,
-        task=Task(environment="calc"),
-        pool="policy",
-        reward=1.0 if state is RolloutState.COMPLETED else None,
-        created_at=NOW,
-    )
+    return samples.rollout(rollout_id, state, reward=1.0 if state is RolloutState.COMPLETED else None)
 
 
 def problem(status: int, code: str = "some_code") -> httpx.Response:

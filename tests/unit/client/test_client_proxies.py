@@ -1,7 +1,5 @@
 """The proxies of the environment: not for this machine, and named where they fail."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncIterator
 
@@ -12,8 +10,6 @@ from anyio.abc import SocketAttribute, SocketStream
 
 from rollout_client._connection import find_proxy
 from rollout_client.client import ProxySettingsError, RolloutClient, UnreachableError
-
-pytestmark = pytest.mark.anyio
 
 NOWHERE = "http://user:secret@127.0.0.1:9"
 
@@ -42,7 +38,7 @@ async def port() -> AsyncIterator[int]:
         tasks.cancel_scope.cancel()
 
 
-def test_a_proxy_is_used_where_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_is_used_where_the_environment_names_one(monkeypatch):
     assert find_proxy(httpx.URL("http://node:1")) is None
     monkeypatch.setenv("http_proxy", "proxy:3128")
     assert find_proxy(httpx.URL("http://node:1")) == "http://proxy:3128"
@@ -54,24 +50,20 @@ def test_a_proxy_is_used_where_the_environment_names_one(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.0.1", "[::1]", "rollouts.localhost"])
-def test_this_machine_is_reached_without_a_proxy(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_this_machine_is_reached_without_a_proxy(monkeypatch, host):
     monkeypatch.setenv("all_proxy", NOWHERE)
     assert find_proxy(httpx.URL(f"http://{host}:8080")) is None
 
 
 @pytest.mark.parametrize("proxy", [NOWHERE, "socks5://127.0.0.1:9"])
-async def test_a_server_on_this_machine_answers_whatever_the_proxy(
-    monkeypatch: pytest.MonkeyPatch, port: int, proxy: str
-) -> None:
+async def test_a_server_on_this_machine_answers_whatever_the_proxy(monkeypatch, port, proxy):
     monkeypatch.setenv("http_proxy", proxy)
     monkeypatch.setenv("all_proxy", proxy)
     async with RolloutClient(f"http://127.0.0.1:{port}", patience_seconds=0) as client:
         await client.ready()
 
 
-async def test_a_proxy_that_does_not_answer_is_named_without_its_password(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_proxy_that_does_not_answer_is_named_without_its_password(monkeypatch):
     monkeypatch.setenv("http_proxy", NOWHERE)
     async with RolloutClient("http://rollouts.example:8080", patience_seconds=0) as client:
         for call in (client.runs, client.ready):
@@ -83,9 +75,7 @@ async def test_a_proxy_that_does_not_answer_is_named_without_its_password(
 
 
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
-def test_a_proxy_that_cannot_be_used_is_an_error_of_the_client(
-    monkeypatch: pytest.MonkeyPatch, proxy: str
-) -> None:
+def test_a_proxy_that_cannot_be_used_is_an_error_of_the_client(monkeypatch, proxy):
     monkeypatch.setenv("ALL_PROXY", proxy)
     monkeypatch.setitem(sys.modules, "socksio", None)
     with pytest.raises(ProxySettingsError, match=f"the proxy {proxy} .*cannot be used"):

@@ -1,7 +1,5 @@
 """The client's calls for live sessions: ids of any text arrive whole, and a lost answer costs no key."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from urllib.parse import unquote
@@ -25,8 +23,6 @@ from api_schemas.sessions import (
 from rollout_client import _connection
 from rollout_client.client import GoneError, NotFoundError, RolloutClient
 from rollout_client.sync import SyncRolloutClient
-
-pytestmark = pytest.mark.anyio
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 URL = "http://service.test"

@@ -37,13 +37,13 @@ def public(kind: type) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("asynchronous", "blocking"), PAIRS)
-def test_nothing_is_missing(asynchronous: type, blocking: type) -> None:
+def test_nothing_is_missing(asynchronous, blocking):
     missing = set(public(asynchronous)) - ASYNCHRONOUS_ONLY - set(public(blocking))
     assert not missing - vars(SyncRolloutClient("http://server")).keys()
 
 
 @pytest.mark.parametrize(("asynchronous", "blocking"), PAIRS)
-def test_signatures_agree(asynchronous: type, blocking: type) -> None:
+def test_signatures_agree(asynchronous, blocking):
     for name, method in public(asynchronous).items():
         if inspect.isfunction(method) and name not in ASYNCHRONOUS_ONLY:
             theirs = getattr(blocking, name)
@@ -51,7 +51,7 @@ def test_signatures_agree(asynchronous: type, blocking: type) -> None:
             assert theirs.__doc__, name
 
 
-def test_both_clients_are_made_alike() -> None:
+def test_both_clients_are_made_alike():
     made = [inspect.signature(kind.__init__).parameters for kind in (RolloutClient, SyncRolloutClient)]
     assert made[0] == made[1]
     assert {"content", "batch", "arrays", "settled"} <= set(public(SyncBatch))
@@ -95,14 +95,14 @@ def client() -> SyncRolloutClient:
     return SyncRolloutClient("http://service", transport=httpx.MockTransport(answer), patience_seconds=0)
 
 
-def test_calls_and_loops_give_what_the_asynchronous_ones_give() -> None:
+def test_calls_and_loops_give_what_the_asynchronous_ones_give():
     with client() as blocking:
         assert [each.rollout_id for each in blocking.rollouts()] == ["a", "b"]
         with pytest.raises(NotFoundError):
             blocking.get("nobody")
 
 
-def test_a_loop_that_is_left_early_leaves_no_thread() -> None:
+def test_a_loop_that_is_left_early_leaves_no_thread():
     before = threading.active_count()
     with client() as blocking:
         for event in blocking.events(after=0):

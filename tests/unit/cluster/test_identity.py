@@ -1,18 +1,23 @@
-"""A service's identity tells live services from dead ones, tested with real processes."""
-
-from __future__ import annotations
+"""A service is known by its host, boot and process, and takes only rollouts that its node can run."""
 
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from socket import gethostname
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_service.cluster import membership
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
+from rollout_service.cluster.membership import IMAGE_WAIT_SECONDS, LOOK_SECONDS, Placement
+from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
+from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.store.cluster_contract import Heartbeat
+from sandboxes.errors import ImageNotFoundError
 
 TELL = """
 import sys
@@ -39,7 +44,6 @@ class OtherService:
         self.process = subprocess.Popen(
             [sys.executable, "-c", TELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self.process.stdout is not None
         self.owner = self.process.stdout.readline().strip()
 
     def kill(self) -> None:
@@ -106,3 +110,87 @@ def test_a_service_that_cannot_be_seen_is_not_taken_for_dead(other):
     assert not replace(theirs, boot="00000000-0000-4000-8000-000000000000").is_gone(), "another machine"
     assert not replace(theirs, pid_namespace=theirs.pid_namespace + 1).is_gone(), "another container"
     assert not is_gone(f"{gethostname()}-0123456789abcdef"), "an owner that is no identity"
+
+
+class Plain(Environment):
+    def __init__(self, name, requires=()):
+        self.spec = EnvironmentSpec(name=name, image=name, sandbox=SandboxSettings(requires=requires))
+
+    async def run(self, episode):
+        raise NotImplementedError
+
+    async def evaluate(self, episode):
+        raise NotImplementedError
+
+
+class Images:
+    """Says of the images that are not in `here` that they are missing."""
+
+    def __init__(self, *here):
+        self.here = set(here)
+
+    async def check(self, spec):
+        if spec.image not in self.here:
+            raise ImageNotFoundError(f"there is no image {spec.image!r}")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Move the clock with `clock(seconds)`."""
+    now = [1_000.0]
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def move(seconds):
+        now[0] += seconds
+
+    return move
+
+
+def node_with(images, *environments, labels=()):
+    return Placement(EnvironmentRegistry(environments), images, labels)
+
+
+def others_have(**images):
+    return Heartbeat(is_member=True, images=images)
+
+
+async def test_a_rollout_is_left_to_the_nodes_with_its_image_however_long_they_are_busy(clock):
+    node = node_with(Images("calc"), Plain("calc"), Plain("code"))
+    await node.look()
+    for _ in range(5):
+        assert node.waits(others_have(calc=1, code=1)) == {"calc": 0.0}
+        clock(IMAGE_WAIT_SECONDS)
+
+
+async def test_a_rollout_without_an_image_anywhere_waits_for_a_node_to_come_back_and_is_then_taken(clock):
+    node = node_with(Images(), Plain("code"))
+    assert node.waits(others_have(code=1)) == {}
+    clock(IMAGE_WAIT_SECONDS - 1)
+    assert node.waits(others_have(code=0)) == {}, "the node may return"
+    clock(1)
+    assert node.waits(others_have(code=0)) == {"code": IMAGE_WAIT_SECONDS}, (
+        "to fail, which says what is missing"
+    )
+    assert node.waits(others_have(code=1)) == {}
+
+
+async def test_an_image_that_is_built_meanwhile_is_found(clock):
+    images = Images()
+    node = node_with(images, Plain("code"))
+    await node.look()
+    images.here.add("code")
+    await node.look()
+    assert node.images == [], "a provider may have to ask a daemon for each"
+    clock(LOOK_SECONDS)
+    await node.look()
+    assert node.waits(others_have(code=1)) == {"code": 0.0}
+
+
+async def test_a_rollout_is_never_taken_by_a_node_without_its_labels(clock):
+    tuned = Plain("tuned", requires=("gpu", "fast"))
+    images = Images("tuned", "calc")
+    for labels, found in (((), {"calc"}), (("gpu",), {"calc"}), (("fast", "gpu", "x"), {"calc", "tuned"})):
+        node = node_with(images, Plain("calc"), tuned, labels=labels)
+        await node.look()
+        assert node.waits(others_have()) == dict.fromkeys(found, 0.0)
+        assert set(node.images) == found

@@ -21,8 +21,8 @@ from rollout_service.cluster.slurm.node import JobNode
 from rollout_service.cluster.slurm.relay import relay
 from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of, render
 from sandboxes.host.ports import free_port
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.anyio
 EXAMPLES = Path(__file__).parents[3] / "deploy/slurm"
 PYTHON = "/shared/rollout-service/.venv/bin/python"
 ENGINE = "python -m sglang.launch_server --model-path MODEL --host {host} --port {port}"
@@ -139,9 +139,9 @@ async def test_a_child_that_fails_is_started_again_and_ends_when_asked(tmp_path)
     child = KeptProcess("a", ["sh", "-c", script], tmp_path / "log", 5.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(child.keep_running)
-        with anyio.fail_after(30):
-            while not (tmp_path / "runs").exists() or (tmp_path / "runs").read_text().count("run") < 2:
-                await anyio.sleep(0.02)
+        await until(
+            lambda: (tmp_path / "runs").exists() and (tmp_path / "runs").read_text().count("run") >= 2, 30
+        )
         child.stopping.set()
 
 
@@ -192,7 +192,6 @@ def test_a_part_also_ends_when_slurm_signals_its_step(number):
     with subprocess.Popen(
         [sys.executable, "-c", PART], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"listening\n"
         process.send_signal(number)
         process.send_signal(number)

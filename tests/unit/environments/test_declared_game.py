@@ -1,8 +1,5 @@
 """A game that a program of a folder is: its rewards add up, and whatever it does wrong is a failure."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +9,9 @@ from rollout_service.base.errors import ConfigurationError, EnvironmentFailedErr
 from rollout_service.environments.bridges.games.declared_game import DeclaredGame, load_game
 from rollout_service.environments.lint import Solving
 from rollout_service.environments.registry import load_path
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import LocalConfig, make_provider
 
-pytestmark = pytest.mark.anyio
 DECLARATION = """
 kind = "game"
 name = "mine"
@@ -43,13 +37,6 @@ GAME = LOOP.replace(
 INSTANCE = {"what": "chess"}
 
 
-@pytest.fixture
-async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    yield SandboxSource(provider)
-    await provider.close()
-
-
 def game(folder: Path, program: str = GAME, actions: str = "a\nend\n") -> DeclaredGame:
     (folder / "environment.toml").write_text(DECLARATION)
     (folder / "game.py").write_text(program)
@@ -59,7 +46,7 @@ def game(folder: Path, program: str = GAME, actions: str = "a\nend\n") -> Declar
     return loaded
 
 
-async def test_the_program_replies_until_it_ends_the_game(tmp_path: Path, sandboxes: SandboxSource) -> None:
+async def test_the_program_replies_until_it_ends_the_game(tmp_path, sandboxes):
     trial = await play(game(tmp_path), dict(INSTANCE), ScriptedPolicy(["one", "end"]), sandboxes)
     assert trial.stop_reason is StopReason.FINISHED
     assert trial.score.reward == 1.0
@@ -68,7 +55,7 @@ async def test_the_program_replies_until_it_ends_the_game(tmp_path: Path, sandbo
     assert said == ["You play chess.", "Begin chess", "one", "one", "end"]
 
 
-async def test_the_solution_plays_what_it_prints(tmp_path: Path, sandboxes: SandboxSource) -> None:
+async def test_the_solution_plays_what_it_prints(tmp_path, sandboxes):
     environment = game(tmp_path)
     assert environment.has_solution
     assert environment.findings() == []
@@ -92,9 +79,7 @@ async def test_the_solution_plays_what_it_prints(tmp_path: Path, sandboxes: Sand
     ],
     ids=["ends", "no JSON", "error", "no text", "not a number", "unknown field", "a text as the reward"],
 )
-async def test_a_program_that_plays_wrong_fails_the_rollout(
-    reply: str, why: str, tmp_path: Path, sandboxes: SandboxSource
-) -> None:
+async def test_a_program_that_plays_wrong_fails_the_rollout(reply, why, tmp_path, sandboxes):
     environment = game(tmp_path, LOOP.replace("REPLY", reply))
     with pytest.raises(EnvironmentFailedError, match=why) as caught:
         await play(environment, dict(INSTANCE), ScriptedPolicy(["one"]), sandboxes)
@@ -102,12 +87,12 @@ async def test_a_program_that_plays_wrong_fails_the_rollout(
         assert "out of cards" in caught.value.hint
 
 
-def test_an_instance_that_lacks_a_field_of_the_prompt_is_refused(tmp_path: Path) -> None:
+def test_an_instance_that_lacks_a_field_of_the_prompt_is_refused(tmp_path):
     with pytest.raises(InvalidFieldError):
         game(tmp_path).check({})
 
 
-def test_what_is_wrong_with_a_declaration_is_said(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_declaration_is_said(tmp_path):
     environment = game(tmp_path)
     (tmp_path / "game.py").unlink()
     assert load_game(tmp_path).findings() == ["command: there is no file game.py"]

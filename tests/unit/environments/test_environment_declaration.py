@@ -41,10 +41,7 @@ def test_the_defaults():
         (MINIMAL + "[sandbox]\nmemory = '2 GB'\n", ["sandbox.memory: "]),
         (MINIMAL + "[sandbox]\nnetwork = 'lan'\n", ['sandbox.network: give "none", "full", or']),
         (MINIMAL + "[sandbox]\nnetwork = [1]\n", ["sandbox.network: "]),
-        (
-            MINIMAL + "[sandbox]\nnetwork = ['a.b', 'c.d/e']\n",
-            ["sandbox.network: ", "invalid entry 'c.d/e'"],
-        ),
+        (MINIMAL + "[sandbox]\nnetwork = ['a.b', 'c.d/e']\n", ["sandbox.network: ", "invalid entry 'c.d/e'"]),
         (
             MINIMAL + "[init]\nfile = []\n",
             ["there is no key init.file; did you mean files?", "init.command is missing"],
@@ -87,10 +84,7 @@ def test_the_hint_lists_the_known_keys_or_names_the_page(text, hint):
             "there is no key sandbox.gpus: sandboxes have no GPU. Let a service",
         ),
         ('prompt = "{{ instance.a "\n' + MINIMAL, "prompt of 'e', line 1 is not a valid template"),
-        (
-            'prompt = "{{ question }}"\n' + MINIMAL,
-            "uses question, but a template has only `instance`",
-        ),
+        ('prompt = "{{ question }}"\n' + MINIMAL, "uses question, but a template has only `instance`"),
         (MINIMAL.replace('"base"', '"other.sif"'), "there is no image"),
         (MINIMAL.replace('"true"', '"true"\nartifacts = ["workspace"]'), "is not an absolute path"),
         (MINIMAL.replace('"true"', '"true"\nartifacts = ["/a/../etc"]'), "is not an absolute path"),

@@ -12,22 +12,12 @@ from api_schemas.tasks import Task
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.declarative.environment import load_folder, parse_score
 from rollout_service.episodes import Episode
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import LocalConfig, make_provider
 from sandboxes.sessions.serial_session import open_sessions
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 WORDCOUNT = Path(__file__).parents[3] / "examples" / "environments" / "wordcount"
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
 
 
 def environment(folder, evaluate, init=None, sandbox="same", tools=("bash", "finish"), keys="", **files):

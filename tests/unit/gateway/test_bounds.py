@@ -1,7 +1,5 @@
 """No request may ask for more than its bounds, whatever its API; it is told so by name, and nothing is sampled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,8 +9,6 @@ from rollout_service.gateway.bounds import MAX_NAME_CHARS, MAX_SCHEMA_BYTES, MAX
 from rollout_service.gateway.contract import Dialect
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.asgi import COUNTS, PATHS, gateway_bench
-
-pytestmark = pytest.mark.anyio
 
 USER = {"role": "user", "content": "hi"}
 PARTS = {"role": "user", "parts": [{"text": "hi"}]}
@@ -53,11 +49,7 @@ TOO_MUCH: list[tuple[Dialect, str, dict[str, Any]]] = [
     ),
     (Dialect.RESPONSES, "input", {"input": [USER] * 5}),
     (Dialect.RESPONSES, "tools", {"tools": [{"type": "function", "name": f"f{n}"} for n in range(4)]}),
-    (
-        Dialect.RESPONSES,
-        "text.format",
-        {"text": {"format": {"type": "json_schema", "schema": LARGE_SCHEMA}}},
-    ),
+    (Dialect.RESPONSES, "text.format", {"text": {"format": {"type": "json_schema", "schema": LARGE_SCHEMA}}}),
     (Dialect.ANTHROPIC, "messages", {"messages": [USER] * 5}),
     (
         Dialect.ANTHROPIC,
@@ -82,9 +74,7 @@ def renderer() -> ChatRenderer:
 
 
 @pytest.mark.parametrize(("dialect", "path", "more"), TOO_MUCH)
-async def test_more_than_a_bound_is_refused_by_name(
-    renderer: ChatRenderer, dialect: Dialect, path: str, more: dict[str, Any]
-) -> None:
+async def test_more_than_a_bound_is_refused_by_name(renderer, dialect, path, more):
     async with gateway_bench(renderer, **SMALL) as b:
         for route in filter(None, [PATHS[dialect], COUNTS.get(dialect)]):
             answer = await b.post(route, BODIES[dialect] | more)
@@ -105,7 +95,7 @@ def named_fields(dialect: Dialect, error: dict[str, Any]) -> str:
             return str(error["param"])
 
 
-async def test_as_much_as_the_bounds_allow_is_answered(renderer: ChatRenderer) -> None:
+async def test_as_much_as_the_bounds_allow_is_answered(renderer):
     async with gateway_bench(renderer, **SMALL) as b:
         tools = [{"function": {"name": f"f{n}"}} for n in range(3)]
         body = {"messages": [USER] * 4, "tools": tools, "stop": ["a", "x" * MAX_STOP_CHARS], "n": 2}
@@ -116,9 +106,7 @@ async def test_as_much_as_the_bounds_allow_is_answered(renderer: ChatRenderer) -
         assert b.session.usage.turns == 4
 
 
-async def test_a_bad_stop_string_is_the_programs_fault_and_the_rollout_goes_on(
-    renderer: ChatRenderer,
-) -> None:
+async def test_a_bad_stop_string_is_the_programs_fault_and_the_rollout_goes_on(renderer):
     async with gateway_bench(renderer) as b:
         assert (await b.post(PATHS[Dialect.CHAT], {"messages": [USER], "stop": [""]})).status_code == 400
         answer = await b.post(PATHS[Dialect.CHAT], {"messages": [USER], "stop": ["END"]})

@@ -11,16 +11,7 @@ from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import CapturePolicy, EchoMatch, TurnCapture
 from rollout_service.gateway.contract import ClientMessage, Lane, map_roles
 from rollout_service.tokens import ChatRenderer, check_invariants
-from tests.support.gateway.echoing import (
-    BASH,
-    CLIENTS,
-    OTHER,
-    EchoingClient,
-    Habits,
-    answer,
-    ask,
-    write,
-)
+from tests.support.gateway.echoing import BASH, CLIENTS, OTHER, EchoingClient, Habits, answer, ask, write
 from tests.support.tokens.chat_formats import load
 
 ODD = '{"timeout": 5000.0,  "command":"ls \\u00e9"}'

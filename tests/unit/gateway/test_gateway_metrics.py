@@ -1,7 +1,5 @@
 """What programs make up adds a bounded number of time series, and takes none from what is known."""
 
-from __future__ import annotations
-
 from prometheus_client import CollectorRegistry
 
 from rollout_service.gateway.contract import Dialect, Lane, ModelCall
@@ -13,7 +11,7 @@ def labels(registry: CollectorRegistry, metric: str, label: str) -> set[str]:
     return {sample.labels[label] for sample in samples if sample.name == metric}
 
 
-def test_names_that_a_program_makes_up_are_counted_together() -> None:
+def test_names_that_a_program_makes_up_are_counted_together():
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
     for number in range(300):

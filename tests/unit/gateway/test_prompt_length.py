@@ -1,18 +1,15 @@
 """A prompt that is much longer than the context is refused before it is rendered, and one that may fit never is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import Generation
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
 from rollout_service.gateway.errors import ContextOverflowError
 from rollout_service.tokens import ChatRenderer
+from tests.support.samples import generation
 
 CONTEXT = 4_096
 LONG = "ab 1\n" * 400_000
@@ -65,9 +62,7 @@ TOO_LONG = {
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(
-    renderer: ChatRenderer, name: str
-) -> None:
+def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(renderer, name):
     CountingRenderer.encoded = 0
     with pytest.raises(ContextOverflowError) as told:
         TurnCapture(renderer).plan(TOO_LONG[name], CONTEXT)
@@ -76,7 +71,7 @@ def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(
 
 
 @pytest.mark.slow
-def test_the_estimate_is_near_what_rendering_tells(renderer: ChatRenderer) -> None:
+def test_the_estimate_is_near_what_rendering_tells(renderer):
     long = call(ClientMessage("user", LONG[: 200 * CONTEXT]))
     with pytest.raises(ContextOverflowError) as told:
         TurnCapture(renderer).plan(long, CONTEXT)
@@ -92,14 +87,12 @@ def test_the_estimate_is_near_what_rendering_tells(renderer: ChatRenderer) -> No
         ClientMessage("assistant", "x", "thought " * CONTEXT),
     ],
 )
-def test_a_prompt_that_may_fit_is_rendered(renderer: ChatRenderer, message: ClientMessage) -> None:
+def test_a_prompt_that_may_fit_is_rendered(renderer, message):
     planned = TurnCapture(renderer).plan(call(USER, message, USER), CONTEXT)
     assert len(planned.prompt_ids) == len(TurnCapture(renderer).plan(call(USER, message, USER)).prompt_ids)
 
 
-def test_only_what_a_call_adds_to_a_turn_is_compared_with_what_the_context_has_left(
-    renderer: ChatRenderer,
-) -> None:
+def test_only_what_a_call_adds_to_a_turn_is_compared_with_what_the_context_has_left(renderer):
     capture = TurnCapture(renderer)
     tool = {"type": "function", "function": {**TOOL["function"], "description": LONG[: 8 * CONTEXT]}}  # type: ignore[dict-item]
     first = call(ClientMessage("user", LONG[: CONTEXT // 2]), tools=(tool,))
@@ -114,16 +107,3 @@ def test_only_what_a_call_adds_to_a_turn_is_compared_with_what_the_context_has_l
     with pytest.raises(ContextOverflowError) as told:
         capture.plan(longer, known + CONTEXT)
     assert told.value.prompt_tokens > known + 4 * CONTEXT
-
-
-def generation(ids: list[int]) -> Generation:
-    return Generation(
-        output_ids=ids,
-        logprobs=[-0.5] * len(ids),
-        versions=[0] * len(ids),
-        finish_reason=FinishReason.STOP,
-        prompt_tokens=1,
-        cached_tokens=0,
-        backend_id="b",
-        engine_seconds=0.0,
-    )

@@ -1,7 +1,5 @@
 """A text ends before its first stop string, in whatever pieces it comes, and no more of it waits than it must."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +17,7 @@ def before_first(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(STOPS, PIECES)
-def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
-    stops: list[str], pieces: list[str]
-) -> None:
+def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(stops, pieces):
     filtered = StopFilter(stops)
     returned = ""
     for number, piece in enumerate(pieces, 1):
@@ -32,7 +28,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
 
 
 @given(STOPS, PIECES)
-def test_no_more_waits_than_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
+def test_no_more_waits_than_may_begin_a_stop_string(stops, pieces):
     filtered, text, returned = StopFilter(stops), "", ""
     for piece in pieces:
         text += piece
@@ -46,6 +42,6 @@ def test_no_more_waits_than_may_begin_a_stop_string(stops: list[str], pieces: li
             )
 
 
-def test_strings_may_begin_anew_after_the_end_of_a_region() -> None:
+def test_strings_may_begin_anew_after_the_end_of_a_region():
     filtered = StopFilter(["abc"])
     assert filtered.push("xab") + filtered.end() + filtered.push("c abc") == "xabc "

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
-from api_schemas.tasks import Task
 from rollout_service.groups.statistics import GroupFigures, group_figures
+from tests.support import samples
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -25,19 +25,11 @@ def span(stage: Stage, seconds: float, *, engine: float = 0.0, tool: float = 0.0
 def rollout(state: RolloutState, *spans: Span, turns: int = 0, tokens: int = 0) -> Rollout:
     failed = state is RolloutState.FAILED
     error = ErrorInfo(code="x", boundary=Boundary.INFERENCE, message="x", retryable=False) if failed else None
-    return Rollout(
-        rollout_id="r",
-        state=state,
-        task=Task(environment="calc", instance={}),
-        pool="policy",
-        error=error,
-        usage=Usage(turns=turns, sampled_tokens=tokens),
-        spans=list(spans),
-        created_at=NOW,
-    )
+    usage = Usage(turns=turns, sampled_tokens=tokens)
+    return samples.rollout("r", state, error=error, usage=usage, spans=list(spans))
 
 
-def test_sums_and_phases() -> None:
+def test_sums_and_phases():
     done = rollout(
         RolloutState.COMPLETED,
         span(Stage.INIT, 1.0),
@@ -49,17 +41,10 @@ def test_sums_and_phases() -> None:
     )
     lost = rollout(RolloutState.FAILED, span(Stage.INIT, 2.0), turns=1, tokens=2)
     gone = rollout(RolloutState.CANCELLED)
-    seconds = {
-        "queued": 2.5,
-        "init": 3.0,
-        "engine": 4.5,
-        "tool": 2.25,
-        "rollout": 0.25,
-        "evaluate": 0.75,
-    }
+    seconds = {"queued": 2.5, "init": 3.0, "engine": 4.5, "tool": 2.25, "rollout": 0.25, "evaluate": 0.75}
     assert group_figures([done, lost, gone]) == GroupFigures(3, 1, 4, 42, seconds)
 
 
-def test_a_group_without_rollouts_has_nothing() -> None:
+def test_a_group_without_rollouts_has_nothing():
     figures = group_figures([])
     assert (figures.samples, figures.failed, sum(figures.seconds.values())) == (0, 0, 0.0)

@@ -1,7 +1,5 @@
 """Rewards for handing on work have the values that others published, and fade as a run's request says."""
 
-from __future__ import annotations
-
 import math
 import struct
 
@@ -57,7 +55,7 @@ def total(weights: RewardWeights | None, perf: float, parallel: float, finish: f
         (work(executed=1, valid=0, width=1), 0.125, 0.0, 0.0),
     ],
 )
-def test_work_has_three_rewards(done: Work, parallel: float, width: float, finish: float) -> None:
+def test_work_has_three_rewards(done, parallel, width, finish):
     assert raw_parts(done, max_assigns=8, max_width=4) == {
         "parallel": parallel,
         "width": width,
@@ -65,18 +63,18 @@ def test_work_has_three_rewards(done: Work, parallel: float, width: float, finis
     }
 
 
-def test_where_one_runs_at_a_time_no_width_is_rewarded() -> None:
+def test_where_one_runs_at_a_time_no_width_is_rewarded():
     assert raw_parts(work(executed=3, width=3), max_assigns=8, max_width=1)["width"] == 0.0
 
 
 @pytest.mark.parametrize("limits", [{"max_assigns": 0, "max_width": 4}, {"max_assigns": 8, "max_width": 0}])
-def test_limits_of_nothing_are_refused(limits: dict[str, int]) -> None:
+def test_limits_of_nothing_are_refused(limits):
     with pytest.raises(ValueError, match="at least 1"):
         raw_parts(work(), **limits)
 
 
 @given(st.data(), st.integers(1, 200), st.integers(1, 200))
-def test_every_reward_is_a_share(data: st.DataObject, max_assigns: int, max_width: int) -> None:
+def test_every_reward_is_a_share(data, max_assigns, max_width):
     executed = data.draw(st.integers(0, 300))
     different = data.draw(st.integers(min(1, executed), executed))
     done = work(
@@ -102,7 +100,7 @@ def test_every_reward_is_a_share(data: st.DataObject, max_assigns: int, max_widt
 # -- forms ----------------------------------------------------------------------
 
 
-def test_the_report_s_form_is_a_sum_of_three() -> None:
+def test_the_report_s_form_is_a_sum_of_three():
     weights = reward_weights(request(schedule(0.3, 0.2)), 0)
     assert weights == RewardWeights(perf=1.0, parallel=0.3, finish=0.2, at_version=0)
     assert total(weights, 1.0, 0.5, 0.75) == pytest.approx(1.0 + 0.15 + 0.15)
@@ -110,35 +108,28 @@ def test_the_report_s_form_is_a_sum_of_three() -> None:
 
 @pytest.mark.parametrize(
     ("version", "assigned", "perf", "expected"),
-    [
-        (5_000, 25, 0.8, 0.7725),
-        (5_000, 200, 0.8, 0.86),
-        (5_000, 0, 0.0, 0.0),
-        (20_000, 25, 0.8, 0.8),
-    ],
+    [(5_000, 25, 0.8, 0.7725), (5_000, 200, 0.8, 0.86), (5_000, 0, 0.0, 0.0), (20_000, 25, 0.8, 0.8)],
 )
-def test_open_parl_s_mix_has_its_published_values(
-    version: int, assigned: int, perf: float, expected: float
-) -> None:
+def test_open_parl_s_mix_has_its_published_values(version, assigned, perf, expected):
     """The values are those of open-parl 0.1.0 with `max_subagents` 100 and 0.1 -> 0 over 10,000 steps."""
     mix = request(schedule(0.1, None, length=10_000, form="open_parl_mix"))
     assert total(reward_weights(mix, version), perf, assigned / 100) == pytest.approx(expected, abs=1e-12)
 
 
-def test_before_its_start_a_schedule_stays_at_its_first_value() -> None:
+def test_before_its_start_a_schedule_stays_at_its_first_value():
     """open-parl 0.1.0 goes on beyond it, to 0.101 at step -100."""
     mix = request(schedule(0.1, None, length=10_000, form="open_parl_mix", start=100))
     assert reward_weights(mix, 0) == RewardWeights(perf=0.9, parallel=0.1, finish=0.0, at_version=0)
 
 
-def test_open_parl_s_later_form_has_one_weight_for_both() -> None:
+def test_open_parl_s_later_form_has_one_weight_for_both():
     later = request(schedule(0.1, None, length=10_000, form="open_parl"))
     weights = reward_weights(later, 5_000)
     assert weights == RewardWeights(perf=1.0, parallel=0.05, finish=0.05, at_version=5_000)
     assert total(weights, 0.8, 0.25, 1.0) == pytest.approx(0.8 + 0.05 * 0.25 + 0.05)
 
 
-def test_openparl_s_reward_is_the_report_s_form_by_count() -> None:
+def test_openparl_s_reward_is_the_report_s_form_by_count():
     """0.3 * min(n, 10) / 10 + 0.2 * valid / n + the outcome's."""
     parts = raw_parts(work(executed=12, valid=3, width=8), max_assigns=10, max_width=8)
     weights = reward_weights(request(schedule(0.3, 0.2)), 0)
@@ -158,7 +149,7 @@ def test_openparl_s_reward_is_the_report_s_form_by_count() -> None:
         (schedule(math.nan, 0.2), "finite"),
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused(fields: dict[str, object], message: str) -> None:
+def test_a_schedule_that_makes_no_sense_is_refused(fields, message):
     with pytest.raises(ValidationError, match=message):
         Auxiliary.model_validate(fields)
 
@@ -167,9 +158,7 @@ def test_a_schedule_that_makes_no_sense_is_refused(fields: dict[str, object], me
 
 
 @given(WEIGHTS, WEIGHTS, st.integers(1, 10_000), st.integers(-10_000, 20_000), st.integers(0, 10_000))
-def test_a_weight_goes_one_way_and_stays_between_its_ends(
-    init: float, end: float, length: int, elapsed: int, later: int
-) -> None:
+def test_a_weight_goes_one_way_and_stays_between_its_ends(init, end, length, elapsed, later):
     weight = Annealed(init=init, end=end)
     first, second = (annealed(weight, at, length) for at in (elapsed, elapsed + later))
     assert min(init, end) <= first <= max(init, end)
@@ -179,14 +168,13 @@ def test_a_weight_goes_one_way_and_stays_between_its_ends(
 
 
 @pytest.mark.parametrize(("start", "expected"), [(None, 0.15), (0, 0.0), (50, 0.0), (200, 0.3)])
-def test_a_schedule_starts_with_its_run_unless_it_says_otherwise(start: int | None, expected: float) -> None:
+def test_a_schedule_starts_with_its_run_unless_it_says_otherwise(start, expected):
     run = request(schedule(0.3, 0.2, start=start), version=100)
     weights = reward_weights(run, 150)
-    assert weights is not None
     assert weights.parallel == pytest.approx(expected)
 
 
-def test_a_run_without_an_auxiliary_reward_has_no_weights() -> None:
+def test_a_run_without_an_auxiliary_reward_has_no_weights():
     assert reward_weights(request(None), 5) is None
 
 
@@ -196,22 +184,18 @@ def bits(value: float) -> bytes:
 
 @pytest.mark.parametrize("form", ["report", "open_parl", "open_parl_mix"])
 @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(0, 1), st.floats(0, 1))
-def test_at_weights_of_zero_the_total_is_the_outcome_s_reward_bit_for_bit(
-    form: str, perf: float, parallel: float, finish: float
-) -> None:
+def test_at_weights_of_zero_the_total_is_the_outcome_s_reward_bit_for_bit(form, perf, parallel, finish):
     run = request(schedule(0.3, 0.2 if form == "report" else None, length=10, form=form))
     assert bits(total(reward_weights(run, 10), perf, parallel, finish)) == bits(perf)
     assert bits(total(reward_weights(run, 10**9), perf, parallel, finish)) == bits(perf)
 
 
-def test_a_negative_zero_stays_one() -> None:
+def test_a_negative_zero_stays_one():
     assert bits(total(reward_weights(request(schedule(0.3, 0.2)), 100), -0.0, 1.0, 1.0)) == bits(-0.0)
 
 
 @given(WEIGHTS, WEIGHTS, st.integers(0, 300))
-def test_a_request_without_an_auxiliary_reward_is_the_json_of_before(
-    first: float, second: float, version: int
-) -> None:
+def test_a_request_without_an_auxiliary_reward_is_the_json_of_before(first, second, version):
     assert "auxiliary" not in request(None).model_dump_json()
     run = request(schedule(first, second), version=version)
     again = RunRequest.model_validate_json(run.model_dump_json())
@@ -222,7 +206,7 @@ def test_a_request_without_an_auxiliary_reward_is_the_json_of_before(
 # -- scores that are computed again ---------------------------------------------
 
 
-def test_a_new_score_replaces_only_the_outcome_s_part() -> None:
+def test_a_new_score_replaces_only_the_outcome_s_part():
     recorded = {"perf": 0.0, "parallel": 0.5, "width": 1.0, "finish": 0.75, "tests": 3.0}
     assert rescored_parts(recorded, 1.0) == {"perf": 1.0, "parallel": 0.5, "width": 1.0, "finish": 0.75}
     assert rescored_parts({"tests": 3.0}, 1.0) == {}
@@ -231,7 +215,7 @@ def test_a_new_score_replaces_only_the_outcome_s_part() -> None:
 # -- warnings -------------------------------------------------------------------
 
 
-def test_group_norm_over_the_total_is_warned_of() -> None:
+def test_group_norm_over_the_total_is_warned_of():
     (warning,) = run_warnings(request(schedule(0.3, 0.2), advantages="group_norm"), None)
     assert "undoes the annealing" in warning
     assert "parts_norm" in warning
@@ -252,9 +236,7 @@ def test_group_norm_over_the_total_is_warned_of() -> None:
         (2, {"lambda1": {"init": 0.3, "end": 0.3}, "lambda2": {"init": 0.2, "end": 0.2}}, False),
     ],
 )
-def test_a_schedule_longer_than_its_run_is_warned_of(
-    tasks: int | None, fields: dict[str, object], warned: bool
-) -> None:
+def test_a_schedule_longer_than_its_run_is_warned_of(tasks, fields, warned):
     run = request(schedule(0.3, 0.2) | fields, version=7)
     assert [warning.partition(":")[0] for warning in run_warnings(run, tasks)] == (
         ["auxiliary.length"] if warned else []
@@ -262,11 +244,10 @@ def test_a_schedule_longer_than_its_run_is_warned_of(
 
 
 @given(st.integers(1, 500), st.integers(1, 50), st.data())
-def test_what_is_not_warned_of_reaches_its_end(tasks: int, batch_size: int, data: st.DataObject) -> None:
+def test_what_is_not_warned_of_reaches_its_end(tasks, batch_size, data):
     batches = math.ceil(tasks / batch_size)
     length = data.draw(st.integers(1, batches))
     run = request(schedule(0.3, 0.2, length=length), batch_size=batch_size)
     assert run_warnings(run, tasks) == []
     weights = reward_weights(run, batches)
-    assert weights is not None
     assert (weights.parallel, weights.finish) == (0.0, 0.0)

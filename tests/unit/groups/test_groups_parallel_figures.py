@@ -1,7 +1,5 @@
 """Figures on sub-agents follow their definitions, add up, and are null where there is nothing to measure."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +23,7 @@ def figures(*rollouts: Rollout) -> ParallelFigures:
     return found
 
 
-def test_the_figures_of_three_hand_made_rollouts() -> None:
+def test_the_figures_of_three_hand_made_rollouts():
     found = figures(rollout(DIRECT), rollout(WIDE, 0.5), rollout(SERIAL, 0.0)).model_dump()
     assert found.pop("invalid") == {InvalidBecause.MAX_TURNS: 1 / 5}
     assert found == pytest.approx(
@@ -61,7 +59,7 @@ def test_the_figures_of_three_hand_made_rollouts() -> None:
     )
 
 
-def test_an_orchestrator_that_never_assigns_is_a_zero_where_that_was_seen_and_null_elsewhere() -> None:
+def test_an_orchestrator_that_never_assigns_is_a_zero_where_that_was_seen_and_null_elsewhere():
     found = figures(rollout(DIRECT, 0.0))
     assert (found.assign_rate, found.delegate_ratio, found.assigns_per_turn) == (0.0, 0.0, 0.0)
     assert (found.speedup, found.eta, found.subagent_tokens) == (1.0, 0.0, 0.0)
@@ -78,18 +76,18 @@ def test_an_orchestrator_that_never_assigns_is_a_zero_where_that_was_seen_and_nu
     assert [name for name in unseen if getattr(found, name) is not None] == []
 
 
-def test_rollouts_without_a_score_or_sub_agents_do_not_count() -> None:
+def test_rollouts_without_a_score_or_sub_agents_do_not_count():
     assert parallel_figures({}) is None
     assert parallel_figures(work_sums([rollout(WIDE, None), rollout(None)])) is None
     assert figures(rollout(WIDE), rollout(WIDE, None), rollout(None)) == figures(rollout(WIDE))
 
 
-def test_the_score_is_the_part_perf_if_there_is_one() -> None:
+def test_the_score_is_the_part_perf_if_there_is_one():
     found = figures(rollout(WIDE, 1.3, parts={"perf": 0.0, "parallel": 1.0}), rollout(WIDE, -0.5))
     assert (found.perf, found.solved) == (-0.25, 0)
 
 
-def test_reasons_are_null_rather_than_wrong_if_a_record_is_missing() -> None:
+def test_reasons_are_null_rather_than_wrong_if_a_record_is_missing():
     assert figures(rollout(WIDE, nodes=[])).invalid is None
     assert figures(rollout(WIDE), rollout(WIDE, nodes=[node(1)])).invalid is None
     assert figures(rollout(SERIAL)).invalid == {}
@@ -132,16 +130,14 @@ lists = st.lists(st.builds(rollout, st.none() | works(), scores, nodes=st.just([
 
 
 @given(lists)
-def test_shares_are_shares_and_nothing_is_made_up(rollouts: list[Rollout]) -> None:
+def test_shares_are_shares_and_nothing_is_made_up(rollouts):
     counted = [one for one in rollouts if one.work is not None and one.reward is not None]
     found = parallel_figures(work_sums(rollouts))
     if not counted:
         assert found is None
         return
-    assert found is not None
     values = found.model_dump()
     assert all(0.0 <= values[name] <= 1.0 for name in SHARES if values[name] is not None)
-    assert found.speedup is not None
     assert found.speedup >= 1.0
     works = [one.work for one in counted if one.work is not None]
     executed = any(work.assigns.executed for work in works)
@@ -152,7 +148,7 @@ def test_shares_are_shares_and_nothing_is_made_up(rollouts: list[Rollout]) -> No
 
 
 @given(lists, lists)
-def test_sums_add_up(first: list[Rollout], second: list[Rollout]) -> None:
+def test_sums_add_up(first, second):
     sums = work_sums(first)
     sums.update(work_sums(second))
     assert sums == work_sums([*first, *second])

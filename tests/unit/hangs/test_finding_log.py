@@ -1,7 +1,5 @@
 """Waits for the same thing are one finding, with one beginning, one end, and the worst of them in front."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -9,20 +7,18 @@ from datetime import UTC, datetime
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts.stages import Stage
+from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from api_schemas.views.hangs import HangVerdict
-from rollout_service.activity import ActivityBoard, waits_for
+from rollout_service.activity import Activity, ActivityBoard, OpenStep, waits_for
 from rollout_service.server.hangs.findings import MAX_ROLLOUTS, FindingLog, Judged
 from rollout_service.server.hangs.rules import UNSEEN
 from rollout_service.server.hangs.signs.runs import TroubledRuns
-from rollout_service.server.hangs.waits import StepWait, waits_of
+from rollout_service.server.hangs.waits import StepWait, oldest_of_stages, waits_of
 from rollout_service.server.hangs.watch import HangMetrics, oldest_in_stages
 from rollout_service.store.runs_contract import RunRecord
-
-pytestmark = pytest.mark.anyio
 
 
 def waits(stack: ExitStack, board: ActivityBoard, count: int, name: str = "engine") -> list[StepWait]:
@@ -40,7 +36,7 @@ def judged(waiting: list[StepWait], verdict: HangVerdict = HangVerdict.STUCK) ->
     return [Judged(one, verdict, UNSEEN) for one in waiting]
 
 
-async def test_many_waits_for_one_engine_are_one_finding() -> None:
+async def test_many_waits_for_one_engine_are_one_finding():
     with ExitStack() as stack:
         log, waiting = FindingLog(), waits(stack, ActivityBoard(), 500)
         began = log.update(judged(waiting)).began
@@ -59,7 +55,7 @@ async def test_many_waits_for_one_engine_are_one_finding() -> None:
         assert other.finding_id != finding.finding_id
 
 
-async def test_the_worst_come_first_and_getting_stuck_is_told_once() -> None:
+async def test_the_worst_come_first_and_getting_stuck_is_told_once():
     with ExitStack() as stack:
         log, board = FindingLog(), ActivityBoard()
         first, second = waits(stack, board, 3, "first"), waits(stack, board, 1, "second")
@@ -72,7 +68,7 @@ async def test_the_worst_come_first_and_getting_stuck_is_told_once() -> None:
         assert [(one.subject, one.count) for one in changes.worsened] == [("first", 2)]
 
 
-async def test_of_steps_that_contain_each_other_the_innermost_waits() -> None:
+async def test_of_steps_that_contain_each_other_the_innermost_waits():
     board = ActivityBoard()
     with board.working("r", attempt=1, environment="calc") as activity:
         with waits_for(StepKind.GRADER, "calc") as outer:
@@ -86,7 +82,7 @@ async def test_of_steps_that_contain_each_other_the_innermost_waits() -> None:
         assert list(waits_of([activity], time.perf_counter())) == []
 
 
-async def test_metrics_have_a_value_for_everything_at_all_times() -> None:
+async def test_metrics_have_a_value_for_everything_at_all_times():
     board, log = ActivityBoard(), FindingLog()
     metrics = HangMetrics(log.list, lambda: 0.25, board)
     stuck, lag, oldest = metrics.collect()
@@ -127,7 +123,7 @@ def run_record(state: RunState) -> RunRecord:
     )
 
 
-async def test_a_run_with_a_problem_is_a_finding_that_gets_worse_when_it_is_paused() -> None:
+async def test_a_run_with_a_problem_is_a_finding_that_gets_worse_when_it_is_paused():
     troubled, log = [run_record(RunState.RUNNING)], FindingLog()
     runs = TroubledRuns(lambda: troubled)
     [began] = log.update([], runs.findings()).began
@@ -140,3 +136,26 @@ async def test_a_run_with_a_problem_is_a_finding_that_gets_worse_when_it_is_paus
     troubled.clear()
     [ended] = log.update([], runs.findings()).ended
     assert ended.finding_id == began.finding_id
+
+
+def waiting(rollout_id: str, stage: Stage | None, started: float, moved: float | None = None) -> StepWait:
+    step = OpenStep(StepKind.ENGINE, "e", "", stage, {})
+    step.started, step.moved = started, moved
+    activity = Activity(rollout_id, environment="code", attempt=1)
+    return StepWait(activity, step, 100.0)
+
+
+async def test_the_one_without_progress_for_longest():
+    waits = [
+        waiting("moves", Stage.ROLLOUT, 0.0, moved=99.0),
+        waiting("old", Stage.ROLLOUT, 40.0),
+        waiting("young", Stage.ROLLOUT, 90.0),
+        waiting("starts", Stage.INIT, 95.0),
+        waiting("between", None, 1.0),
+    ]
+    found = oldest_of_stages(waits)
+    assert [(one.stage, one.rollout_id, one.seconds) for one in found] == [
+        (Stage.INIT, "starts", 5.0),
+        (Stage.ROLLOUT, "old", 60.0),
+    ]
+    assert found[1].quiet_seconds == 60.0

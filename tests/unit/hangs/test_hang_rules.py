@@ -1,6 +1,7 @@
-"""A wait is stuck only if it is late and nothing moves; what is seen speaks sooner than the clock."""
+"""Work is judged stuck by its kind, its signs and the usual length of such steps."""
 
-from __future__ import annotations
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict, UsualTimes
+from rollout_service.activity import ActivityBoard, waits_for
 from rollout_service.cli.console import HANG_STYLES
 from rollout_service.server.hangs.rules import (
     FACTOR,
@@ -20,6 +22,7 @@ from rollout_service.server.hangs.rules import (
     judge,
     patience,
 )
+from rollout_service.server.hangs.verdicts import ENOUGH, KEPT, MAX_KEYS, StepDurations, class_of
 
 KINDS = st.sampled_from(list(StepKind))
 WORK = st.sampled_from([kind for kind in StepKind if kind not in HELD_KINDS])
@@ -55,10 +58,7 @@ def test_a_wait_that_grows_older_never_becomes_less_remarkable(kind, seconds, us
 
 @given(WORK, SECONDS, USUAL, LIMITS, st.sampled_from([None, True]))
 def test_what_moves_is_never_stuck(kind, seconds, usual, limit, responds):
-    for quiet, signs in (
-        (0.0, Signs(responds)),
-        (seconds, Signs(responds, still_seconds=0.0)),
-    ):
+    for quiet, signs in ((0.0, Signs(responds)), (seconds, Signs(responds, still_seconds=0.0))):
         verdict = judge(kind, seconds=seconds, quiet=quiet, usual=usual, limit=limit, signs=signs)
         assert verdict in (None, HangVerdict.SLOW)
 
@@ -127,3 +127,60 @@ def test_a_grader_at_rest_is_idle_long_before_its_stage_ends_it(still, usual, ve
         StepKind.GRADER, seconds=40.0, quiet=40.0, limit=600.0, usual=usual, signs=Signs(True, still)
     )
     assert found is verdict
+
+
+def fail(fails: bool) -> None:
+    if fails:
+        raise RuntimeError
+
+
+def note(board: ActivityBoard, kind: StepKind, name: str, seconds: list[float], **options: Any) -> Any:
+    """Let steps take these times; return their class."""
+    with board.working("r", attempt=1, environment=options.get("environment", "calc")) as activity:
+        for each in seconds:
+            with suppress(RuntimeError), waits_for(kind, name) as step:
+                step.started -= each
+                fail(options.get("fails", False))
+        return class_of(activity, step)
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=ENOUGH, max_size=2 * KEPT))
+async def test_percentiles_are_those_of_the_last_ones(seconds):
+    board, durations = ActivityBoard(), StepDurations()
+    board.observe(durations)
+    usual = durations.usual(note(board, StepKind.TOOL, "bash", seconds))
+    last = sorted(seconds[-KEPT:])
+    assert usual.count == len(last)
+    for share, found in ((0.5, usual.p50), (0.95, usual.p95), (0.99, usual.p99)):
+        assert found == pytest.approx(last[int(share * (len(last) - 1))], abs=0.5)
+
+
+async def test_too_few_other_and_failed_ones_say_nothing():
+    board, durations = ActivityBoard(), StepDurations()
+    board.observe(durations)
+    few = note(board, StepKind.TOOL, "bash", [1.0] * (ENOUGH - 1))
+    assert durations.usual(few) is None
+    failed = note(board, StepKind.TOOL, "bash", [1.0] * ENOUGH, fails=True)
+    assert durations.usual(failed) is None
+    other = note(board, StepKind.TOOL, "python", [1.0] * ENOUGH)
+    assert durations.usual(few) is None
+    assert durations.usual(other) is not None
+    elsewhere = note(board, StepKind.TOOL, "python", [1.0], environment="math")
+    assert durations.usual(elsewhere) is None
+
+
+async def test_engines_of_a_pool_share_their_history():
+    board, durations = ActivityBoard(), StepDurations()
+    board.observe(durations)
+    note(board, StepKind.ENGINE, "one", [1.0] * ENOUGH)
+    assert durations.usual(note(board, StepKind.ENGINE, "other", [1.0])) is not None
+
+
+async def test_memory_is_bounded():
+    board, durations = ActivityBoard(), StepDurations()
+    board.observe(durations)
+    first = note(board, StepKind.TOOL, "first", [1.0] * ENOUGH)
+    for number in range(MAX_KEYS):
+        note(board, StepKind.TOOL, f"tool {number}", [1.0])
+    assert durations.usual(first) is None
+    assert len(durations._recent) == MAX_KEYS

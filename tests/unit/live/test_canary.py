@@ -1,7 +1,5 @@
 """A canary takes its share of new sessions, each always the same way, and survives a restart."""
 
-from __future__ import annotations
-
 import stat
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +13,6 @@ from api_schemas.sessions import Canary
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.live import canary as module
 from rollout_service.live.canary import Canaries
-
-pytestmark = pytest.mark.anyio
 
 SESSIONS = [f"s-{number}" for number in range(2_000)]
 
@@ -34,7 +30,7 @@ def chosen(canaries: Canaries, pool: str = "policy") -> set[str]:
     return {session for session in SESSIONS if canaries.choose(pool, session) != pool}
 
 
-async def test_without_a_canary_every_session_goes_where_it_asks(tmp_path: Path) -> None:
+async def test_without_a_canary_every_session_goes_where_it_asks(tmp_path):
     canaries = opened(tmp_path)
     assert not chosen(canaries)
     assert canaries.main_of("next") == "next"
@@ -43,16 +39,14 @@ async def test_without_a_canary_every_session_goes_where_it_asks(tmp_path: Path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
-async def test_the_candidate_gets_its_share_of_one_pool(tmp_path: Path, share: float) -> None:
+async def test_the_candidate_gets_its_share_of_one_pool(tmp_path, share):
     canaries = opened(tmp_path)
     await canaries.set(canary(share))
     assert len(chosen(canaries)) / len(SESSIONS) == pytest.approx(share, abs=0.03)
     assert not chosen(canaries, "other")
 
 
-async def test_raising_the_share_moves_no_session_back_and_lowering_it_moves_none_forth(
-    tmp_path: Path,
-) -> None:
+async def test_raising_the_share_moves_no_session_back_and_lowering_it_moves_none_forth(tmp_path):
     canaries = opened(tmp_path)
     sets = []
     for share in (0.05, 0.3, 0.3, 0.9, 1.0):
@@ -62,7 +56,7 @@ async def test_raising_the_share_moves_no_session_back_and_lowering_it_moves_non
     assert sets[1] == sets[2]
 
 
-async def test_a_restart_changes_nothing_and_the_file_is_private(tmp_path: Path) -> None:
+async def test_a_restart_changes_nothing_and_the_file_is_private(tmp_path):
     canaries = opened(tmp_path)
     await canaries.set(canary(0.4))
     again = opened(tmp_path)
@@ -71,13 +65,13 @@ async def test_a_restart_changes_nothing_and_the_file_is_private(tmp_path: Path)
     assert stat.S_IMODE((tmp_path / "canary.json").stat().st_mode) == 0o600
 
 
-async def test_a_candidate_without_an_engine_gets_no_session(tmp_path: Path) -> None:
+async def test_a_candidate_without_an_engine_gets_no_session(tmp_path):
     canaries = opened(tmp_path, "next")
     await canaries.set(canary(1.0))
     assert not chosen(canaries)
 
 
-async def test_after_a_removal_the_pool_of_a_candidate_is_still_known(tmp_path: Path) -> None:
+async def test_after_a_removal_the_pool_of_a_candidate_is_still_known(tmp_path):
     canaries = opened(tmp_path)
     await canaries.set(canary(1.0))
     assert await canaries.remove("policy")
@@ -86,7 +80,7 @@ async def test_after_a_removal_the_pool_of_a_candidate_is_still_known(tmp_path: 
     assert (again.main_of("next"), again.main_of("policy")) == ("policy", "policy")
 
 
-async def test_a_candidate_that_becomes_a_main_pool_is_one_of_its_own(tmp_path: Path) -> None:
+async def test_a_candidate_that_becomes_a_main_pool_is_one_of_its_own(tmp_path):
     canaries = opened(tmp_path)
     await canaries.set(canary(1.0, "a", "b"))
     await canaries.remove("a")
@@ -96,14 +90,9 @@ async def test_a_candidate_that_becomes_a_main_pool_is_one_of_its_own(tmp_path: 
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        canary(0.1, "a", "a"),
-        canary(0.1, "a", "next"),
-        canary(0.1, "a", "policy"),
-        canary(0.1, "next", "a"),
-    ],
+    [canary(0.1, "a", "a"), canary(0.1, "a", "next"), canary(0.1, "a", "policy"), canary(0.1, "next", "a")],
 )
-async def test_pools_of_another_canary_and_the_pool_itself_are_refused(tmp_path: Path, wrong: Canary) -> None:
+async def test_pools_of_another_canary_and_the_pool_itself_are_refused(tmp_path, wrong):
     canaries = opened(tmp_path)
     await canaries.set(canary(0.4))
     with pytest.raises(InvalidFieldError) as caught:
@@ -112,7 +101,7 @@ async def test_pools_of_another_canary_and_the_pool_itself_are_refused(tmp_path:
     assert canaries.list() == [canary(0.4)]
 
 
-async def test_a_change_that_cannot_be_saved_has_no_effect(tmp_path: Path, monkeypatch) -> None:
+async def test_a_change_that_cannot_be_saved_has_no_effect(tmp_path, monkeypatch):
     canaries = opened(tmp_path)
     await canaries.set(canary(0.4))
 
@@ -126,7 +115,7 @@ async def test_a_change_that_cannot_be_saved_has_no_effect(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"canaries": [{"pool": "a"}]}', '{"unknown": 1}'])
-def test_a_broken_file_is_named_at_the_start(tmp_path: Path, content: str) -> None:
+def test_a_broken_file_is_named_at_the_start(tmp_path, content):
     (tmp_path / "canary.json").write_text(content)
     with pytest.raises(ConfigurationError, match=r"canary\.json") as caught:
         opened(tmp_path)
@@ -134,7 +123,7 @@ def test_a_broken_file_is_named_at_the_start(tmp_path: Path, content: str) -> No
 
 
 @given(st.text(st.characters(codec=None), max_size=300))
-def test_any_id_has_one_place(session_id: str) -> None:
+def test_any_id_has_one_place(session_id):
     place = module._place(session_id)
     assert 0.0 <= place < 1.0
     assert place == module._place(session_id)

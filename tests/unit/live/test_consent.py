@@ -1,12 +1,8 @@
 """What was not to be stored is known again, in whatever form a client sends it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,14 +34,14 @@ def said(role: Any, text: str = "", *calls: tuple[str, str]) -> ClientMessage:
     after=st.text(max_size=20),
     role=st.sampled_from(["user", "tool"]),
 )
-def test_a_text_is_known_again_among_others(text: str, before: str, after: str, role: str) -> None:
+def test_a_text_is_known_again_among_others(text, before, after, role):
     refused = HASHES.of_messages([said("user", text)])
     joined = said(role, f"{before}\n\n{text}\n\n{after}")
     assert refused & HASHES.of_messages([joined])
     assert refused & HASHES.of_messages([said("assistant", f" {text}\n")])
 
 
-def test_an_answer_is_known_again_by_its_text_and_by_the_values_of_its_calls() -> None:
+def test_an_answer_is_known_again_by_its_text_and_by_the_values_of_its_calls():
     sent = SentAnswer(text="On it.")
     sent.begin_call("call_1", "look", 0)
     sent.add_arguments('{"at": 1, "by": "a"}')
@@ -55,18 +51,17 @@ def test_an_answer_is_known_again_by_its_text_and_by_the_values_of_its_calls() -
     assert not refused & HASHES.of_messages([said("assistant", "", ("look", '{"at": 2}'))])
 
 
-def test_instructions_and_what_says_nothing_are_not_remembered() -> None:
+def test_instructions_and_what_says_nothing_are_not_remembered():
     assert not HASHES.of_messages([said("system", "Be brief, whatever happens."), said("user", " \n ")])
 
 
-def test_hashes_say_nothing_without_their_key() -> None:
+def test_hashes_say_nothing_without_their_key():
     assert not HASHES.of_messages([said("user", "yes")]) & MessageHashes(b"l" * 32).of_messages(
         [said("user", "yes")]
     )
 
 
-@pytest.mark.anyio
-async def test_where_not_all_is_known_only_what_begins_anew_is_stored() -> None:
+async def test_where_not_all_is_known_only_what_begins_anew_is_stored():
     consent = ConversationConsent("c", HASHES, OptOuts(is_complete=False))
     for messages, is_allowed in (
         ([said("system", "s"), said("user", "a")], True),
@@ -80,8 +75,7 @@ async def test_where_not_all_is_known_only_what_begins_anew_is_stored() -> None:
         assert await whole.allows(planned)
 
 
-@pytest.mark.anyio
-async def test_a_conversation_of_which_nothing_is_known_is_not_taken_for_agreed(tmp_path: Path) -> None:
+async def test_a_conversation_of_which_nothing_is_known_is_not_taken_for_agreed(tmp_path):
     users = UserHashes.load(tmp_path / "salt")
     async with SqliteLiveStore(":memory:") as store:
         register = SessionRegister(LiveSettings(), store, users, cast(Any, None), lambda: 0.0)
@@ -92,8 +86,7 @@ async def test_a_conversation_of_which_nothing_is_known_is_not_taken_for_agreed(
         assert not (await register.opt_outs_of("from elsewhere")).is_complete
 
 
-@pytest.mark.anyio
-async def test_clients_refuse_for_themselves_alone_whatever_their_names_join_to(tmp_path: Path) -> None:
+async def test_clients_refuse_for_themselves_alone_whatever_their_names_join_to(tmp_path):
     users = UserHashes.load(tmp_path / "salt")
     async with SqliteLiveStore(":memory:") as store:
         register = SessionRegister(LiveSettings(), store, users, cast(Any, None), lambda: 0.0)

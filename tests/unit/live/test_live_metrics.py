@@ -1,7 +1,5 @@
 """The metrics of live sessions add up, name what is wrong, and hold nothing that was said."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import anyio
@@ -16,8 +14,6 @@ from rollout_service.base.errors import StoreError
 from rollout_service.live import metrics as module
 from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord, UnjudgedTurn
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
-
-pytestmark = pytest.mark.anyio
 
 SAID = "the user's own words"
 
@@ -87,7 +83,7 @@ counts_of_turns = st.fixed_dictionaries(
 
 
 @given(counts_of_turns)
-def test_what_became_of_turns_adds_up_to_those_served(counts: dict[str, int]) -> None:
+def test_what_became_of_turns_adds_up_to_those_served(counts):
     registry = CollectorRegistry()
     served = sum(counts.values())
     made = funnel(Figures({**counts, "served": served, "recorded": served, "judged": 1}), registry)
@@ -99,7 +95,7 @@ def test_what_became_of_turns_adds_up_to_those_served(counts: dict[str, int]) ->
 
 
 @pytest.mark.parametrize("problem", [StoreError("the disk is full"), TimeoutError()])
-async def test_a_failing_store_leaves_the_last_figures(problem: Exception) -> None:
+async def test_a_failing_store_leaves_the_last_figures(problem):
     registry = CollectorRegistry()
     store = Figures({"served": 3, "waiting": 3})
     made = funnel(store, registry)
@@ -109,7 +105,7 @@ async def test_a_failing_store_leaves_the_last_figures(problem: Exception) -> No
     assert samples(registry)["rollout_live_served_total",] == 3
 
 
-async def test_a_hung_store_holds_up_no_scrape(monkeypatch) -> None:
+async def test_a_hung_store_holds_up_no_scrape(monkeypatch):
     monkeypatch.setattr(module, "REFRESH_SECONDS", 0.05)
     store = Figures()
 
@@ -122,7 +118,7 @@ async def test_a_hung_store_holds_up_no_scrape(monkeypatch) -> None:
         await funnel(store, CollectorRegistry()).refresh()
 
 
-async def test_the_age_of_the_longest_waiting_turn_grows_between_scrapes() -> None:
+async def test_the_age_of_the_longest_waiting_turn_grows_between_scrapes():
     registry = CollectorRegistry()
     store = Figures()
     made = funnel(store, registry, now=100.0)
@@ -135,7 +131,7 @@ async def test_the_age_of_the_longest_waiting_turn_grows_between_scrapes() -> No
     assert (read["rollout_live_sessions",], read["rollout_live_judge_queue",]) == (7, 2)
 
 
-async def test_only_the_newest_versions_of_each_pool_have_series() -> None:
+async def test_only_the_newest_versions_of_each_pool_have_series():
     registry = CollectorRegistry()
     store = Figures()
     store.versions = [
@@ -148,7 +144,7 @@ async def test_only_the_newest_versions_of_each_pool_have_series() -> None:
     assert sorted(shown) == sorted((pool, str(v)) for pool in ("policy", "next") for v in range(22, 30))
 
 
-def test_values_are_counted_by_source_and_sign_and_timed() -> None:
+def test_values_are_counted_by_source_and_sign_and_timed():
     registry = CollectorRegistry()
     metrics = LiveMetrics(registry)
     for value in (1.0, -1.0, 0.0, None):
@@ -168,15 +164,13 @@ def test_values_are_counted_by_source_and_sign_and_timed() -> None:
     ("judged", "explicit", "agree"),
     [(1.0, 0.2, "yes"), (-1.0, 1.0, "no"), (0.0, 0.0, "yes"), (0.0, 1.0, "no")],
 )
-def test_a_user_and_a_judge_agree_if_they_point_the_same_way(
-    judged: float, explicit: float, agree: str
-) -> None:
+def test_a_user_and_a_judge_agree_if_they_point_the_same_way(judged, explicit, agree):
     registry = CollectorRegistry()
     LiveMetrics(registry).compared(judged=judged, explicit=explicit)
     assert samples(registry)["rollout_live_compared_total", agree] == 1
 
 
-def test_waiting_redactions_and_unrecorded_requests_are_counted() -> None:
+def test_waiting_redactions_and_unrecorded_requests_are_counted():
     registry = CollectorRegistry()
     metrics = LiveMetrics(registry)
     metrics.handed_over(12.0)
@@ -192,7 +186,7 @@ def test_waiting_redactions_and_unrecorded_requests_are_counted() -> None:
     assert read["rollout_live_unrecorded_total", "no-session"] == 1
 
 
-async def test_nothing_that_was_said_is_in_the_metrics() -> None:
+async def test_nothing_that_was_said_is_in_the_metrics():
     registry = CollectorRegistry()
     store = Figures()
     store.waiting = [UnjudgedTurn("s", 0, 1.0)]

@@ -1,7 +1,5 @@
 """What holds of a store of live sessions whatever happens to it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -75,7 +73,7 @@ async def check(store: SqliteLiveStore) -> None:
 
 
 @given(st.lists(STEPS, max_size=30))
-def test_counts_add_up_and_parts_are_disjoint_whatever_happens(steps: list[tuple[object, ...]]) -> None:
+def test_counts_add_up_and_parts_are_disjoint_whatever_happens(steps):
     async def run() -> None:
         async with SqliteLiveStore(":memory:") as store:
             before = 0
@@ -90,7 +88,7 @@ def test_counts_add_up_and_parts_are_disjoint_whatever_happens(steps: list[tuple
 
 
 @given(st.lists(st.sampled_from(["judge", "say", "take"]), min_size=1, max_size=8))
-def test_what_the_user_says_wins_until_the_turn_is_taken(steps: list[str]) -> None:
+def test_what_the_user_says_wins_until_the_turn_is_taken(steps):
     async def run() -> None:
         async with SqliteLiveStore(":memory:") as store:
             await store.open(a_session())
@@ -99,7 +97,6 @@ def test_what_the_user_says_wins_until_the_turn_is_taken(steps: list[str]) -> No
                 await apply(store, (step, "s", {0}, set()) if step == "take" else (step, "s", 0))
             before = steps[: steps.index("take")] if "take" in steps else steps
             turn = await store.turn("s", 0)
-            assert turn is not None
             reason = turn.mark and turn.mark.reason
             if "say" in before:
                 assert reason is MarkReason.EXPLICIT
@@ -114,9 +111,8 @@ def all_bytes(folder: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.parametrize("seed", range(4))
-async def test_deleting_leaves_no_byte_in_the_files(tmp_path: Path, seed: int) -> None:
+async def test_deleting_leaves_no_byte_in_the_files(tmp_path, seed):
     """Rows of several sizes, mixed with others, so that SQLite moves them between pages before they are deleted."""
     random = Random(seed)
     names = [f"session-{number}" for number in range(12)]

@@ -1,11 +1,10 @@
-"""A session that is captured again from its stored turns goes on exactly as it was."""
-
-from __future__ import annotations
+"""Recorded sessions are replayed, and values belong to the version that answered."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -19,8 +18,11 @@ from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, Lane, ModelCall
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.replay import LIVE, pack, prompt_of, rebuild
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import BASH, OTHER, write
+from tests.support.live.store import a_session, a_turn, explicit, judged
+from tests.support.samples import generation
 
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
 SYSTEM = ClientMessage("system", "Be brief.")
@@ -63,15 +65,13 @@ class Stored:
         reasoning = self.random.choice(["", "Hm."])
         ids = write(RENDERER, text, *calls, reasoning=reasoning, stop=self.random.random() < 0.9)
         single = self.random.random() < 0.5
-        return Generation(
-            output_ids=ids,
+        return generation(
+            ids,
             logprobs=[-0.5 if single else -self.random.random() for _ in ids],
             versions=[self.random.randint(1, 2) for _ in ids],
             finish_reason=self.random.choice([FinishReason.STOP, FinishReason.LENGTH]),
             prompt_tokens=len(planned.prompt_ids),
             cached_tokens=planned.known,
-            backend_id="b",
-            engine_seconds=0.0,
         )
 
     def step(self) -> None:
@@ -131,7 +131,7 @@ def seen(planned: PlannedTurn) -> Any:
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 14))
 @example(seed=21187, steps=11)  # a summary is followed by a turn of which nothing is kept
-def test_a_rebuilt_session_goes_on_as_the_original(seed: int, steps: int) -> None:
+def test_a_rebuilt_session_goes_on_as_the_original(seed, steps):
     session = Stored(Random(seed))
     for _ in range(steps):
         session.step()
@@ -145,7 +145,7 @@ def test_a_rebuilt_session_goes_on_as_the_original(seed: int, steps: int) -> Non
     assert again.trajectory() == session.capture.trajectory()
 
 
-def test_a_long_session_is_stored_in_its_own_size() -> None:
+def test_a_long_session_is_stored_in_its_own_size():
     session = Stored(Random(1), is_plain=True)
     history = [SYSTEM]
     for number in range(60):
@@ -159,7 +159,7 @@ def test_a_long_session_is_stored_in_its_own_size() -> None:
     assert sum(sizes[50:]) < 1.2 * sum(sizes[1:11])
 
 
-def test_a_prompt_is_given_with_its_messages_and_exact_ids() -> None:
+def test_a_prompt_is_given_with_its_messages_and_exact_ids():
     session = Stored(Random(3), is_plain=True)
     history = [SYSTEM, ClientMessage("user", "one")]
     answer = session.turn(ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,)))
@@ -176,7 +176,7 @@ def test_a_prompt_is_given_with_its_messages_and_exact_ids() -> None:
     assert prompt.output_ids == session.capture.turns[1].turn.output_ids
 
 
-def test_nothing_is_told_of_a_turn_without_a_body() -> None:
+def test_nothing_is_told_of_a_turn_without_a_body():
     session = Stored(Random(0))
     call = ModelCall(dialect=Dialect.CHAT, model="p", messages=(ClientMessage("user", "secret"),))
     session.turn(call, kept=False)
@@ -185,6 +185,57 @@ def test_nothing_is_told_of_a_turn_without_a_body() -> None:
 
 
 @given(data=st.binary(max_size=64))
-def test_a_damaged_turn_is_an_error_of_its_own(data: bytes) -> None:
+def test_a_damaged_turn_is_an_error_of_its_own(data):
     with pytest.raises(RecordLostError):
         rebuild(RENDERER, [record(0, b"\x01" + data)])
+
+
+VALUES = st.sampled_from([-1.0, 0.0, 0.25, 1.0])
+STEPS = st.one_of(
+    st.tuples(st.just("judge"), st.integers(0, 5), st.none() | VALUES),
+    st.tuples(st.just("say"), st.integers(0, 5), VALUES),
+)
+
+
+def figures(values: dict[int, float]) -> list[tuple[str, int, int, float, float]]:
+    """Return what is expected of these values by turn: odd turns are of the version 1 and of the pool `next`."""
+    rows = []
+    for pool, version in (("next", 1), ("policy", 0)):
+        found = [value for turn, value in values.items() if turn % 2 == version]
+        if found:
+            satisfied = sum(value > 0 for value in found) / len(found)
+            rows.append((pool, version, len(found), sum(found) / len(found), satisfied))
+    return rows
+
+
+@given(st.lists(STEPS, max_size=20), st.booleans())
+def test_each_turn_counts_once_with_the_value_that_it_has(steps, is_deleted):
+    async def run() -> None:
+        values: dict[int, float] = {}
+        async with SqliteLiveStore(":memory:") as store:
+            for number, pool in enumerate(("policy", "next")):
+                await store.open(a_session(pool, pool=pool))
+                for turn in range(number, 6, 2):
+                    await store.record(a_turn(turn, pool, version=number))
+            for what, turn, value in steps:
+                mark = explicit(value) if what == "say" else judged(value)
+                if await store.mark("next" if turn % 2 else "policy", turn, mark) and value is not None:
+                    values[turn] = value
+            if is_deleted:
+                await store.delete(user="u")
+            shown = await store.feedback()
+        found = [(one.pool, one.version, one.turns, one.value_mean, one.satisfied) for one in shown]
+        assert found == [pytest.approx(row) for row in figures(values)]
+
+    anyio.run(run)
+
+
+async def test_a_value_that_came_too_late_is_not_counted():
+    async with SqliteLiveStore(":memory:") as store:
+        await store.open(a_session())
+        await store.record(a_turn(mark=judged(1.0)))
+        await store.take_part("s", "run", [0], {}, 1.0)
+        assert not await store.mark("s", 0, explicit(-1.0))
+        (shown,) = await store.feedback()
+        assert (shown.turns, shown.value_mean) == (1, 1.0)
+        assert await store.prune(1e9, None) == 0

@@ -18,7 +18,6 @@ from sandboxes.errors import FileTooLargeError, SandboxFileError
 from sandboxes.runtime.tree_reader import stays_within
 from tests.support.processes.children import children
 
-pytestmark = pytest.mark.anyio
 MIB = 1 << 20
 
 

@@ -1,7 +1,4 @@
-"""Documentation stays usable: links and anchors exist, code names pages that exist, and pages stay short.
-
-The pages that list error codes, routes and metrics are complete.
-"""
+"""The pages, their site and the examples in them agree with the code."""
 
 import ast
 import re
@@ -12,9 +9,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from docs_site.navigation import make_navigation
+from docs_site.pages import stage_pages
 
+from rollout_service.environments.declarative.declaration import Declaration
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import Settings
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from sandboxes import LocalConfig, make_provider
 from tests.support.sources import parse
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +70,7 @@ def links(page: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_and_its_anchor_exist(page: str) -> None:
+def test_every_relative_link_and_its_anchor_exist(page):
     for target in links(page):
         path, _, anchor = target.partition("#")
         file = (ROOT / page).parent / path if path else ROOT / page
@@ -77,7 +81,7 @@ def test_every_relative_link_and_its_anchor_exist(page: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_page_named_outside_of_links_exists() -> None:
+def test_every_page_named_outside_of_links_exists():
     missing = []
     for name in tracked(
         "*.py", "*.md", "*.sh", "*.toml", "*.def", "*.service", "*.yaml", "scripts/*", "deploy/*"
@@ -90,20 +94,20 @@ def test_every_page_named_outside_of_links_exists() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(set(PAGES) - GENERATED - LONG))
-def test_pages_are_short_and_tables_readable(page: str) -> None:
+def test_pages_are_short_and_tables_readable(page):
     lines = (ROOT / page).read_text().splitlines()
     assert len(lines) <= MAX_LINES, f"{page} has {len(lines)} lines: divide it"
     cells = [cell.strip() for line in lines if line.startswith("|") for cell in re.split(r"(?<!\\)\|", line)]
     assert not [cell for cell in cells if len(cell) > MAX_CELL], page
 
 
-def test_the_page_of_figures_is_that_of_the_last_run() -> None:
+def test_the_page_of_figures_is_that_of_the_last_run():
     command = [sys.executable, str(ROOT / "scripts/figures"), "--page"]
     page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert (ROOT / "docs/explanation/figures.md").read_text() == page
 
 
-def test_the_table_of_contents_names_every_page() -> None:
+def test_the_table_of_contents_names_every_page():
     named = {
         str(((ROOT / "docs" / target.partition("#")[0]).resolve()).relative_to(ROOT))
         for target in links("docs/README.md")
@@ -113,7 +117,7 @@ def test_the_table_of_contents_names_every_page() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("sources")
-def test_the_page_on_errors_lists_every_code() -> None:
+def test_the_page_on_errors_lists_every_code():
     page = (ROOT / "docs/reference/errors.md").read_text()
     codes = set()
     for name in tracked(
@@ -142,7 +146,7 @@ def _class_codes(node: ast.ClassDef) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_the_page_on_the_api_lists_every_route() -> None:
+def test_the_page_on_the_api_lists_every_route():
     page = (ROOT / "docs/reference/http-api.md").read_text()
     listed = set(re.findall(r"`([A-Z]+) (/[^?`]*)", page))
     paths = create_app(Settings()).openapi()["paths"]
@@ -150,7 +154,7 @@ def test_the_page_on_the_api_lists_every_route() -> None:
     assert listed == routes
 
 
-def test_the_page_on_metrics_lists_every_metric_and_only_log_lines_that_exist() -> None:
+def test_the_page_on_metrics_lists_every_metric_and_only_log_lines_that_exist():
     page = (ROOT / "docs/reference/metrics-and-log.md").read_text()
     code = "".join(
         (ROOT / name).read_text() for name in tracked("rollout_service/**/*.py", "sandboxes/**/*.py")
@@ -173,7 +177,7 @@ FILE = re.compile(
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in LONG])
-def test_every_file_that_a_page_names_exists(page: str) -> None:
+def test_every_file_that_a_page_names_exists(page):
     named = set(FILE.findall(prose(page)))
     assert not {path for path in named if not any(ROOT.glob(path.rstrip("/.")))}, page
 
@@ -181,7 +185,7 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
 TEST = re.compile(r"`(tests/[\w/.]+\.py)::(test_\w+)`")
 
 
-def test_every_test_that_a_page_names_exists() -> None:
+def test_every_test_that_a_page_names_exists():
     named = [(page, *found) for page in PAGES for found in TEST.findall(prose(page))]
     assert named
     assert not [
@@ -191,7 +195,7 @@ def test_every_test_that_a_page_names_exists() -> None:
     ]
 
 
-def test_the_page_on_architecture_has_the_layers_of_the_script() -> None:
+def test_the_page_on_architecture_has_the_layers_of_the_script():
     script = ast.parse((ROOT / "scripts" / "architecture").read_text())
     [layers] = [
         ast.literal_eval(node.value)
@@ -201,3 +205,104 @@ def test_the_page_on_architecture_has_the_layers_of_the_script() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text().partition("## The layers")[2]
     rows = re.findall(r"^\| (`[^|]+) \|", page.partition("## The folder tree")[0], re.MULTILINE)
     assert [tuple(re.findall(r"`([\w.]+)`", row)) for row in rows] == list(layers)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "checkout"
+    (root / "docs" / "how-to").mkdir(parents=True)
+    (root / "code").mkdir()
+    (root / "docs" / "README.md").write_text("# Docs\n\n## How-to: do\n| [Work](how-to/work.md) | |\n")
+    return root
+
+
+def test_a_link_out_of_the_folder_leads_to_a_copy_in_the_site(checkout, tmp_path):
+    (checkout / "code" / "part.py").write_text("print(1)\n")
+    (checkout / "code" / "README.md").write_text("See [the part](part.py).\n")
+    (checkout / "docs" / "how-to" / "work.md").write_text(
+        "[code](../../code/README.md#top) [x](https://a.b/c)\n"
+    )
+    stage_pages(checkout, tmp_path / "site")
+    page = (tmp_path / "site" / "how-to" / "work.md").read_text()
+    assert page == "[code](../repository/code/README.md#top) [x](https://a.b/c)\n"
+    assert "(part.py.md)" in (tmp_path / "site" / "repository" / "code" / "README.md").read_text()
+    assert "print(1)" in (tmp_path / "site" / "repository" / "code" / "part.py.md").read_text()
+
+
+def test_a_link_to_nothing_fails_the_build(checkout, tmp_path):
+    (checkout / "docs" / "how-to" / "work.md").write_text("[gone](../gone.md)\n")
+    with pytest.raises(SystemExit, match=r"docs/how-to/work\.md links to \.\./gone\.md"):
+        stage_pages(checkout, tmp_path / "site")
+
+
+def test_links_and_diagrams_in_code_blocks_stay_text(checkout, tmp_path):
+    text = "```text\n[gone](../gone.md)\n```\n\n```mermaid\ngraph\n```\n"
+    (checkout / "docs" / "how-to" / "work.md").write_text(text)
+    stage_pages(checkout, tmp_path / "site")
+    assert (tmp_path / "site" / "how-to" / "work.md").read_text() == text.replace("mermaid", "text")
+
+
+def test_the_index_page_decides_the_navigation(checkout, tmp_path):
+    (checkout / "docs" / "how-to" / "work.md").write_text("# Work\n")
+    stage_pages(checkout, tmp_path / "site")
+    assert make_navigation(tmp_path / "site")[1] == {"How-to": [{"Work": "how-to/work.md"}]}
+
+
+def test_a_page_that_the_index_does_not_list_fails_the_build(checkout, tmp_path):
+    (checkout / "docs" / "how-to" / "work.md").write_text("# Work\n")
+    (checkout / "docs" / "how-to" / "rest.md").write_text("# Rest\n")
+    stage_pages(checkout, tmp_path / "site")
+    with pytest.raises(SystemExit, match=r"how-to/rest\.md"):
+        make_navigation(tmp_path / "site")
+
+
+def test_the_pages_of_this_checkout_can_be_staged(tmp_path):
+    stage_pages(ROOT, tmp_path / "site")
+    sections = [title for section in make_navigation(tmp_path / "site") for title in section]
+    assert sections == ["Home", "Tutorials", "How-to guides", "Reference", "Explanation", "About"]
+
+
+DOCS = ROOT / "docs"
+REFERENCE = (DOCS / "reference" / "environment-toml.md").read_text()
+
+
+def blocks(page: str) -> list[str]:
+    """Return the contents of a page's code blocks."""
+    return re.findall(r"^```\w*\n(.*?)^```$", (DOCS / "how-to" / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["environment.toml", "init", "evaluate", "tasks.jsonl"])
+def test_the_declarative_example_is_the_shipped_one(name):
+    shipped = (ROOT / "examples" / "environments" / "wordcount" / name).read_text()
+    assert shipped in blocks("write-an-environment.md")
+
+
+async def test_the_python_example_runs(tmp_path):
+    page = "write-an-environment-in-python.md"
+    [source] = [block for block in blocks(page) if "class Definitions" in block]
+    names = {}
+    exec(compile(source, "example.py", "exec"), names)
+    environment = names["environment"]
+    sandboxes = SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
+    policy = ScriptedPolicy([turn("", call("lookup", word="sea")), "It is water."])
+    trial = await play(environment, environment.dataset()[0], policy, sandboxes)
+    assert trial.score.reward == 1.0
+    assert policy.messages[2].content == "a large body of salt water"
+
+
+@pytest.mark.slow
+def test_the_environment_and_the_test_of_the_page_on_tests_run(tmp_path):
+    environment, test = blocks("test-an-environment.md")
+    (tmp_path / "stock.py").write_text(environment)
+    (tmp_path / "test_stock.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 passed" in done.stdout, done.stdout
+
+
+def test_every_key_is_in_the_table():
+    for name in Declaration.model_fields:
+        assert any(f"`{form}`" in REFERENCE for form in (name, f"[{name}]", f"[[{name}]]")), name
+    for field in ("limits", "sandbox"):
+        for key in Declaration.model_fields[field].annotation.model_fields:
+            assert key in REFERENCE, key

@@ -72,13 +72,7 @@ def architecture() -> ModuleType:
         ),
     ],
 )
-def test_a_broken_rule_is_named(
-    architecture: ModuleType,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    files: dict[str, str],
-    broken: str,
-) -> None:
+def test_a_broken_rule_is_named(architecture, capsys, tmp_path, files, broken):
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +81,7 @@ def test_a_broken_rule_is_named(
     assert broken in capsys.readouterr().err
 
 
-def test_types_may_come_from_a_higher_layer(architecture: ModuleType, tmp_path: Path) -> None:
+def test_types_may_come_from_a_higher_layer(architecture, tmp_path):
     (tmp_path / "rollout_service" / "base").mkdir(parents=True)
     (tmp_path / "rollout_service" / "base" / "errors.py").write_text(FOR_TYPES)
     (tmp_path / "rollout_service" / "base" / "data.json").touch()

@@ -1,7 +1,5 @@
 """The board and the alerts are made of metrics that exist, and each alert says what to look at first."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -23,12 +21,12 @@ def documented() -> set[str]:
     return set(re.findall(r"`(rollout_\w+)", page))
 
 
-def test_the_board_is_what_its_script_makes() -> None:
+def test_the_board_is_what_its_script_makes():
     made = monitoring.make_board()
     assert json.loads(made.BOARD.read_text()) == made.board(), "run deploy/monitoring/make_board.py"
 
 
-def test_panels_neither_overlap_nor_share_an_id() -> None:
+def test_panels_neither_overlap_nor_share_an_id():
     panels = monitoring.make_board().board()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = set()
@@ -41,7 +39,7 @@ def test_panels_neither_overlap_nor_share_an_id() -> None:
                 cells.add((x, y))
 
 
-def test_every_panel_is_explained_and_names_no_data_source_of_ours() -> None:
+def test_every_panel_is_explained_and_names_no_data_source_of_ours():
     for panel in monitoring.make_board().board()["panels"]:
         if panel["type"] != "row":
             assert panel["description"].endswith("."), panel["title"]
@@ -49,25 +47,25 @@ def test_every_panel_is_explained_and_names_no_data_source_of_ours() -> None:
 
 
 @pytest.mark.parametrize("expression", monitoring.board_queries())
-def test_every_metric_of_the_board_exists(expression: str) -> None:
+def test_every_metric_of_the_board_exists(expression):
     names = monitoring.metric_names(expression)
     assert names
     assert names <= documented() | monitoring.ENGINES | OTHERS
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
-def test_every_metric_of_the_rules_exists(rule: dict[str, str]) -> None:
+def test_every_metric_of_the_rules_exists(rule):
     names = monitoring.metric_names(rule["expr"])
     assert names
     assert names <= documented() | RECORDED | OTHERS
 
 
-def test_names_of_metrics_are_found_in_expressions() -> None:
+def test_names_of_metrics_are_found_in_expressions():
     expression = 'sum by (a, le) (rate(x_bucket{b="y"}[5m])) / on (c) group_left () up > 4e9 or z offset 5m'
     assert monitoring.metric_names(expression) == {"x", "up", "z"}
 
 
-def test_each_alert_has_series_with_which_it_fires_and_with_which_it_does_not() -> None:
+def test_each_alert_has_series_with_which_it_fires_and_with_which_it_does_not():
     tests = yaml.safe_load((monitoring.MONITORING / "alerts_test.yml").read_text())["tests"]
     names = [test["name"] for test in tests]
     assert sorted(names) == sorted(f"{alert} {what}" for alert in ALERTS for what in ("fires", "is quiet"))
@@ -78,7 +76,7 @@ def test_each_alert_has_series_with_which_it_fires_and_with_which_it_does_not() 
 
 
 @pytest.mark.parametrize("alert", sorted(ALERTS))
-def test_each_alert_says_what_to_look_at_first_as_the_page_does(alert: str) -> None:
+def test_each_alert_says_what_to_look_at_first_as_the_page_does(alert):
     found = ALERTS[alert]
     assert found["labels"]["severity"] in {"critical", "warning"}
     page, _, anchor = found["annotations"]["runbook"].partition("#")

@@ -38,7 +38,7 @@ def british(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_file_has_british_spelling() -> None:
+def test_no_file_has_british_spelling():
     patterns = ["*.py", "*.md", "*.toml", "*.sh", "scripts/*"]
     listed = subprocess.run(
         ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
@@ -60,12 +60,12 @@ def test_no_file_has_british_spelling() -> None:
         "for ever",
     ],
 )
-def test_a_british_word_is_found(word: str) -> None:
+def test_a_british_word_is_found(word):
     assert british(f"see {word} there")
 
 
 @pytest.mark.parametrize(
     "word", ["cancelled", "aria-labelledby", "color", "pairwise", "promise", "four hours"]
 )
-def test_other_words_are_not(word: str) -> None:
+def test_other_words_are_not(word):
     assert not british(f"see {word} there")

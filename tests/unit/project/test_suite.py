@@ -66,13 +66,13 @@ def run(folder: Path, workers: int, **modules: str) -> str:
     return done.stdout
 
 
-def test_a_worker_gets_the_longest_tests_and_groups_first(tmp_path: Path) -> None:
+def test_a_worker_gets_the_longest_tests_and_groups_first(tmp_path):
     printed = run(tmp_path, 1, test_a=TESTS, test_b=GROUPED)
     ran = re.findall(r"PASSED \S+::(\w+)", printed)
     assert ran == ["test_grouped", "test_of_the_same_group", "test_long", "test_quick", "test_slow"]
 
 
-def test_tests_that_share_a_fixture_of_their_module_go_to_one_worker(tmp_path: Path) -> None:
+def test_tests_that_share_a_fixture_of_their_module_go_to_one_worker(tmp_path):
     printed = run(tmp_path, 2, test_a=SHARING)
     assert len(set(re.findall(r"\[(gw\d)\].*PASSED \S+::test_shared", printed))) == 1
     assert printed.count("@test_a") == 8  # begun and passed

@@ -1,14 +1,22 @@
-"""A run has the tests of its tier, and names those for which it had no time."""
+"""The plug-ins of the test suite: tiers, leftovers, reports and blocks of pages."""
 
-from __future__ import annotations
-
+import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
+import execnet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.pages import blocks
+from tests.support.pages.blocks import shell_blocks
+from tests.support.plugins import leftovers
+from tests.support.plugins.sendable_reports import escape_surrogates
 
 ROOT = Path(__file__).parents[3]
 MODULE = """
@@ -56,9 +64,7 @@ def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")])
-def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(
-    suite: Path, workers: tuple[str, ...]
-) -> None:
+def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(suite, workers):
     ran, said = run(suite, *workers, "--begin-until", PAST)
     assert ran == ["test_a_first", "test_b_first"]
     assert re.search(r"=+ 2 passed in ", said)
@@ -74,7 +80,7 @@ def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(
 
 
 @pytest.mark.slow
-def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite: Path) -> None:
+def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite):
     one_worker = ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")
     ran, said = run(suite, *one_worker, "--begin-until", FUTURE)
     assert [name[5:] for name in ran] == ["a_first", "b_first", "b_second", "b_other", "a_second", "a_other"]
@@ -84,7 +90,78 @@ def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tier", "names"), [("1", {"first"}), ("2", {"second", "other"})])
-def test_a_tier_leaves_the_other_out(suite: Path, tier: str, names: set[str]) -> None:
+def test_a_tier_leaves_the_other_out(suite, tier, names):
     ran, _ = run(suite, "--tier", tier)
     assert {name.rpartition("_")[2] for name in ran} == names
     assert len(ran) == 2 * len(names)
+
+
+STUBBORN = (
+    "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('ready', flush=True); time.sleep(99)"
+)
+
+
+@pytest.mark.slow
+def test_processes_of_a_run_are_ended_with_it_and_no_others(monkeypatch):
+    monkeypatch.setattr(leftovers, "END_SECONDS", 0.5)
+
+    def start(run_id: str) -> subprocess.Popen[bytes]:
+        environ = os.environ | {leftovers.RUN_ID: run_id}
+        command = [sys.executable, "-c", STUBBORN]
+        process = stack.enter_context(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE))
+        stack.callback(process.kill)
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    with ExitStack() as stack:
+        left, other = start("this run"), start("another run")
+        leftovers.end_processes("this run")
+        assert left.poll() is not None
+        assert other.poll() is None
+
+
+TEXTS = st.text(alphabet="aé😀\ud800\udfff", max_size=8)
+DATA = st.recursive(
+    st.none() | st.integers(-9, 9) | TEXTS,
+    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.sampled_from("ab"), inner),
+    max_leaves=8,
+)
+
+
+@given(DATA)
+def test_every_report_can_be_sent_and_differs_only_in_surrogates(data):
+    sent = escape_surrogates(data)
+    assert execnet.loads(execnet.dumps(sent)) == sent
+    if "\\ud" not in json.dumps(data):
+        assert sent == data
+
+
+PAGE = """# Page
+```bash
+echo one
+```
+
+<!-- not run: it needs a GPU -->
+```sh
+serve
+```
+
+<!-- run after: touch a; touch b -->
+```bash
+ls a
+ls b
+```
+
+```toml
+[table]
+```
+"""
+
+
+def test_a_block_is_run_unless_a_comment_says_why_not(tmp_path, monkeypatch):
+    (tmp_path / "page.md").write_text(PAGE)
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    plain, marked, after = shell_blocks("page.md")
+    assert (plain.line, plain.text, plain.not_run, plain.after) == (3, "echo one\n", "", "")
+    assert (marked.line, marked.not_run) == (8, "it needs a GPU")
+    assert (after.text, after.after) == ("ls a\nls b\n", "touch a; touch b")

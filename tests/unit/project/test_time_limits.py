@@ -24,7 +24,6 @@ from pathlib import Path
 import anyio
 import pytest
 
-pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def anyio_backend():
@@ -62,10 +61,10 @@ async def test_passes(engine, number):
 STACK = "in a_request_that_never_ends\n    await anyio.sleep_forever()\n"
 
 
-def test_tests_and_fixtures_that_hang_fail_with_their_stacks_and_the_run_continues(tmp_path: Path) -> None:
+def test_tests_and_fixtures_that_hang_fail_with_their_stacks_and_the_run_continues(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_hanging.py").write_text(HANGING)
-    plugins = ["-p", "anyio", "-p", "pytest_timeout", "-p", "xdist"]
+    plugins = ["-p", "anyio", "-o", "anyio_mode=auto", "-p", "pytest_timeout", "-p", "xdist"]
     options = ["-n", "2", "--timeout", "5", "-o", f"pythonpath={ROOT}", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugins, *options]
     environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -1,7 +1,5 @@
 """A run that delivers nothing says why, and stops where its limits say so; a person can resume it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -20,8 +18,6 @@ from rollout_service.store.contract import Lease
 from rollout_service.store.rules import DROPPED_IN_A_ROW
 from rollout_service.store.runs_contract import RunRecord
 from tests.support.run_bench import BROKEN, GONE, Bench, alternate, bench
-
-pytestmark = pytest.mark.anyio
 
 ENDLESS = InlineTasks(tasks=[Task(environment="calc", instance={"n": n}) for n in range(8)], epochs=None)
 
@@ -50,12 +46,11 @@ async def with_problem(it: Bench) -> RunRecord:
     return run
 
 
-async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it() -> None:
+async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it():
     async with bench(Grader(BROKEN)) as it:
         with capture_logs() as logs:
             await it.create(source=ENDLESS, max_failed_in_a_row=8, max_concurrent=4)
             run = await with_problem(it)
-        assert run.problem is not None
         assert (run.state, run.problem.code, run.problem.boundary) == (
             RunState.PAUSED,
             "groups_failed",
@@ -63,7 +58,6 @@ async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it() -> Non
         )
         said = r"every sample of (\d+) groups in a row ended in environment_failed: broken"
         found = re.fullmatch(said, run.problem.message)
-        assert found is not None
         assert 8 <= int(found[1]) <= 8 + 4
         assert "resume the run" in run.problem.hint
         assert [line["run"] for line in logs if line["event"] == "a run cannot go on"] == ["a"]
@@ -82,26 +76,23 @@ async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it() -> Non
 
 
 @pytest.mark.slow
-async def test_a_run_with_the_default_limit_is_paused() -> None:
+async def test_a_run_with_the_default_limit_is_paused():
     async with bench(Grader(BROKEN)) as it:
         await it.create(source=ENDLESS, group_size=1)
         while (run := await with_problem(it)).state is RunState.RUNNING:
             await anyio.sleep(0.01)
-        assert run.problem is not None
         assert run.problem.code == "groups_failed"
 
 
 @pytest.mark.slow
-async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run() -> None:
+async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run():
     grader = Grader(1.0)
     async with bench(grader) as it:
         with capture_logs() as logs:
             await it.create(source=ENDLESS)
             run = await with_problem(it)
-        assert run.problem is not None
         assert (run.state, run.problem.code) == (RunState.RUNNING, "groups_dropped")
         found = re.fullmatch(r"no group was kept of the last (\d+) \(\1 zero_variance\)", run.problem.message)
-        assert found is not None
         assert int(found[1]) >= REPORT_AFTER
         assert "same reward" in run.problem.hint
         assert [line["run"] for line in logs if line["event"] == "a run keeps no group"] == ["a"]
@@ -121,28 +112,26 @@ async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run() -> None:
         assert (run.problem, run.state) == (None, RunState.RUNNING)
 
 
-async def test_a_limit_stops_a_run_whatever_the_reason() -> None:
+async def test_a_limit_stops_a_run_whatever_the_reason():
     async with bench(Grader(1.0)) as it:
         await it.create(source=ENDLESS, max_dropped_in_a_row=6, max_concurrent=4)
         run = await with_problem(it)
-        assert run.problem is not None
         assert (run.state, run.problem.code) == (RunState.PAUSED, "groups_dropped")
         assert "zero_variance" in run.problem.message
         assert run.cursor < REPORT_AFTER
 
 
 @pytest.mark.slow
-async def test_failures_that_may_pass_pause_no_run_by_default() -> None:
+async def test_failures_that_may_pass_pause_no_run_by_default():
     async with bench(Grader(GONE)) as it:
         await it.create(source=ENDLESS, group_size=1, infrastructure_retries=0)
         while (run := await with_problem(it)).count("dropped:too_few_usable") < 40:
             await anyio.sleep(0.01)
-        assert run.problem is not None
         assert (run.state, run.problem.code) == (RunState.RUNNING, "groups_dropped")
         assert run.problem.message.endswith("the newest error is engine_gone: gone")
 
 
-async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_if_it_had() -> None:
+async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_if_it_had():
     async with bench(Grader(1.0)) as it:
         await it.create(tasks=3)
         with pytest.raises(
@@ -151,12 +140,11 @@ async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_i
             await it.lease()
         assert over.value.code == "run_without_batches"
         view = await service(it).get("a")
-        assert view.problem is not None
         assert (view.state, view.problem.code) == (RunState.FINISHED, "groups_dropped")
 
 
 @pytest.mark.slow
-async def test_the_end_of_a_run_that_delivered_is_no_problem() -> None:
+async def test_the_end_of_a_run_that_delivered_is_no_problem():
     async with bench(lambda lease: float(lease.rollout_id.endswith("0.1"))) as it:
         await it.create(tasks=30)
         assert len(await it.all()) > 0
@@ -165,7 +153,7 @@ async def test_the_end_of_a_run_that_delivered_is_no_problem() -> None:
             await it.lease()
 
 
-async def test_a_run_that_was_ended_without_a_batch_says_only_that() -> None:
+async def test_a_run_that_was_ended_without_a_batch_says_only_that():
     async with bench(Grader(1.0)) as it:
         await it.create(source=ENDLESS)
         await it.store.runs.update("a", state=RunState.ENDED)
@@ -175,14 +163,13 @@ async def test_a_run_that_was_ended_without_a_batch_says_only_that() -> None:
 
 
 @pytest.mark.slow
-async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself() -> None:
+async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself():
     async with bench(Grader(1.0)) as it:
         await it.create(source=ENDLESS)
         run = await with_problem(it)
         long = replace(run, counters={DROPPED_IN_A_ROW + "zero_variance": REFUSE_AFTER})
         assert reason_to_refuse(replace(run, counters=long.counters | {"batched": 1})) is None
         refusal = reason_to_refuse(long)
-        assert refusal is not None
         assert (refusal.code, refusal.status) == ("run_stopped", 409)
         short = {DROPPED_IN_A_ROW + "zero_variance": REFUSE_AFTER - 1}
         assert reason_to_refuse(replace(run, counters=short)) is None
@@ -192,7 +179,7 @@ async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself() -> N
         assert reason_to_refuse(replace(paused, problem=None)) is None, "a person paused it"
 
 
-async def test_a_run_that_waits_for_a_newer_version_says_so() -> None:
+async def test_a_run_that_waits_for_a_newer_version_says_so():
     async with bench(alternate) as it:
         await it.create(source=ENDLESS, max_staleness=0)
         assert (await service(it).get("a")).warnings == []

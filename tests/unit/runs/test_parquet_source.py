@@ -1,7 +1,5 @@
 """Tasks are read from real Parquet files with every column type, or an error names the row at fault."""
 
-from __future__ import annotations
-
 import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -35,7 +33,7 @@ def opened(path: Path) -> Rows:
     return open_file(source(path), anything)
 
 
-def test_types_and_nested_columns(tmp_path: Path) -> None:
+def test_types_and_nested_columns(tmp_path):
     point = pyarrow.struct([("x", pyarrow.int8()), ("names", pyarrow.list_(pyarrow.string()))])
     path = write(
         tmp_path / "all.parquet",
@@ -67,7 +65,7 @@ def test_types_and_nested_columns(tmp_path: Path) -> None:
     assert rows.read(1)["point"] is None
 
 
-def test_rows_beyond_one_group_are_read_by_position(tmp_path: Path) -> None:
+def test_rows_beyond_one_group_are_read_by_position(tmp_path):
     path = write(tmp_path / "many.parquet", n=list(range(3_000)))
     rows = opened(path)
     assert [rows.read(n) for n in (0, 699, 700, 1_024, 2_999)] == [
@@ -84,12 +82,12 @@ def test_rows_beyond_one_group_are_read_by_position(tmp_path: Path) -> None:
         ([datetime.timedelta(1)], "column 'value': an instance cannot contain timedelta"),
     ],
 )
-def test_values_that_json_cannot_represent_are_named(tmp_path: Path, values: list[Any], said: str) -> None:
+def test_values_that_json_cannot_represent_are_named(tmp_path, values, said):
     with pytest.raises(InvalidFieldError, match=f"row 1.*{said}"):
         opened(write(tmp_path / "odd.parquet", good=["a"], value=values))
 
 
-def test_a_row_that_the_environment_refuses_is_named(tmp_path: Path) -> None:
+def test_a_row_that_the_environment_refuses_is_named(tmp_path):
     answers = ["4"] * 1_500 + ["four"] + ["4"]
     path = write(tmp_path / "calc.parquet", question=["2 + 2"] * len(answers), answer=answers)
     with pytest.raises(InvalidFieldError, match=r"row 1501.*answer") as caught:
@@ -97,7 +95,7 @@ def test_a_row_that_the_environment_refuses_is_named(tmp_path: Path) -> None:
     assert [field.path for field in caught.value.fields] == ["body.source.path"]
 
 
-def test_files_without_instances_are_refused(tmp_path: Path) -> None:
+def test_files_without_instances_are_refused(tmp_path):
     path = tmp_path / "cut.parquet"
     for data in (b"", b"PAR1", write(tmp_path / "whole.parquet", n=[1]).read_bytes()[:-9]):
         path.write_bytes(data)
@@ -107,7 +105,7 @@ def test_files_without_instances_are_refused(tmp_path: Path) -> None:
         opened(write(tmp_path / "empty.parquet", n=pyarrow.array([], pyarrow.int64())))
 
 
-def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_was_changed_is_refused(tmp_path):
     path = write(tmp_path / "tasks.parquet", n=[1, 2])
     digest = opened(path).digest
     assert reopen_file(source(path), digest).read(1) == {"n": 2}

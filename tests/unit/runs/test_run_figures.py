@@ -1,13 +1,9 @@
 """The figures of a run on sub-agents: what closing a group adds, the last rollouts, and what a restart leaves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import anyio
-import pytest
 
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.rollouts.figures import RunParallel, StepsSpread
@@ -42,7 +38,7 @@ def closed(*rollouts: Rollout, bound: int | None = None, request: RunRequest = R
     return close_group(request, FilterChain([], 1), 0, samples, weights=None, bound=bound)
 
 
-def test_a_group_adds_what_its_scored_rollouts_did_even_if_it_is_dropped() -> None:
+def test_a_group_adds_what_its_scored_rollouts_did_even_if_it_is_dropped():
     rollouts = [rollout(WIDE), rollout(SERIAL, 0.5), rollout(DIRECT, None), rollout(None)]
     kept, dropped = closed(*rollouts), closed(*rollouts, bound=1)
     assert (kept.reason, dropped.reason) == (None, "stale")
@@ -50,11 +46,11 @@ def test_a_group_adds_what_its_scored_rollouts_did_even_if_it_is_dropped() -> No
         assert rules.work_counts(closure.counts) == work_sums([rollout(WIDE), rollout(SERIAL, 0.5)])
 
 
-def test_a_group_without_sub_agents_adds_nothing() -> None:
+def test_a_group_without_sub_agents_adds_nothing():
     assert closed(rollout(None), rollout(None, 0.0)).counts == {}
 
 
-def test_a_group_tells_its_critical_steps_if_the_run_asks_for_sub_agents() -> None:
+def test_a_group_tells_its_critical_steps_if_the_run_asks_for_sub_agents():
     rollouts = [rollout(WIDE), rollout(SERIAL), rollout(DIRECT, None)]
     asking = REQUEST.model_copy(update={"nodes": NodeDetail.SUMMARY})
     assert closed(*rollouts).critical_steps is None
@@ -65,7 +61,7 @@ def test_a_group_tells_its_critical_steps_if_the_run_asks_for_sub_agents() -> No
     assert "critical_steps" not in json.loads(encode_summary(closed(*rollouts)))
 
 
-def test_the_last_rollouts_are_those_that_ended_last() -> None:
+def test_the_last_rollouts_are_those_that_ended_last():
     estimates = RunEstimates()
     assert estimates.recent_figures is None
     for works in ([WIDE] * RECENT, [SERIAL] * (RECENT - 1), [None, DIRECT]):
@@ -110,10 +106,7 @@ async def _unused(_: str) -> Environment:
     raise AssertionError("no run is created")
 
 
-@pytest.mark.anyio
-async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_figures_anew(
-    tmp_path: Path,
-) -> None:
+async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_figures_anew(tmp_path):
     with anyio.fail_after(60):
         async with await SqliteStore.open(tmp_path / "s.db") as store:
             tasks = [Task(environment="pointers", instance={"n": n}) for n in range(8)]
@@ -124,7 +117,6 @@ async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_fi
             first = Played(store)
             await first.play([WIDE, SERIAL])
             before = await first.figures()
-            assert before is not None
             assert before.total.rollouts == 2
             assert (
                 before.total
@@ -144,7 +136,5 @@ async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_fi
             assert await again.figures() == RunParallel(total=before.total)
             await again.play([DIRECT, DIRECT])
             after = await again.figures()
-            assert after is not None
             assert (after.total.rollouts, after.total.assign_rate) == (4, 0.5)
-            assert after.recent is not None
             assert (after.recent.rollouts, after.recent.assign_rate) == (2, 0.0)

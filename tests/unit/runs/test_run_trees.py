@@ -1,7 +1,5 @@
 """A run delivers and exports sub-agents if it asks for them, and only then."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,8 +25,6 @@ from rollout_service.runs.dataset import reopening
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.store.trees import WORK, bare, rollout
-
-pytestmark = pytest.mark.anyio
 
 
 class Bench:
@@ -71,7 +67,6 @@ class Bench:
     async def batch(self) -> tuple[bytes, bytes]:
         """Lease the batch; return it as JSON and as arrays, and give it back."""
         leased = await self.delivery.lease(BatchLeaseRequest("a", "k", 60), version=None, timeout=30)
-        assert leased is not None
         told = b"".join([part async for part in self.delivery.as_json(leased)])
         pieces: list[bytes] = []
 
@@ -105,7 +100,7 @@ async def bench(detail: NodeDetail) -> AsyncIterator[Bench]:
 
 
 @pytest.mark.parametrize("detail", [NodeDetail.SUMMARY, NodeDetail.TOKENS])
-async def test_a_batch_has_the_sub_agents_that_its_run_asks_for(detail: NodeDetail) -> None:
+async def test_a_batch_has_the_sub_agents_that_its_run_asks_for(detail):
     async with bench(detail) as it:
         told, arrays = await it.batch()
         batch = Batch.model_validate_json(told)
@@ -125,7 +120,7 @@ async def test_a_batch_has_the_sub_agents_that_its_run_asks_for(detail: NodeDeta
         assert len(arrays) == len(arrays_again)
 
 
-async def test_an_export_of_format_2_has_a_line_for_each_sub_agent(tmp_path: Path) -> None:
+async def test_an_export_of_format_2_has_a_line_for_each_sub_agent(tmp_path):
     async with bench(NodeDetail.TOKENS) as it:
         told, _ = await it.batch()
         delivered = [one.rollout for one in Batch.model_validate_json(told).groups[0].samples]
@@ -138,7 +133,7 @@ async def test_an_export_of_format_2_has_a_line_for_each_sub_agent(tmp_path: Pat
         assert [one.sample.rollout for one in RunExport(tmp_path / "a.jsonl").samples()] == delivered
 
 
-async def test_a_damaged_export_of_format_2_is_never_a_smaller_tree(tmp_path: Path) -> None:
+async def test_a_damaged_export_of_format_2_is_never_a_smaller_tree(tmp_path):
     async with bench(NodeDetail.SUMMARY) as it:
         path = tmp_path / "a.jsonl"
         await it.export(path)
@@ -154,7 +149,7 @@ async def test_a_damaged_export_of_format_2_is_never_a_smaller_tree(tmp_path: Pa
             list(RunExport(path).samples())
 
 
-async def test_a_reader_that_knows_only_the_first_lines_can_skip_sub_agents(tmp_path: Path) -> None:
+async def test_a_reader_that_knows_only_the_first_lines_can_skip_sub_agents(tmp_path):
     async with bench(NodeDetail.SUMMARY) as it:
         lines = await it.export(tmp_path / "a.jsonl")
         samples = [ExportedSample.model_validate(line) for line in lines if line["kind"] == "sample"]
@@ -162,7 +157,7 @@ async def test_a_reader_that_knows_only_the_first_lines_can_skip_sub_agents(tmp_
         assert all(one.sample.rollout.trajectory is not None for one in samples)
 
 
-async def test_the_root_has_the_same_bytes_whatever_is_asked_for() -> None:
+async def test_the_root_has_the_same_bytes_whatever_is_asked_for():
     trajectories, columns = set(), set()
     for detail in NodeDetail:
         async with bench(detail) as it:
@@ -193,7 +188,7 @@ def names_in(value: object) -> set[str]:
     return value.keys() | names_in(list(value.values())) if isinstance(value, dict) else set()
 
 
-async def test_what_was_not_asked_for_is_not_there(tmp_path: Path) -> None:
+async def test_what_was_not_asked_for_is_not_there(tmp_path):
     async with bench(NodeDetail.NONE) as it:
         told, _ = await it.batch()
         lines = await it.export(tmp_path / "a.jsonl")

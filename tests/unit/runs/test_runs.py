@@ -1,7 +1,5 @@
 """Runs keep their promises with a real store and manager, and a worker whose rollouts end as the test says."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3
@@ -42,10 +40,13 @@ from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.run_bench import BROKEN, GONE, Bench, bench, place
 
-pytestmark = pytest.mark.anyio
+
+def by_sample(lease: Lease) -> float:
+    """Return a reward by which every other sample of a group succeeds."""
+    return float(place(lease)[1] % 2)
 
 
-async def test_a_trainer_gets_informative_groups_only() -> None:
+async def test_a_trainer_gets_informative_groups_only():
     async with bench() as it:
         await it.create(tasks=12)
         batches = await it.all()
@@ -60,7 +61,7 @@ async def test_a_trainer_gets_informative_groups_only() -> None:
 
 
 @pytest.mark.slow
-async def test_no_more_groups_start_than_are_expected_to_be_needed() -> None:
+async def test_no_more_groups_start_than_are_expected_to_be_needed():
     async with bench(lambda lease: float(place(lease)[1])) as it:
         await it.create(tasks=500, prefetch_batches=0)
         for _ in range(20):
@@ -73,7 +74,7 @@ async def test_no_more_groups_start_than_are_expected_to_be_needed() -> None:
         assert 'rollout_run_acceptance_rate{run="a"}' in it.metrics.render().decode()
 
 
-async def test_a_failed_sample_is_retried_then_masked() -> None:
+async def test_a_failed_sample_is_retried_then_masked():
     def play(lease: Lease) -> float | ErrorInfo:
         number, sample, retry = place(lease)
         if sample == 0 and retry <= number:
@@ -95,7 +96,7 @@ async def test_a_failed_sample_is_retried_then_masked() -> None:
         assert (run.count("retried"), run.count("masked")) == (2, 3)
 
 
-async def test_an_overlong_answer_costs_reward() -> None:
+async def test_an_overlong_answer_costs_reward():
     async with bench() as it:
         penalty = OverlongPenalty(max_tokens=400, buffer_tokens=200)
         await it.create(tasks=2, overlong=penalty)
@@ -103,7 +104,7 @@ async def test_an_overlong_answer_costs_reward() -> None:
         assert [sample.reward for sample in batch.groups[0].samples] == [0.0, 1.0, -0.5, 0.0]
 
 
-async def test_filters_are_chosen_by_name() -> None:
+async def test_filters_are_chosen_by_name():
     async with bench() as it:
         await it.create(filters=[FilterSpec(name="all_failed")], tasks=4)
         assert len((await it.all())[0].groups) == 2
@@ -113,8 +114,8 @@ async def test_filters_are_chosen_by_name() -> None:
             )
 
 
-async def test_staleness_bounds_how_many_groups_start() -> None:
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+async def test_staleness_bounds_how_many_groups_start():
+    async with bench(by_sample) as it:
         await it.create(tasks=100, max_staleness=1, prefetch_batches=8)
         for version in range(3):
             it.version = version
@@ -126,27 +127,20 @@ async def test_staleness_bounds_how_many_groups_start() -> None:
             assert run.cursor <= (1 + version + 1) * 2
 
 
-async def test_only_the_stale_samples_of_a_group_are_masked() -> None:
+async def test_only_the_stale_samples_of_a_group_are_masked():
     async with bench(lambda lease: float(place(lease)[1])) as it:
         it.sampled_by = lambda lease: 0 if place(lease)[1] == 3 else 2
         await it.create(tasks=2, max_staleness=1, advantages=Advantages.LEAVE_ONE_OUT, min_usable=3)
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         it.version = 2
         batch = await it.lease()
-        assert batch is not None
         assert batch.oldest_version == 2
         for group in batch.groups:
             assert [sample.masked_because for sample in group.samples] == [None, None, None, "stale"]
             assert [sample.reward for sample in group.samples] == [0.0, 1.0, 2.0, None]
             assert [sample.advantage for sample in group.samples] == [-1.5, 0.0, 1.5, None]
             assert (group.usable, group.reward_mean) == (3, 1.0)
-            assert [sample.rollout.trajectory is None for sample in group.samples] == [
-                False,
-                False,
-                False,
-                True,
-            ]
+            assert [sample.rollout.trajectory is None for sample in group.samples] == [False] * 3 + [True]
         run = await it.store.runs.get("a")
         assert (run.count("masked:stale"), run.count("dropped:stale")) == (2, 0)
 
@@ -175,7 +169,7 @@ async def until_ready(it: Bench, count: int) -> None:
         await anyio.sleep(0.01)
 
 
-async def test_auxiliary_rewards_fade_with_the_trainer_s_version() -> None:
+async def test_auxiliary_rewards_fade_with_the_trainer_s_version():
     async with bench(hand_on) as it:
         await it.create(tasks=8, max_staleness=0, auxiliary=AUXILIARY, advantages="parts_norm")
         seen = []
@@ -184,7 +178,6 @@ async def test_auxiliary_rewards_fade_with_the_trainer_s_version() -> None:
             batch = await it.next()
             for group in batch.groups:
                 (weights,) = {sample.reward_weights for sample in group.samples}
-                assert weights is not None
                 assert (group.measured_on, group.filtered_on) == ("perf", ["perf"])
                 assert (group.reward_mean, group.reward_std) == (0.5, 0.5)
                 for sample in group.samples:
@@ -197,7 +190,7 @@ async def test_auxiliary_rewards_fade_with_the_trainer_s_version() -> None:
         ]
 
 
-async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path: Path) -> None:
+async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path):
     """The batch is the same in every lease, and after a restart, whatever the trainer's version is by then."""
     batches = []
     for delivery, version in enumerate((1, 3)):
@@ -211,7 +204,6 @@ async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path: Path) -
                 leased = await it.delivery.lease(
                     BatchLeaseRequest("a", f"k{delivery}", 60), version=version + 1, timeout=10
                 )
-                assert leased is not None
                 content = b"".join([part async for part in it.delivery.as_json(leased)])
                 batches.append(content.partition(b',"batch_id"')[0])
                 arrays = BatchArrays.from_bytes(await arrays_of(it.delivery, leased))
@@ -223,14 +215,13 @@ async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path: Path) -
     assert batches == [batches[0]] * 4
 
 
-async def test_a_group_that_loses_stale_samples_keeps_its_weights() -> None:
+async def test_a_group_that_loses_stale_samples_keeps_its_weights():
     async with bench(hand_on) as it:
         it.sampled_by = lambda lease: 0 if place(lease)[1] == 3 else 2
         await it.create(tasks=2, max_staleness=1, auxiliary=AUXILIARY, advantages="leave_one_out")
         await until_ready(it, 2)
         it.version = 2
         batch = await it.lease()
-        assert batch is not None
         for group in batch.groups:
             assert [sample.masked_because for sample in group.samples] == [None, None, None, "stale"]
             assert [sample.reward for sample in group.samples] == pytest.approx([0.2, 1.3, 0.4, None])
@@ -238,7 +229,7 @@ async def test_a_group_that_loses_stale_samples_keeps_its_weights() -> None:
             assert weights == [0, 0, 0, None]
 
 
-async def test_groups_of_equal_outcomes_are_dropped_however_much_work_they_handed_on() -> None:
+async def test_groups_of_equal_outcomes_are_dropped_however_much_work_they_handed_on():
     def play(lease: Lease) -> Score:
         number, sample, _ = place(lease)
         return Score(float(number % 2 and sample % 2), {"parallel": sample / 4, "finish": 1.0})
@@ -256,27 +247,25 @@ async def test_groups_of_equal_outcomes_are_dropped_however_much_work_they_hande
 
 
 @pytest.mark.parametrize("fields", [{"min_usable": 4}, {"filters": [FilterSpec(name="zero_variance")]}])
-async def test_a_group_with_too_little_left_is_dropped_as_stale(fields: dict[str, object]) -> None:
+async def test_a_group_with_too_little_left_is_dropped_as_stale(fields):
     async with bench(lambda lease: float(place(lease)[1] == 3)) as it:
         it.sampled_by = lambda lease: 0 if place(lease) in ((0, 3, 0), (1, 3, 0)) else 2
         await it.create(tasks=4, max_staleness=1, **fields)
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         it.version = 2
         batches = await it.all()
         assert [group.number for batch in batches for group in batch.groups] == [2, 3]
         assert (await it.store.runs.get("a")).count("dropped:stale") == 2
 
 
-async def test_groups_that_become_too_old_are_replaced_before_a_lease() -> None:
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+async def test_groups_that_become_too_old_are_replaced_before_a_lease():
+    async with bench(by_sample) as it:
         await it.create(tasks=100, max_staleness=0, prefetch_batches=1, source=InlineTasks(open=True))
         tasks = [Task(environment="calc", instance={"n": n}) for n in range(100)]
         await it.store.runs.append("a", tasks, offset=None, close=False)
         await it.next()
         it.version = 1
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         before = await it.store.runs.get("a")
         it.version = 3
         while (run := await it.store.runs.get("a")).count("dropped:stale") < before.count("ready"):
@@ -287,22 +276,20 @@ async def test_groups_that_become_too_old_are_replaced_before_a_lease() -> None:
         assert run.count("acknowledged") == 2
 
 
-async def test_a_trainer_that_accepts_stale_samples_gets_all_of_them() -> None:
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+async def test_a_trainer_that_accepts_stale_samples_gets_all_of_them():
+    async with bench(by_sample) as it:
         await it.create(tasks=4, max_staleness=0)
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         it.version = 5
         leased = await it.delivery.lease(
             BatchLeaseRequest("a", "k", 60, allow_stale=True), version=None, timeout=10
         )
-        assert leased is not None
         groups = [await it.store.runs.group("a", number) for number in leased.groups]
         assert [(group.usable, group.oldest_version) for group in groups] == [(4, 0), (4, 0)]
         assert all(sample.rollout.trajectory for group in groups for sample in group.samples)
 
 
-async def test_pause_resume_and_end() -> None:
+async def test_pause_resume_and_end():
     async with bench() as it:
         await it.create(tasks=1_000, source=InlineTasks(open=True))
         await it.store.runs.update("a", state=RunState.PAUSED)
@@ -318,7 +305,7 @@ async def test_pause_resume_and_end() -> None:
         assert (run.count("open"), run.count("ready"), run.state) == (0, 0, RunState.ENDED)
 
 
-async def test_ending_a_run_cancels_its_open_groups() -> None:
+async def test_ending_a_run_cancels_its_open_groups():
     async with bench(lambda _: None) as it:
         await it.create()
         while len(it.begun) < 8:
@@ -328,7 +315,7 @@ async def test_ending_a_run_cancels_its_open_groups() -> None:
         assert (await it.store.runs.get("a")).count("dropped:cancelled") >= 2
 
 
-async def test_surplus_is_cancelled_when_asked() -> None:
+async def test_surplus_is_cancelled_when_asked():
     def play(lease: Lease) -> float | None:
         number, sample, _ = place(lease)
         return float(sample % 2) if number < 2 else None
@@ -342,8 +329,8 @@ async def test_surplus_is_cancelled_when_asked() -> None:
 
 
 @pytest.mark.slow
-async def test_runs_share_by_weight() -> None:
-    async with bench(lambda lease: float(place(lease)[1] % 2), places=8) as it:
+async def test_runs_share_by_weight():
+    async with bench(by_sample, places=8) as it:
         await it.create("a", tasks=300, weight=3.0, prefetch_batches=100)
         await it.create("b", tasks=300, weight=1.0, prefetch_batches=100)
         while len(it.begun) < 320:
@@ -353,7 +340,7 @@ async def test_runs_share_by_weight() -> None:
 
 
 @pytest.mark.slow
-async def test_a_straggler_is_cut_off() -> None:
+async def test_a_straggler_is_cut_off():
     def play(lease: Lease) -> float | None:
         number, sample, _ = place(lease)
         return None if number == 20 and sample == 0 else float(sample % 2)
@@ -365,38 +352,17 @@ async def test_a_straggler_is_cut_off() -> None:
         assert [sample.masked_because for sample in group.samples] == ["straggler", None, None, None]
 
 
-async def test_tasks_of_a_file_in_shuffled_epochs(tmp_path: Path) -> None:
+async def test_tasks_of_a_file_in_shuffled_epochs(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text("\n".join(json.dumps({"n": n}) for n in range(4)) + "\n\n")
     source = FileTasks(path=str(path), environment="calc", epochs=3, shuffle=True, seed=7)
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+    async with bench(by_sample) as it:
         await it.create(source=source)
         groups = [group for batch in await it.all() for group in batch.groups]
         groups.sort(key=lambda group: group.number)
         epochs = [[g.task.instance["n"] for g in groups if g.epoch == epoch] for epoch in range(3)]
         assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3]] * 3
         assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
-@pytest.mark.slow
-async def test_a_file_that_changed_stops_its_run_after_a_restart(tmp_path: Path) -> None:
-    path, database = tmp_path / "tasks.jsonl", tmp_path / "store.sqlite3"
-    rows = "".join(json.dumps({"n": n}) + "\n" for n in range(40))
-    path.write_text(rows)
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
-        await it.create(source=FileTasks(path=str(path), environment="calc"))
-        await it.next()
-    path.write_text(rows.replace("3", "4"))
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
-        while (run := await it.store.runs.get("a")).problem is None:
-            with suppress(RunStoppedError):
-                if (batch := await it.lease(timeout=0.05)) is not None:
-                    await it.delivery.acknowledge("a", batch.batch_id)
-        assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
-        path.write_text(rows)
-        await it.store.runs.update("a", state=RunState.RUNNING)
-        await it.all()
-        assert (await it.store.runs.get("a")).cursor == 40
 
 
 class Numbers(AgentEnvironment):
@@ -413,9 +379,9 @@ class Numbers(AgentEnvironment):
         return [{"n": self.first + n, "split": "held_out" if n % 10 == 9 else "train"} for n in range(40)]
 
 
-async def test_tasks_of_a_split_of_the_environments_own_data_set() -> None:
+async def test_tasks_of_a_split_of_the_environments_own_data_set():
     source = DatasetTasks(environment="numbers", split="held_out", epochs=2, shuffle=True)
-    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+    async with bench(by_sample) as it:
         it.environments["numbers"] = Numbers()
         await it.create(source=source)
         groups = [group for batch in await it.all() for group in batch.groups]
@@ -424,20 +390,29 @@ async def test_tasks_of_a_split_of_the_environments_own_data_set() -> None:
 
 
 @pytest.mark.slow
-async def test_a_data_set_that_changed_stops_its_run_after_a_restart(tmp_path: Path) -> None:
-    database, source = tmp_path / "store.sqlite3", DatasetTasks(environment="numbers", split="train")
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
-        it.environments["numbers"] = Numbers()
+@pytest.mark.parametrize("kind", ["file", "data set"])
+async def test_a_source_that_changed_stops_its_run_after_a_restart(tmp_path, kind):
+    file, database = tmp_path / "tasks.jsonl", tmp_path / "store.sqlite3"
+    source = FileTasks(path=str(file), environment="calc")
+    if kind == "data set":
+        source = DatasetTasks(environment="numbers", split="train")
+
+    def offer(it: Bench, first: int) -> None:
+        it.environments["numbers"] = Numbers(first)
+        file.write_text("".join(json.dumps({"n": first + n}) + "\n" for n in range(36)))
+
+    async with bench(by_sample, path=database) as it:
+        offer(it, first=0)
         await it.create(source=source)
         await it.next()
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
-        it.environments["numbers"] = Numbers(first=1)
+    async with bench(by_sample, path=database) as it:
+        offer(it, first=1)
         while (run := await it.store.runs.get("a")).problem is None:
             with suppress(RunStoppedError):
                 if (batch := await it.lease(timeout=0.05)) is not None:
                     await it.delivery.acknowledge("a", batch.batch_id)
         assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
-        it.environments["numbers"] = Numbers()
+        offer(it, first=0)
         await it.store.runs.update("a", state=RunState.RUNNING)
         await it.all()
         assert (await it.store.runs.get("a")).cursor == 36
@@ -450,7 +425,7 @@ async def test_a_data_set_that_changed_stops_its_run_after_a_restart(tmp_path: P
         ("trian", r"body.source.split: the data set has no split 'trian'; did you mean train\?"),
     ],
 )
-def test_the_split_of_a_data_set_must_be_one_of_its_own(split: str | None, said: str) -> None:
+def test_the_split_of_a_data_set_must_be_one_of_its_own(split, said):
     with pytest.raises(InvalidFieldError, match=said) as caught:
         open_dataset(DatasetTasks(environment="numbers", split=split), Numbers())
     assert caught.value.hint == "Its splits: train (36), held_out (4)."
@@ -471,8 +446,8 @@ async def set_pages(store: SqliteStore, pages: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=tmp_path / "store.sqlite3") as it:
+async def test_a_full_disk_loses_nothing(tmp_path):
+    async with bench(by_sample, path=tmp_path / "store.sqlite3") as it:
         await it.create(tasks=30)
         await it.next()
         await set_pages(it.store, "page_count")
@@ -532,9 +507,7 @@ async def stopped(it: Bench, code: str) -> None:
     ],
     ids=["gone", "damaged"],
 )
-async def test_a_lost_record_pauses_only_its_own_run_until_it_is_restored(
-    tmp_path: Path, harm: str, mend: str
-) -> None:
+async def test_a_lost_record_pauses_only_its_own_run_until_it_is_restored(tmp_path, harm, mend):
     async with two_runs(tmp_path) as (it, may_end):
         row = dict(await it.store._thread.read(lambda db: db.execute(ROW).fetchone()))
         await it.store._thread.write(lambda db: db.execute(harm, row).rowcount)
@@ -550,7 +523,7 @@ async def test_a_lost_record_pauses_only_its_own_run_until_it_is_restored(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["= 'a.0.1'", "LIKE 'a.0.%'"], ids=["one", "all of a group"])
-async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path: Path, lost: str) -> None:
+async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path, lost):
     async with two_runs(tmp_path) as (it, may_end):
         await it.store._thread.write(
             lambda db: db.execute(f"DELETE FROM rollouts WHERE rollout_id {lost}").rowcount
@@ -582,7 +555,7 @@ def damage_padding(path: Path) -> int:
 
 
 @pytest.mark.slow
-async def test_a_damaged_part_of_the_file_stops_only_runs_that_need_it(tmp_path: Path) -> None:
+async def test_a_damaged_part_of_the_file_stops_only_runs_that_need_it(tmp_path):
     tasks = [Task(environment="calc", instance={"n": n, "pad": "x" * 20_000}) for n in range(2)]
     async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):
         while not damage_padding(tmp_path / "store.sqlite3"):
@@ -599,11 +572,10 @@ async def test_a_damaged_part_of_the_file_stops_only_runs_that_need_it(tmp_path:
         assert (run.state, run.count("ready")) == (RunState.RUNNING, 0), "it waits for a copy to be put back"
 
 
-async def test_a_batch_with_a_lost_rollout_says_so(tmp_path: Path) -> None:
-    async with bench(lambda lease: float(place(lease)[1] % 2), path=tmp_path / "store.sqlite3") as it:
+async def test_a_batch_with_a_lost_rollout_says_so(tmp_path):
+    async with bench(by_sample, path=tmp_path / "store.sqlite3") as it:
         await it.create(tasks=2)
-        while (await it.store.runs.get("a")).count("ready") < 2:
-            await anyio.sleep(0.01)
+        await until_ready(it, 2)
         await it.store._thread.write(
             lambda db: db.execute("DELETE FROM rollouts WHERE rollout_id = 'a.0.1'").rowcount
         )
@@ -612,7 +584,7 @@ async def test_a_batch_with_a_lost_rollout_says_so(tmp_path: Path) -> None:
         assert "Restore a backup" in caught.value.hint
 
 
-def test_a_bad_row_is_named(tmp_path: Path) -> None:
+def test_a_bad_row_is_named(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"n": 1}\n[]\n')
     with pytest.raises(InvalidFieldError, match="line 2"):
@@ -623,7 +595,7 @@ def test_a_bad_row_is_named(tmp_path: Path) -> None:
         open_file(FileTasks(path="/nowhere.jsonl", environment="calc"), lambda _: None)
 
 
-def test_parquet_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_needs_an_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "tasks.parquet"
     path.write_bytes(b"PAR1")
@@ -632,7 +604,7 @@ def test_parquet_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "rollout-service[parquet]" in caught.value.hint
 
 
-def test_rows_are_read_by_position(tmp_path: Path) -> None:
+def test_rows_are_read_by_position(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"n": 0}\n\x0b\n{"n": 1}')
     rows = open_file(FileTasks(path=str(path), environment="calc"), lambda _: None)

@@ -1,7 +1,5 @@
 """A run reads the files that its creator may name, and what was checked is what is read."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -30,7 +28,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_files_below_the_folders_are_read(data: Path) -> None:
+def test_files_below_the_folders_are_read(data):
     (data / "link.jsonl").symlink_to("below/tasks.jsonl")
     (data.parent / "again").symlink_to(data)
     for path in (data / "below/tasks.jsonl", data / "below/../link.jsonl", data.parent / "again/link.jsonl"):
@@ -51,7 +49,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_no_other_file_is_read_and_nothing_is_told_of_it(data: Path, name: str) -> None:
+def test_no_other_file_is_read_and_nothing_is_told_of_it(data, name):
     (data / "link.jsonl").symlink_to("../secret.jsonl")
     (data / "dangling.jsonl").symlink_to("../none.jsonl")
     (data / "loop.jsonl").symlink_to("../loop/x.jsonl")
@@ -65,7 +63,7 @@ def test_no_other_file_is_read_and_nothing_is_told_of_it(data: Path, name: str) 
         assert "data_dirs" in caught.value.hint
 
 
-def test_without_folders_any_regular_file_is_read(data: Path) -> None:
+def test_without_folders_any_regular_file_is_read(data):
     source = FileTasks(path=str(data.parent / "secret.jsonl"), environment="calc")
     assert len(open_file(source, lambda _: None)) == 2
     os.mkfifo(data / "pipe.jsonl")
@@ -75,9 +73,7 @@ def test_without_folders_any_regular_file_is_read(data: Path) -> None:
         opened(data / "none.jsonl", data)
 
 
-def test_a_path_that_changes_between_the_two_checks_is_refused(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_changes_between_the_two_checks_is_refused(data, monkeypatch):
     path, real = data / "below/tasks.jsonl", os.open
 
     def replaced(found: Path, flags: int, *more: int) -> int:
@@ -101,7 +97,7 @@ ROWS = [{"n": "a\u2028b\u0085c"}, {"n": "b"}]
         '{"n": "a\u2028b\u0085c"}\r\n\r\n  \r\n{"n": "b"}\r\n'.encode(),
     ],
 )
-def test_byte_order_marks_line_ends_and_separators_change_no_row(data: Path, content: bytes) -> None:
+def test_byte_order_marks_line_ends_and_separators_change_no_row(data, content):
     (data / "odd.jsonl").write_bytes(content)
     rows = opened(data / "odd.jsonl", data)
     assert [rows.read(row) for row in range(len(rows))] == ROWS
@@ -122,7 +118,7 @@ def test_byte_order_marks_line_ends_and_separators_change_no_row(data: Path, con
         (b"[1]", "not a JSON object"),
     ],
 )
-def test_a_row_that_cannot_be_stored_is_refused_with_its_cause(data: Path, content: bytes, said: str) -> None:
+def test_a_row_that_cannot_be_stored_is_refused_with_its_cause(data, content, said):
     (data / "odd.jsonl").write_bytes(b'{"a": 1}\n' + content + b"\n")
     with pytest.raises(InvalidFieldError) as caught:
         opened(data / "odd.jsonl", data)
@@ -134,7 +130,7 @@ def test_a_row_that_cannot_be_stored_is_refused_with_its_cause(data: Path, conte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_row_that_every_sample_would_copy_has_a_bound(data: Path, suffix: str) -> None:
+def test_a_row_that_every_sample_would_copy_has_a_bound(data, suffix):
     path, size = data / f"large{suffix}", MAX_INSTANCE_BYTES
     for length, fits in ((size - 100, True), (size, False), (3 * size, False)):
         path.write_text(json.dumps({"n": "x" * length}) + "\n")
@@ -151,7 +147,7 @@ def test_a_row_that_every_sample_would_copy_has_a_bound(data: Path, suffix: str)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_file_that_is_replaced_later_stays_the_one_that_was_checked(data: Path, suffix: str) -> None:
+def test_a_file_that_is_replaced_later_stays_the_one_that_was_checked(data, suffix):
     path = data / f"mine{suffix}"
     path.write_text('{"n": 0}\n{"n": 1}\n')
     if suffix == ".parquet":
@@ -162,7 +158,7 @@ def test_a_file_that_is_replaced_later_stays_the_one_that_was_checked(data: Path
     assert [rows.read(row) for row in (1, 0)] == [{"n": 1}, {"n": 0}]
 
 
-def test_a_file_is_held_open_only_as_long_as_its_rows(data: Path) -> None:
+def test_a_file_is_held_open_only_as_long_as_its_rows(data):
     def descriptors() -> int:
         return sum(1 for _ in Path("/proc/self/fd").iterdir())
 

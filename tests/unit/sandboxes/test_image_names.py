@@ -1,9 +1,11 @@
 """Downloaded data names images and files of its own folder, and no other path of this machine."""
 
-from pathlib import Path
+import inspect
 
 import pytest
 
+import sandboxes
+from sandboxes import config, contract, errors, factory
 from sandboxes.errors import ImagePathError
 from sandboxes.image_names import find_own_file, read_image_name
 from sandboxes.images.dockerfiles import dockerfile_at, find_bases
@@ -37,7 +39,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("text", PATHS)
-def test_data_names_no_path(text: str) -> None:
+def test_data_names_no_path(text):
     with pytest.raises(ImagePathError) as caught:
         read_image_name(text)
     assert "image list" in caught.value.hint
@@ -61,7 +63,7 @@ def test_data_names_no_path(text: str) -> None:
         ("https://example.org/x.sif?a=b", "https://example.org/x.sif?a=b"),
     ],
 )
-def test_data_names_images_of_this_machine_and_of_registries(text: str, image: str) -> None:
+def test_data_names_images_of_this_machine_and_of_registries(text, image):
     assert read_image_name(text) == image
 
 
@@ -75,7 +77,7 @@ def test_data_names_images_of_this_machine_and_of_registries(text: str, image: s
         ("oci-archive:/images/1.tar", "oci-archive:/images/"),
     ],
 )
-def test_an_image_may_be_below_a_folder_that_an_administrator_wrote(text: str, prefix: str) -> None:
+def test_an_image_may_be_below_a_folder_that_an_administrator_wrote(text, prefix):
     assert read_image_name(text, prefix=prefix) == text
     for outside in (f"{prefix}../../etc/x.sif", f"{prefix}/..", "/etc/x.sif", f"{prefix}\0.sif"):
         with pytest.raises(ImagePathError):
@@ -83,12 +85,12 @@ def test_an_image_may_be_below_a_folder_that_an_administrator_wrote(text: str, p
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "//", "oci-archive:", "x"])
-def test_a_prefix_without_a_folder_allows_no_path(prefix: str) -> None:
+def test_a_prefix_without_a_folder_allows_no_path(prefix):
     with pytest.raises(ImagePathError):
         read_image_name(f"{prefix}/etc/x.sif", prefix=prefix)
 
 
-def test_a_file_of_ones_own_is_below_the_folder_wherever_links_lead(tmp_path: Path) -> None:
+def test_a_file_of_ones_own_is_below_the_folder_wherever_links_lead(tmp_path):
     folder, outside = tmp_path / "task", tmp_path / "outside.sif"
     folder.mkdir()
     outside.touch()
@@ -122,7 +124,7 @@ def test_a_file_of_ones_own_is_below_the_folder_wherever_links_lead(tmp_path: Pa
         "FROM python:3.12\nRUN --mount=type=bind,from=/etc,target=/x true",
     ],
 )
-def test_a_dockerfile_has_no_base_of_the_host_but_those_that_are_given(tmp_path: Path, text: str) -> None:
+def test_a_dockerfile_has_no_base_of_the_host_but_those_that_are_given(tmp_path, text):
     file, own = tmp_path / "Dockerfile", tmp_path / "own"
     file.write_text(text)
     own.mkdir()
@@ -134,3 +136,17 @@ def test_a_dockerfile_has_no_base_of_the_host_but_those_that_are_given(tmp_path:
     assert (
         own in find_bases(ImageStore(tmp_path), dockerfile_at(file), {**given, path: str(own)}).bases.values()
     )
+
+
+def test_the_public_names_are_importable_from_the_package():
+    for module in (config, contract, errors, factory):
+        own = {
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_")
+            and (inspect.isclass(value) or inspect.isfunction(value))
+            and value.__module__.startswith("sandboxes")
+        }
+        assert own - {"parse_user_range"} <= set(sandboxes.__all__), module.__name__
+    for name in sandboxes.__all__:
+        assert hasattr(sandboxes, name)

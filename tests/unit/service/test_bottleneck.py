@@ -1,7 +1,5 @@
 """What limits the throughput is named by the stage that fills the others, and only where nothing else comes first."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 
@@ -83,37 +81,31 @@ QUEUED = {"counts": {RolloutState.QUEUED: 900, RolloutState.ROLLOUT: 64}}
         (stage(Stage.ROLLOUT, 9, paused_pool=9), {}, QUEUED | {"ready": False}, "pause"),
     ],
 )
-def test_the_fullest_stage_nearest_to_the_end_is_named(
-    rollout: StageOverview, others: dict[str, StageOverview], fields: dict[str, Any], kind: str | None
-) -> None:
+def test_the_fullest_stage_nearest_to_the_end_is_named(rollout, others, fields, kind):
     init = others.get("init", stage(Stage.INIT, 1))
     evaluate = others.get("evaluate", stage(Stage.EVALUATE, 1))
     assert kind_of(overview([init, rollout, evaluate], **fields)) == kind
 
 
-def test_it_says_what_shows_it_and_which_setting_would_change_it() -> None:
+def test_it_says_what_shows_it_and_which_setting_would_change_it():
     stages = [stage(Stage.INIT, 3, host=3), stage(Stage.ROLLOUT, 20), stage(Stage.EVALUATE, 0)]
     found = bottleneck(overview(stages, nodes=[HELD]), StageLoads().add(0.0, stages))
-    assert found is not None
     assert found.message == "3 rollouts wait for room on the host: memory: 3.1 GiB available."
     assert "sandboxes.pressure" in found.hint
     ceiling = HELD.model_copy(update={"holds": [HoldView(resource="ceiling", reason="ceiling: 8 of 8")]})
     found = bottleneck(overview(stages, nodes=[ceiling]), StageLoads().add(0.0, stages))
-    assert found is not None
     assert "sandboxes.ceiling" in found.hint
     stages[0] = stage(Stage.INIT, 1, host=1)
     found = bottleneck(overview(stages), StageLoads().add(0.0, stages))
-    assert found is not None
     assert found.message == "1 rollout waits for room on the host."
     stages[0] = stage(Stage.INIT, 0)
     found = bottleneck(overview(stages, runs=[RUN]), StageLoads().add(0.0, stages))
-    assert found is not None
     assert found.message == (
         "44 of 64 rollout workers are free, and nothing is queued. 7 groups are ready and wait for the trainer."
     )
 
 
-def test_what_is_stuck_comes_first() -> None:
+def test_what_is_stuck_comes_first():
     stages = [stage(Stage.INIT, 1), BUSY, stage(Stage.EVALUATE, 1)]
     finding = HangFinding(
         finding_id="hang-1",
@@ -130,7 +122,7 @@ def test_what_is_stuck_comes_first() -> None:
     assert kind_of(overview(stages, **QUEUED, findings=[slow])) == "engines"
 
 
-def test_numbers_are_averages_of_the_last_seconds() -> None:
+def test_numbers_are_averages_of_the_last_seconds():
     loads = StageLoads()
     for second in range(60):
         working = 64 if second % 2 else 60
@@ -164,9 +156,7 @@ STAGES = st.tuples(
 
 
 @given(STAGES, st.integers(0, 10), st.booleans())
-def test_any_numbers_have_an_answer_with_a_hint(
-    stages: tuple[StageOverview, ...], queued: int, has_runs: bool
-) -> None:
+def test_any_numbers_have_an_answer_with_a_hint(stages, queued, has_runs):
     counts = {RolloutState.QUEUED: queued}
     one = overview(list(stages), counts=counts, runs=[RUN] if has_runs else [])
     found = bottleneck(one, StageLoads().add(0.0, one.stages))

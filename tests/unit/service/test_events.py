@@ -1,7 +1,5 @@
 """Events are chosen by kind and subject, read once for all readers, and written without holding anything up."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -18,8 +16,7 @@ from rollout_service.base.errors import InvalidFieldError, StoreError
 from rollout_service.server.events import PAGE_EVENTS, Announcer, EventSelection, EventTail, StateWatcher
 from rollout_service.store.sqlite import SqliteStore
 from sandboxes.scheduling.pressure import HoldReason
-
-pytestmark = pytest.mark.anyio
+from tests.support.samples import backend_view
 
 
 @pytest.fixture
@@ -41,14 +38,12 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
         (["run."], ["a"], "run.state", "b", False),
     ],
 )
-def test_a_reader_gets_the_events_it_wants(
-    kinds: list[str], subjects: list[str], kind: str, subject: str, wanted: bool
-) -> None:
+def test_a_reader_gets_the_events_it_wants(kinds, subjects, kind, subject, wanted):
     assert EventSelection.of(kinds, subjects).has(kind, subject) is wanted
 
 
 @pytest.mark.parametrize("kind", ["rollout.states", "rollout", ".", "", "rollout.*", "roll."])
-def test_an_unknown_kind_is_refused(kind: str) -> None:
+def test_an_unknown_kind_is_refused(kind):
     with pytest.raises(InvalidFieldError) as refused:
         EventSelection.of(["run.state", kind], [])
     assert [field.path for field in refused.value.fields] == ["query.kind"]
@@ -77,7 +72,7 @@ class CountingStore:
         return await self._store.events(after=after, limit=limit)
 
 
-async def test_readers_at_the_end_read_an_event_once(store: SqliteStore) -> None:
+async def test_readers_at_the_end_read_an_event_once(store):
     counting = CountingStore(store)
     tail = EventTail(counting)  # type: ignore[arg-type]
     for number in range(20):
@@ -95,7 +90,7 @@ async def test_readers_at_the_end_read_an_event_once(store: SqliteStore) -> None
 
 
 @pytest.mark.slow
-async def test_a_reader_far_behind_misses_nothing(store: SqliteStore) -> None:
+async def test_a_reader_far_behind_misses_nothing(store):
     tail = EventTail(store)
     count = PAGE_EVENTS * 2 + 500
     for _ in range(count):
@@ -105,7 +100,7 @@ async def test_a_reader_far_behind_misses_nothing(store: SqliteStore) -> None:
 
 
 @pytest.mark.slow
-async def test_the_tail_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tail_is_bounded(store, monkeypatch):
     monkeypatch.setattr("rollout_service.server.events.TAIL_EVENTS", 64)
     tail = EventTail(store)
     for _ in range(64 + 300):
@@ -115,7 +110,7 @@ async def test_the_tail_is_bounded(store: SqliteStore, monkeypatch: pytest.Monke
     assert await read_all(tail, store, 100) == list(range(101, 64 + 301))
 
 
-async def test_a_tail_follows_a_store_that_has_lost_events(store: SqliteStore) -> None:
+async def test_a_tail_follows_a_store_that_has_lost_events(store):
     for number in range(10):
         await store.record("run.changed", f"run-{number}", {})
     lost = {7, 8, 9, 10}
@@ -134,7 +129,7 @@ async def test_a_tail_follows_a_store_that_has_lost_events(store: SqliteStore) -
     assert [event.event_id for event in await tail.after(6, 10)] == [7, 8, 9, 10]
 
 
-async def test_a_reader_that_looked_earlier_makes_nobody_read_again(store: SqliteStore) -> None:
+async def test_a_reader_that_looked_earlier_makes_nobody_read_again(store):
     counting = CountingStore(store)
     tail = EventTail(counting)  # type: ignore[arg-type]
     for _ in range(10):
@@ -151,7 +146,7 @@ async def wait_for(store: SqliteStore, count: int) -> list[Event]:
     return await store.events(after=0)
 
 
-async def test_what_is_announced_is_written(store: SqliteStore) -> None:
+async def test_what_is_announced_is_written(store):
     announcer = Announcer(store)
     async with announcer.running():
         announcer.announce(EventKind.POOL_PAUSED, "policy", {"mode": "abort"})
@@ -159,9 +154,7 @@ async def test_what_is_announced_is_written(store: SqliteStore) -> None:
     assert (event.kind, event.subject, event.data) == ("pool.paused", "policy", {"mode": "abort"})
 
 
-async def test_events_are_written_in_the_order_of_their_announcement(
-    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_events_are_written_in_the_order_of_their_announcement(store, monkeypatch):
     monkeypatch.setattr("rollout_service.server.events.CLOSE_SECONDS", 60.0)
     announcer = Announcer(store)
     said: list[tuple[EventKind, dict[str, Any]]] = []
@@ -175,7 +168,7 @@ async def test_events_are_written_in_the_order_of_their_announcement(
     assert [(event.kind, event.data) for event in await store.events(after=0)] == said
 
 
-async def test_no_more_events_wait_than_are_kept(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_events_wait_than_are_kept(store, monkeypatch):
     monkeypatch.setattr("rollout_service.server.events.CLOSE_SECONDS", 60.0)
     monkeypatch.setattr("rollout_service.server.events.MAX_WAITING", 32)
     announcer = Announcer(store)
@@ -188,7 +181,7 @@ async def test_no_more_events_wait_than_are_kept(store: SqliteStore, monkeypatch
     assert [event.data["number"] for event in written] == list(range(32))
 
 
-async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch):
     class Hanging:
         async def record(self, kind: str, subject: str, data: dict[str, Any]) -> Event:
             await anyio.sleep_forever()
@@ -203,7 +196,7 @@ async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.M
     assert announcer.dropped == 1
 
 
-async def test_a_store_that_fails_is_nobodys_problem(store: SqliteStore) -> None:
+async def test_a_store_that_fails_is_nobodys_problem(store):
     class Failing:
         async def record(self, kind: str, subject: str, data: dict[str, Any]) -> Event:
             raise StoreError("the disk is full")
@@ -245,23 +238,10 @@ class Watched:
 
 
 def backend(state: BackendState, error: str | None = None) -> BackendView:
-    return BackendView(
-        backend_id="policy@a",
-        url="http://a",
-        pool="policy",
-        state=state,
-        model_path="/m",
-        tokenizer_path="/m",
-        weight_version=0,
-        context_length=1,
-        in_flight=0,
-        served=0,
-        failures=0,
-        last_error=error,
-    )
+    return backend_view("policy@a", state=state, last_error=error)
 
 
-def test_an_engine_is_told_of_when_its_state_changes_and_why() -> None:
+def test_an_engine_is_told_of_when_its_state_changes_and_why():
     watched = Watched()
     watcher = watched.watcher()
     states = [BackendState.READY, BackendState.READY, BackendState.FAILED, BackendState.FAILED]
@@ -281,7 +261,7 @@ def test_an_engine_is_told_of_when_its_state_changes_and_why() -> None:
     assert "error" not in data[0]
 
 
-def test_a_drained_node_is_told_of_once() -> None:
+def test_a_drained_node_is_told_of_once():
     watched = Watched()
     watcher = watched.watcher()
     for now, claims in enumerate([True, False, False, True, True]):
@@ -293,7 +273,7 @@ def test_a_drained_node_is_told_of_once() -> None:
     ]
 
 
-def test_a_hold_that_flickers_is_one_hold() -> None:
+def test_a_hold_that_flickers_is_one_hold():
     watched = Watched()
     watcher = watched.watcher()
     reason = HoldReason("memory", "memory: 1 GiB available")
@@ -307,7 +287,7 @@ def test_a_hold_that_flickers_is_one_hold() -> None:
     assert (ended["state"], ended["resource"], ended["seconds"]) == ("ended", "memory", 28.0)
 
 
-def test_the_page_on_events_lists_every_kind_and_no_other() -> None:
+def test_the_page_on_events_lists_every_kind_and_no_other():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "events.md").read_text()
     kinds = page.partition("## Kinds")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in kinds.splitlines() if line.startswith("| `")]
@@ -315,7 +295,7 @@ def test_the_page_on_events_lists_every_kind_and_no_other() -> None:
     assert sorted(listed) == sorted(map(str, EventKind))
 
 
-def test_no_code_writes_an_event_of_another_kind() -> None:
+def test_no_code_writes_an_event_of_another_kind():
     root = Path(__file__).parents[3] / "rollout_service" / "store"
     written = set()
     for path in [*root.rglob("*.py"), *root.rglob("*.lua")]:

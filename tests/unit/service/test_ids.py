@@ -1,7 +1,5 @@
 """Every id survives its text, and no other text is read as an id."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

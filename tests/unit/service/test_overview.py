@@ -1,7 +1,5 @@
 """Figures of the last minutes are right and bounded; an overview is made once a second, whoever reads it."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 import anyio
@@ -16,8 +14,8 @@ from rollout_service.activity import ActivityBoard, waits_for
 from rollout_service.base.errors import ServiceError
 from rollout_service.server.overview import BackendFigures, Outcomes, OverviewFeed
 from rollout_service.server.overview.outcomes import MAX_FAILURES, MAX_GROUPS, TIMES_PER_SECOND, success_share
-
-pytestmark = pytest.mark.anyio
+from tests.support import samples
+from tests.support.clocks import ManualClock
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -44,27 +42,11 @@ def rollout(
         error = ErrorInfo(
             code=code, boundary=Boundary.SANDBOX, message=f"{rollout_id} broke", stage="rollout"
         )
-    return Rollout(
-        rollout_id=rollout_id,
-        state=state,
-        task=Task(environment=environment, instance={}),
-        pool="policy",
-        error=error,
-        created_at=NOW,
-    )
+    task = Task(environment=environment, instance={})
+    return samples.rollout(rollout_id, state, task=task, error=error, created_at=NOW)
 
 
-class ManualClock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-async def test_the_figures_of_an_engine_are_those_of_its_requests() -> None:
+async def test_the_figures_of_an_engine_are_those_of_its_requests():
     board, figures = ActivityBoard(), BackendFigures()
     board.observe(figures)
     with board.working("one", attempt=1, environment="calc"):
@@ -84,8 +66,8 @@ async def test_the_figures_of_an_engine_are_those_of_its_requests() -> None:
     assert figures.of("policy@b").p50_seconds is None
 
 
-async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_before() -> None:
-    clock = ManualClock()
+async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_before():
+    clock = ManualClock(1_000.0)
     board, figures = ActivityBoard(), BackendFigures(clock)
     board.observe(figures)
     with board.working("one", attempt=1, environment="calc"):
@@ -102,7 +84,7 @@ async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_befor
     assert not figures._seconds
 
 
-def test_outcomes_are_counted_for_five_minutes() -> None:
+def test_outcomes_are_counted_for_five_minutes():
     outcomes = Outcomes()
     outcomes.note(NOW - timedelta(seconds=301), "completed")
     for second in range(299, -1, -1):
@@ -113,7 +95,7 @@ def test_outcomes_are_counted_for_five_minutes() -> None:
     assert success_share({}) is None
 
 
-def test_the_rate_is_taken_over_the_last_half_minute() -> None:
+def test_the_rate_is_taken_over_the_last_half_minute():
     outcomes = Outcomes()
     for _ in range(60):
         outcomes.ended(rollout("a", RolloutState.COMPLETED))
@@ -122,7 +104,7 @@ def test_the_rate_is_taken_over_the_last_half_minute() -> None:
     assert outcomes.per_second(now + timedelta(seconds=40)) == 0
 
 
-def test_failures_are_grouped_by_what_they_have_in_common() -> None:
+def test_failures_are_grouped_by_what_they_have_in_common():
     outcomes = Outcomes()
     for number in range(7):
         outcomes.ended(rollout(f"gone-{number}", RolloutState.FAILED, "sandbox_gone"))
@@ -137,7 +119,7 @@ def test_failures_are_grouped_by_what_they_have_in_common() -> None:
     assert outcomes.errors(datetime.now(UTC) + timedelta(seconds=301)) == []
 
 
-def test_many_failures_are_bounded() -> None:
+def test_many_failures_are_bounded():
     outcomes = Outcomes()
     for number in range(MAX_FAILURES * 2):
         outcomes.ended(rollout(f"r{number}", RolloutState.FAILED, f"code_{number % 50}"))
@@ -147,7 +129,7 @@ def test_many_failures_are_bounded() -> None:
 
 
 @pytest.mark.slow
-async def test_ten_readers_share_one_overview_a_second() -> None:
+async def test_ten_readers_share_one_overview_a_second():
     made = 0
 
     async def build() -> Overview:
@@ -176,7 +158,7 @@ async def test_ten_readers_share_one_overview_a_second() -> None:
     assert all(one is other for one, other in zip(seen[0], seen[9], strict=True)), "encoded once"
 
 
-async def test_nothing_is_made_while_nobody_asks() -> None:
+async def test_nothing_is_made_while_nobody_asks():
     made = 0
 
     async def build() -> Overview:
@@ -184,7 +166,7 @@ async def test_nothing_is_made_while_nobody_asks() -> None:
         made += 1
         return overview()
 
-    clock = ManualClock()
+    clock = ManualClock(1_000.0)
     feed = OverviewFeed(build, clock)
     await feed.latest()
     clock.now += 100
@@ -194,11 +176,11 @@ async def test_nothing_is_made_while_nobody_asks() -> None:
     assert made == 2
 
 
-async def test_a_reader_that_comes_back_late_gets_the_next_at_once() -> None:
+async def test_a_reader_that_comes_back_late_gets_the_next_at_once():
     async def build() -> Overview:
         return overview()
 
-    clock = ManualClock()
+    clock = ManualClock(1_000.0)
     feed = OverviewFeed(build, clock)
     first = await feed.after(0)
     clock.now += 100
@@ -206,7 +188,7 @@ async def test_a_reader_that_comes_back_late_gets_the_next_at_once() -> None:
         assert (await feed.after(first.number)).number == first.number + 1
 
 
-async def test_a_reader_that_leaves_while_an_overview_is_made_takes_it_from_nobody() -> None:
+async def test_a_reader_that_leaves_while_an_overview_is_made_takes_it_from_nobody():
     began, go = anyio.Event(), anyio.Event()
 
     async def build() -> Overview:

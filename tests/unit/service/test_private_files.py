@@ -11,8 +11,6 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import make_private, open_state_folder, write_private
 from rollout_service.store.sqlite.store import SqliteStore
 
-pytestmark = pytest.mark.anyio
-
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
@@ -25,7 +23,7 @@ def open_umask() -> Iterator[None]:
     os.umask(before)
 
 
-async def test_the_database_is_private_in_a_folder_that_is_not(tmp_path: Path) -> None:
+async def test_the_database_is_private_in_a_folder_that_is_not(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir(mode=0o755)
     path = folder / "rollouts.sqlite3"
@@ -39,7 +37,7 @@ async def test_the_database_is_private_in_a_folder_that_is_not(tmp_path: Path) -
     assert mode(folder) == 0o755
 
 
-def test_a_file_is_written_whole_and_private(tmp_path: Path) -> None:
+def test_a_file_is_written_whole_and_private(tmp_path):
     path = tmp_path / "backends.json"
     write_private(path, b"[]")
     path.chmod(0o666)
@@ -48,7 +46,7 @@ def test_a_file_is_written_whole_and_private(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_private_file_keeps_its_mode_and_content(tmp_path: Path) -> None:
+def test_a_private_file_keeps_its_mode_and_content(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"y")
     path.chmod(0o400 if os.geteuid() == 0 else 0o600)
@@ -57,7 +55,7 @@ def test_a_private_file_keeps_its_mode_and_content(tmp_path: Path) -> None:
     assert (path.read_bytes(), mode(path)) == (b"y", before)
 
 
-def test_a_new_folder_is_private_and_a_failure_to_make_it_is_reported(tmp_path: Path) -> None:
+def test_a_new_folder_is_private_and_a_failure_to_make_it_is_reported(tmp_path):
     assert mode(open_state_folder(tmp_path / "a" / "b")) == 0o700
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):

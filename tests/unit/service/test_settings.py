@@ -28,7 +28,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_flags_win_over_variables_over_the_file(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_win_over_variables_over_the_file(empty_folder, monkeypatch):
     (empty_folder / "rollout.toml").write_text(
         "port = 1\nhold_seconds = 7.0\n[pipeline]\ninit_workers = 5\nrollout_workers = 6\n"
     )
@@ -52,24 +52,24 @@ def test_flags_win_over_variables_over_the_file(empty_folder: Path, monkeypatch:
         ("[sandbox]\nprovider = 'chroot'", "sandbox"),
     ],
 )
-def test_a_bad_file_is_refused_by_the_key_at_fault(empty_folder: Path, toml: str, says: str) -> None:
+def test_a_bad_file_is_refused_by_the_key_at_fault(empty_folder, toml, says):
     (empty_folder / "rollout.toml").write_text(toml)
     with pytest.raises(ConfigurationError, match=says):
         load_settings()
 
 
-def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_refused(monkeypatch):
     monkeypatch.setenv("ROLLOUT_PROT", "1")
     with pytest.raises(ConfigurationError, match="did you mean ROLLOUT_PORT"):
         load_settings()
 
 
-def test_a_file_that_was_named_must_exist(empty_folder: Path) -> None:
+def test_a_file_that_was_named_must_exist(empty_folder):
     with pytest.raises(ConfigurationError, match=r"the settings file .* does not exist"):
         load_settings(empty_folder / "other.toml")
 
 
-def test_beyond_loopback_needs_a_key() -> None:
+def test_beyond_loopback_needs_a_key():
     with pytest.raises(ConfigurationError, match="no key is set"):
         load_settings(host="0.0.0.0")
     settings = load_settings(host="0.0.0.0", keys=[KEY])
@@ -82,7 +82,7 @@ def test_beyond_loopback_needs_a_key() -> None:
     [KEY, f" {KEY} ", f'["{KEY}"]', f'[{{"name": "key-1", "key": "{KEY}"}}]'],
     ids=["plain", "spaces", "list", "table"],
 )
-def test_a_key_in_a_variable_is_a_plain_value_or_json(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_in_a_variable_is_a_plain_value_or_json(value, monkeypatch):
     monkeypatch.setenv("ROLLOUT_KEYS", value)
     (key,) = load_settings(host="0.0.0.0").keys
     assert (key.key.get_secret_value(), key.role, key.name) == (KEY, "admin", "key-1")
@@ -105,9 +105,7 @@ def test_a_key_in_a_variable_is_a_plain_value_or_json(value: str, monkeypatch: p
         ("[7]", "keys.0"),
     ],
 )
-def test_a_key_that_would_protect_nothing_is_refused_without_being_shown(
-    value: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_would_protect_nothing_is_refused_without_being_shown(value, says, monkeypatch):
     monkeypatch.setenv("ROLLOUT_KEYS", value)
     with pytest.raises(ConfigurationError, match=re.escape(says)) as refused:
         load_settings(host="0.0.0.0")
@@ -115,7 +113,7 @@ def test_a_key_that_would_protect_nothing_is_refused_without_being_shown(
     assert refused.value.__cause__ is None
 
 
-def test_lists_in_variables_may_be_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_in_variables_may_be_plain(monkeypatch):
     monkeypatch.setenv("ROLLOUT_ENVIRONMENTS", "./a, b")
     monkeypatch.setenv("ROLLOUT_BACKENDS", "http://gpu-1:30000,http://gpu-2:30000")
     settings = load_settings()
@@ -125,21 +123,19 @@ def test_lists_in_variables_may_be_plain(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("key", LISTS_OF_TEXTS)
 @pytest.mark.parametrize("value", ['["one", "two"]', "one,two"], ids=["json", "commas"])
-def test_every_list_of_texts_may_be_json_or_plain_in_a_variable(
-    key: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_list_of_texts_may_be_json_or_plain_in_a_variable(key, value, monkeypatch):
     monkeypatch.setenv(variable_name(key), value)
     found = attrgetter(key)(load_settings())
     assert [str(one) for one in found] == ["one", "two"]
 
 
-def test_a_variable_that_needs_json_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_needs_json_says_so(monkeypatch):
     monkeypatch.setenv("ROLLOUT_POOLS", "judge")
     with pytest.raises(ConfigurationError, match="ROLLOUT_POOLS is not valid JSON"):
         load_settings()
 
 
-def test_a_clients_key_for_a_server_without_keys_is_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_key_for_a_server_without_keys_is_distinguished(monkeypatch):
     monkeypatch.setenv("ROLLOUT_KEY", KEY)
     with pytest.raises(ConfigurationError, match=r"ROLLOUT_KEYS \(ROLLOUT_KEY is the client's\)"):
         load_settings(host="0.0.0.0")
@@ -149,18 +145,16 @@ def test_a_clients_key_for_a_server_without_keys_is_distinguished(monkeypatch: p
     ("host", "inside"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("x", False)],
 )
-def test_loopback(host: str, inside: bool) -> None:
+def test_loopback(host, inside):
     assert is_loopback(host) is inside
 
 
-def test_the_local_provider_must_be_asked_for() -> None:
+def test_the_local_provider_must_be_asked_for():
     assert Settings().sandbox.provider == "apptainer"
     assert load_settings(sandbox={"provider": "local"}).sandbox.provider == "local"
 
 
-def test_the_ceiling_of_sandboxes_is_what_the_stages_can_hold_unless_it_is_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_ceiling_of_sandboxes_is_what_the_stages_can_hold_unless_it_is_set(monkeypatch):
     settings = load_settings(pipeline={"init_workers": 1, "rollout_queue": 1, "rollout_workers": 8})
     assert settings.sandbox_ceiling == 1 + 1 + 8 + 4 + 256 + 4
     monkeypatch.setenv("ROLLOUT_SANDBOXES__CEILING", "12")
@@ -171,7 +165,7 @@ def test_the_ceiling_of_sandboxes_is_what_the_stages_can_hold_unless_it_is_set(
         load_settings(sandboxes={"ceilling": 3})
 
 
-def test_known_keys_are_dotted() -> None:
+def test_known_keys_are_dotted():
     assert {"port", "pipeline", "pipeline.init_workers", "sandbox.limits.cpus"} <= known_keys(Settings)
 
 
@@ -185,7 +179,7 @@ def test_known_keys_are_dotted() -> None:
         ("[[backends]]\nurl = 'x'", "rollout.toml:1: backends.0.url: "),
     ],
 )
-def test_a_mistake_in_the_file_is_named_with_its_line(empty_folder: Path, toml: str, says: str) -> None:
+def test_a_mistake_in_the_file_is_named_with_its_line(empty_folder, toml, says):
     (empty_folder / "rollout.toml").write_text(toml)
     with pytest.raises(ConfigurationError) as caught:
         load_settings()
@@ -204,16 +198,14 @@ def test_a_mistake_in_the_file_is_named_with_its_line(empty_folder: Path, toml: 
         ("ROLLOUT_SANDBOX__MEMROY", "1", "ROLLOUT_SANDBOX__MEMROY is not a setting"),
     ],
 )
-def test_a_mistake_in_a_variable_names_the_variable(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
-) -> None:
+def test_a_mistake_in_a_variable_names_the_variable(monkeypatch, variable, value, says):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError) as caught:
         load_settings()
     assert str(caught.value).startswith(says)
 
 
-def test_a_key_of_the_sandbox_needs_no_provider(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_the_sandbox_needs_no_provider(empty_folder, monkeypatch):
     monkeypatch.setenv("ROLLOUT_SANDBOX__RUN_DIR", "/run/mine")
     assert load_settings().sandbox.run_dir == Path("/run/mine")
     (empty_folder / "rollout.toml").write_text("[sandbox]\nuser = 'agent'\n")
@@ -221,12 +213,12 @@ def test_a_key_of_the_sandbox_needs_no_provider(empty_folder: Path, monkeypatch:
     assert (sandbox.provider, sandbox.user, sandbox.run_dir) == ("apptainer", "agent", Path("/run/mine"))
 
 
-def test_a_pool_is_set_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_is_set_by_a_variable(monkeypatch):
     monkeypatch.setenv("ROLLOUT_POOLS__JUDGE__MAX_IN_FLIGHT", "8")
     assert load_settings().pools["judge"].max_in_flight == 8
 
 
-def test_variables_of_the_scripts_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_scripts_are_accepted(monkeypatch):
     without = load_settings().model_dump()
     monkeypatch.setenv("ROLLOUT_PYTHON", "python3.12")
     monkeypatch.setenv("ROLLOUT_SGLANG_ENV", "/opt/sglang")
@@ -241,23 +233,23 @@ def test_variables_of_the_scripts_are_accepted(monkeypatch: pytest.MonkeyPatch) 
         '{"frozen-1": "calc-tuned", "frozen-2": "/models/old=er"}',
     ],
 )
-def test_models_of_further_pools_in_a_variable(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_further_pools_in_a_variable(value, monkeypatch):
     monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS", value)
     assert load_settings().embedded.pools == {"frozen-1": "calc-tuned", "frozen-2": "/models/old=er"}
 
 
-def test_a_variable_may_name_a_key_of_a_table_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_may_name_a_key_of_a_table_of_texts(monkeypatch):
     monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS__JUDGE", "calc-base")
     assert load_settings().embedded.pools == {"judge": "calc-base"}
 
 
-def test_a_broken_table_in_a_variable_is_refused_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_table_in_a_variable_is_refused_as_json(monkeypatch):
     monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS", '{"judge": calc-base}')
     with pytest.raises(ConfigurationError, match=r"ROLLOUT_EMBEDDED__POOLS: embedded\.pools: not valid JSON"):
         load_settings()
 
 
-def test_models_of_further_pools_in_the_file_and_by_flags(empty_folder: Path) -> None:
+def test_models_of_further_pools_in_the_file_and_by_flags(empty_folder):
     (empty_folder / "rollout.toml").write_text('[embedded.pools]\nfrozen-1 = "calc-base"\n')
     assert load_settings().embedded.pools == {"frozen-1": "calc-base"}
     flags = {"embedded": {"pools": ["frozen-2=calc-tuned"]}}
@@ -274,7 +266,7 @@ def test_models_of_further_pools_in_the_file_and_by_flags(empty_folder: Path) ->
         ("a pool=calc-base", "embedded.pools"),
     ],
 )
-def test_a_bad_model_of_a_pool_is_refused_by_its_flag(flag: str, says: str) -> None:
+def test_a_bad_model_of_a_pool_is_refused_by_its_flag(flag, says):
     with pytest.raises(ConfigurationError, match=f"--pool-model.*{says}"):
         load_settings(embedded={"pools": [flag]})
     with pytest.raises(ConfigurationError, match="given twice"):

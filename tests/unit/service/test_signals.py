@@ -1,11 +1,8 @@
 """A change wakes everyone who is waiting for it, and nobody who comes later."""
 
 import anyio
-import pytest
 
 from rollout_service.base.signals import BatchQueue, ChangeSignal
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_change_wakes_everyone_who_waits():

@@ -1,16 +1,16 @@
-"""A service that has started has imported only what every service needs, because each start pays for all of it."""
-
-from __future__ import annotations
+"""A service imports only what it needs, and names the extra of a package that is missing."""
 
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 import rollout_service.server.api.app
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.environments.builtin.math.environment import Math
+from rollout_service.environments.builtin.stem.environment import Stem
 
 UNNEEDED = {
     "aiohttp": "environments of OpenEnv",
@@ -32,12 +32,11 @@ IMPORT = re.compile(r"import time: +\d+ \| +\d+ \| *(\S+)")
 
 
 @pytest.mark.slow
-def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path: Path) -> None:
+def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", "rollout_service.cli", "serve", "--port", "0"]
     command += ["--engine", "none", "--sandbox", "local", "--state-dir", str(tmp_path)]
     imported = set()
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         for line in process.stderr:
             if found := IMPORT.match(line):
                 imported.add(found[1])
@@ -49,7 +48,7 @@ def test_a_started_service_has_imported_nothing_that_it_may_never_need(tmp_path:
     assert {name: user for name, user in UNNEEDED.items() if name in imported} == {}
 
 
-def test_no_model_reads_its_source_as_it_is_defined() -> None:
+def test_no_model_reads_its_source_as_it_is_defined():
     """Pydantic would look through all modules for it; `field_docstrings` reads it when someone asks."""
     assert rollout_service.server.api.app
     models = [BaseModel]
@@ -61,7 +60,47 @@ def test_no_model_reads_its_source_as_it_is_defined() -> None:
 
 
 @pytest.mark.slow
-def test_the_process_of_the_proxies_imports_no_pydantic() -> None:
+def test_the_process_of_the_proxies_imports_no_pydantic():
     """Each service with sandboxes that reach hosts starts one, and the settings' models would double its start."""
     command = [sys.executable, "-c", "import sandboxes.egress.process, sys; print('pydantic' in sys.modules)"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+WITHOUT = "import sys; sys.modules['redis'] = None\n"
+
+
+def run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT + code], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_a_store_in_redis_names_the_extra():
+    code = (
+        "from rollout_service.base.errors import ConfigurationError\n"
+        "try:\n"
+        "    from rollout_service.store.redis import RedisStore\n"
+        "except ConfigurationError as error:\n"
+        "    print(error, error.hint)\n"
+    )
+    said = "a store in Redis needs the package redis, which is not installed Install the extra: "
+    assert run(code) == f"{said}pip install 'rollout-service[redis]'.\n"
+
+
+def test_services_backups_and_jobs_without_redis_do_not_need_it():
+    code = (
+        "import rollout_service.server.api.serve, rollout_service.cli.backup\n"
+        "import rollout_service.backup.creation, rollout_service.backup.restore, rollout_service.backup.slurm_jobs\n"
+        "from rollout_service.cli import slurm, store\n"
+        "print('imported')\n"
+    )
+    assert run(code) == "imported\n"
+
+
+def test_a_task_whose_answer_is_compared_mathematically_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    for environment in (Math(), Stem()):
+        with pytest.raises(ConfigurationError, match="math-verify, which is not installed") as caught:
+            environment.check({"question": "What is it?", "answer": "x^2"})
+        assert "rollout-service[math]" in caught.value.hint
+    Stem().check({"question": "What is it?", "answer": "A", "choices": ["red", "blue"]})

@@ -1,7 +1,5 @@
 """A task is refused if its sub-agents have no pool of their own, and a run if its pool is frozen."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
@@ -26,7 +24,7 @@ def fields_of(error: InvalidFieldError) -> list[str]:
     return [field.path for field in error.fields]
 
 
-def test_an_environment_without_sub_agents_needs_no_second_pool() -> None:
+def test_an_environment_without_sub_agents_needs_no_second_pool():
     def nothing_is_served(pool: str) -> None:
         raise NoBackendError(f"there is no pool {pool!r}")
 
@@ -35,7 +33,7 @@ def test_an_environment_without_sub_agents_needs_no_second_pool() -> None:
     assert subagent_pool(ALONE) is None
 
 
-def test_a_pool_of_sub_agents_that_nobody_serves_is_refused_with_the_way_to_register_one() -> None:
+def test_a_pool_of_sub_agents_that_nobody_serves_is_refused_with_the_way_to_register_one():
     with pytest.raises(InvalidFieldError, match="'frozen-2', which has no backend") as caught:
         check_subagent_pool(TOGETHER, Pools().__getitem__)
     assert fields_of(caught.value) == ["environment"]
@@ -44,7 +42,7 @@ def test_a_pool_of_sub_agents_that_nobody_serves_is_refused_with_the_way_to_regi
     check_subagent_pool(TOGETHER, lambda _: None)
 
 
-def test_a_rollout_and_its_sub_agents_have_different_pools() -> None:
+def test_a_rollout_and_its_sub_agents_have_different_pools():
     with pytest.raises(InvalidFieldError, match="serves the sub-agents") as caught:
         check_own_pool(TOGETHER, "frozen-2")
     assert fields_of(caught.value) == ["body.pool"]
@@ -53,7 +51,7 @@ def test_a_rollout_and_its_sub_agents_have_different_pools() -> None:
 
 
 @pytest.mark.parametrize("pool", ["frozen", "frozen-1"])
-def test_no_run_trains_a_frozen_pool(pool: str) -> None:
+def test_no_run_trains_a_frozen_pool(pool):
     with pytest.raises(InvalidFieldError, match="a run trains its pool") as caught:
         check_trained_pool(pool)
     assert fields_of(caught.value) == ["body.pool"]

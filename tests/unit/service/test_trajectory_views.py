@@ -1,7 +1,5 @@
 """Tokens are shown by their bytes: whatever range is asked for, nothing of them is lost or changed."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +19,7 @@ from api_schemas.trajectories import ForkReason, Segment, Trajectory
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.server.trajectories import TrajectoryViewer, join, outline, token_range
 from rollout_service.tokens.tokenizer import TokenBytes
+from tests.support import samples
 
 TOKENIZER = tokenizers.Tokenizer.from_file(str(policy_folder("calc-base") / "tokenizer.json"))
 BYTES = TokenBytes.of(TOKENIZER)
@@ -36,16 +35,7 @@ TEXTS = [
 
 
 def segment(ids: list[int], **more: Any) -> Segment:
-    count = len(ids)
-    columns: dict[str, Any] = {
-        "token_ids": ids,
-        "loss_mask": [0] * count,
-        "logprobs": [0.0] * count,
-        "versions": [-1] * count,
-        "turn_ids": [-1] * count,
-        "fork_reason": ForkReason.FIRST,
-    }
-    return Segment(**(columns | more))
+    return samples.segment(ids, [0] * len(ids), **more)
 
 
 def utf16(text: str, start: int, end: int) -> bytes:
@@ -54,7 +44,6 @@ def utf16(text: str, start: int, end: int) -> bytes:
 
 def rebuilt(shown: TokenRange) -> bytes:
     """Return the bytes of a range's tokens, as a page puts them together."""
-    assert shown.text is not None
     assert len(shown.ends) == shown.count
     assert shown.ends == sorted(shown.ends)
     result, start = b"", 0
@@ -70,7 +59,7 @@ def rebuilt(shown: TokenRange) -> bytes:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_bytes_of_a_text_are_those_of_its_tokens(text: str) -> None:
+def test_the_bytes_of_a_text_are_those_of_its_tokens(text):
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert b"".join(BYTES.of_ids(ids)) == text.encode()
     shown = token_range(segment(ids), 0, 0, len(ids), BYTES)
@@ -78,10 +67,8 @@ def test_the_bytes_of_a_text_are_those_of_its_tokens(text: str) -> None:
     assert rebuilt(shown) == text.encode()
 
 
-@given(
-    tokens=st.lists(st.one_of(st.binary(max_size=5), st.text(max_size=3).map(str.encode)), max_size=40),
-)
-def test_any_bytes_come_back(tokens: list[bytes]) -> None:
+@given(tokens=st.lists(st.one_of(st.binary(max_size=5), st.text(max_size=3).map(str.encode)), max_size=40))
+def test_any_bytes_come_back(tokens):
     table = TokenBytes(tokens)
     shown = token_range(segment(list(range(len(tokens)))), 0, 0, 1_000, table)
     assert rebuilt(shown) == b"".join(tokens)
@@ -91,7 +78,7 @@ def test_any_bytes_come_back(tokens: list[bytes]) -> None:
     text=st.one_of(st.text(max_size=60), st.sampled_from(TEXTS)),
     cuts=st.lists(st.integers(min_value=1, max_value=9), min_size=1, max_size=9),
 )
-def test_any_split_into_ranges_rebuilds_the_bytes_of_all_tokens(text: str, cuts: list[int]) -> None:
+def test_any_split_into_ranges_rebuilds_the_bytes_of_all_tokens(text, cuts):
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     whole = segment(ids)
     result, start, number = b"", 0, 0
@@ -104,7 +91,7 @@ def test_any_split_into_ranges_rebuilds_the_bytes_of_all_tokens(text: str, cuts:
     assert result == b"".join(BYTES.of_ids(ids))
 
 
-def test_a_cut_character_ends_where_it_begins_except_for_its_last_part() -> None:
+def test_a_cut_character_ends_where_it_begins_except_for_its_last_part():
     shown = join([b"a", "日".encode()[:1], "日".encode()[1:2], "日".encode()[2:] + b"b", b"c"])
     assert shown.text == "a日bc"
     assert shown.ends == [1, 1, 1, 3, 4]
@@ -112,12 +99,12 @@ def test_a_cut_character_ends_where_it_begins_except_for_its_last_part() -> None
     assert shown.pieces == {1: "e6", 2: "97", 3: "a562"}
 
 
-def test_characters_beyond_the_first_plane_count_twice() -> None:
+def test_characters_beyond_the_first_plane_count_twice():
     shown = join(["👧".encode(), b"x"])
     assert (shown.text, shown.ends) == ("👧x", [2, 3])
 
 
-def test_bytes_that_are_no_text_are_marked() -> None:
+def test_bytes_that_are_no_text_are_marked():
     shown = join([b"\xff", b"ok", b"\xe6"])
     assert shown.text == "\ufffdok\ufffd"
     assert (shown.ends, shown.partial) == ([1, 3, 4], [0, 2])
@@ -136,28 +123,27 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def test_a_vocabulary_with_bytes_as_a_last_resort_has_a_table() -> None:
+def test_a_vocabulary_with_bytes_as_a_last_resort_has_a_table():
     tokenizer = byte_fallback()
     table = TokenBytes.of(tokenizer)
-    assert table is not None
     ids = [tokenizer.token_to_id(token) for token in ("▁Hello", "<0xE6>", "<0x97>", "<0xA5>", "é", "▁")]
     assert b"".join(table.of_ids(ids)) == " Hello日é ".encode()
     end = tokenizer.token_to_id("<|end▁of▁turn|>")
     assert table.of_ids([end]) == ["<|end▁of▁turn|>".encode()]
 
 
-def test_another_kind_of_vocabulary_has_none() -> None:
+def test_another_kind_of_vocabulary_has_none():
     words = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "un": 1, "##able": 2}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     assert TokenBytes.of(words) is None
     assert token_range(segment([1, 2]), 0, 0, 2, None).text is None
 
 
-def test_an_id_outside_of_the_vocabulary_is_empty() -> None:
+def test_an_id_outside_of_the_vocabulary_is_empty():
     assert BYTES.of_ids([10_000_000, -1]) == [b"", b""]
 
 
-def test_columns_are_runs_and_rounded() -> None:
+def test_columns_are_runs_and_rounded():
     shown = token_range(
         segment(
             [5, 6, 7, 8, 9],
@@ -181,7 +167,7 @@ def test_columns_are_runs_and_rounded() -> None:
     assert TokenRange.model_validate_json(shown.model_dump_json()) == shown
 
 
-def test_entropy_counts_the_rest_as_one_more_outcome() -> None:
+def test_entropy_counts_the_rest_as_one_more_outcome():
     half = math.log(0.5)
     shown = token_range(
         segment(
@@ -199,12 +185,12 @@ def test_entropy_counts_the_rest_as_one_more_outcome() -> None:
     assert shown.entropy == [None, pytest.approx(expected, abs=1e-4), 0.0]
 
 
-def test_a_range_behind_the_end_is_empty() -> None:
+def test_a_range_behind_the_end_is_empty():
     shown = token_range(segment([1, 2]), 0, 7, 10, BYTES)
     assert (shown.count, shown.ids, shown.text, shown.ends) == (0, [], "", [])
 
 
-def test_the_outline_has_turns_and_where_a_segment_leaves_its_parent() -> None:
+def test_the_outline_has_turns_and_where_a_segment_leaves_its_parent():
     first = segment(
         [1, 2, 3, 4, 5, 6],
         loss_mask=[0, 0, 1, 1, 0, 1],
@@ -225,10 +211,9 @@ def test_the_outline_has_turns_and_where_a_segment_leaves_its_parent() -> None:
     assert not shown.has_entropy
 
 
-def test_the_shipped_policies_can_be_shown() -> None:
+def test_the_shipped_policies_can_be_shown():
     for path in Path(policy_folder("calc-base")).parent.glob("*/tokenizer.json"):
         table = TokenBytes.of(tokenizers.Tokenizer.from_file(str(path)))
-        assert table is not None
         assert all(table.of_ids(list(range(len(table))))), path
 
 
@@ -265,8 +250,7 @@ def viewer_of(ids: list[int]) -> tuple[TrajectoryViewer, CountedStore]:
     return TrajectoryViewer(store, NoRenderers()), store  # type: ignore[arg-type]
 
 
-@pytest.mark.anyio
-async def test_paging_reads_a_trajectory_once() -> None:
+async def test_paging_reads_a_trajectory_once():
     viewer, store = viewer_of(list(range(1_000)))
     ids: list[int] = []
     async with anyio.create_task_group() as tasks:
@@ -280,8 +264,7 @@ async def test_paging_reads_a_trajectory_once() -> None:
     assert store.reads == 1
 
 
-@pytest.mark.anyio
-async def test_what_was_deleted_is_not_shown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_deleted_is_not_shown_for_long(monkeypatch):
     viewer, store = viewer_of([1, 2])
     await viewer.outline("one")
     monkeypatch.setattr("rollout_service.server.trajectories.KEPT_SECONDS", 0.0)
@@ -289,8 +272,7 @@ async def test_what_was_deleted_is_not_shown_for_long(monkeypatch: pytest.Monkey
     assert store.reads == 2
 
 
-@pytest.mark.anyio
-async def test_few_trajectories_are_kept_if_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_trajectories_are_kept_if_they_are_large(monkeypatch):
     monkeypatch.setattr("rollout_service.server.trajectories.MAX_KEPT_TOKENS", 250)
     viewer, store = viewer_of(list(range(100)))
     for name in ("one", "two", "three"):

@@ -1,7 +1,5 @@
 """Records in segment files come back as they were, or as typed errors, and files without references are deleted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio
@@ -14,8 +12,6 @@ from rollout_service.store.segments.folder import sweep
 from rollout_service.store.segments.ledger import FILE_HEADER, SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger
-
-pytestmark = pytest.mark.anyio
 
 OWNER, NAME = "host/one", "0123456789ab"
 
@@ -47,7 +43,7 @@ def segment_files(folder: Path) -> set[str]:
     return names(folder) - {MARK_FILE}
 
 
-async def test_records_come_back_from_any_service_that_shares_the_folder(tmp_path: Path) -> None:
+async def test_records_come_back_from_any_service_that_shares_the_folder(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as one, await opened(tmp_path, ledger, name="b" * 12) as two:
         references = await keep(one, ledger, b"first", b"", b"x" * 100_000)
@@ -61,7 +57,7 @@ async def test_records_come_back_from_any_service_that_shares_the_folder(tmp_pat
         assert len(segment_files(tmp_path)) == 2
 
 
-async def test_writes_at_the_same_time_share_flushes(tmp_path: Path) -> None:
+async def test_writes_at_the_same_time_share_flushes(tmp_path):
     ledger, files = MemoryLedger(), FaultyFiles(tmp_path)
     async with await opened(tmp_path, ledger, files=files) as segments:
         before = files.flushes
@@ -74,7 +70,7 @@ async def test_writes_at_the_same_time_share_flushes(tmp_path: Path) -> None:
         assert (await segments.totals()).records == 64
 
 
-async def test_a_write_completes_although_its_caller_is_cancelled(tmp_path: Path) -> None:
+async def test_a_write_completes_although_its_caller_is_cancelled(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         with anyio.CancelScope() as scope:
@@ -86,9 +82,7 @@ async def test_a_write_completes_although_its_caller_is_cancelled(tmp_path: Path
 
 @pytest.mark.parametrize("operation", ["create", "write", "sync"])
 @pytest.mark.parametrize("number", [NO_SPACE, IO_ERROR])
-async def test_a_failed_write_is_an_error_and_the_next_one_works(
-    tmp_path: Path, operation: str, number: int
-) -> None:
+async def test_a_failed_write_is_an_error_and_the_next_one_works(tmp_path, operation, number):
     ledger, files = MemoryLedger(), FaultyFiles(tmp_path)
     async with await opened(tmp_path, ledger, files=files) as segments:
         earlier = [] if operation == "create" else await keep(segments, ledger, b"earlier")
@@ -104,7 +98,7 @@ async def test_a_failed_write_is_an_error_and_the_next_one_works(
         assert not earlier or SegmentReference.parse(earlier[0]).file != SegmentReference.parse(later[0]).file
 
 
-async def test_all_callers_of_a_failed_write_get_the_error(tmp_path: Path) -> None:
+async def test_all_callers_of_a_failed_write_get_the_error(tmp_path):
     ledger, files = MemoryLedger(), FaultyFiles(tmp_path)
     failed = []
 
@@ -134,7 +128,7 @@ async def test_all_callers_of_a_failed_write_get_the_error(tmp_path: Path) -> No
         (lambda path: path.write_bytes(b"\0" * path.stat().st_size), "checksum"),
     ],
 )
-async def test_a_damaged_record_is_lost_and_no_other(tmp_path: Path, change: object, why: str) -> None:
+async def test_a_damaged_record_is_lost_and_no_other(tmp_path, change, why):
     ledger = MemoryLedger()
     async with (
         await opened(tmp_path, ledger) as segments,
@@ -153,14 +147,14 @@ async def test_a_damaged_record_is_lost_and_no_other(tmp_path: Path, change: obj
         assert found == b"intact"
 
 
-async def test_a_reference_that_is_none_is_a_lost_record(tmp_path: Path) -> None:
+async def test_a_reference_that_is_none_is_a_lost_record(tmp_path):
     async with await opened(tmp_path, MemoryLedger()) as segments:
         for text in ("", "../../etc/passwd:0:10:00000000", f"{NAME}-1.segment:0:x:00000000"):
             with pytest.raises(RecordLostError):
                 await segments.read(text, "the rollout r1")
 
 
-async def test_a_folder_that_went_away_loses_no_record(tmp_path: Path) -> None:
+async def test_a_folder_that_went_away_loses_no_record(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         (reference,) = await keep(segments, ledger, b"record")
@@ -171,7 +165,7 @@ async def test_a_folder_that_went_away_loses_no_record(tmp_path: Path) -> None:
         assert await segments.read(reference, "r1") == b"record"
 
 
-async def test_a_disk_that_fails_to_read_loses_no_record(tmp_path: Path) -> None:
+async def test_a_disk_that_fails_to_read_loses_no_record(tmp_path):
     ledger, files = MemoryLedger(), FaultyFiles(tmp_path)
     async with await opened(tmp_path, ledger, files=files) as segments:
         (reference,) = await keep(segments, ledger, b"record")
@@ -180,7 +174,7 @@ async def test_a_disk_that_fails_to_read_loses_no_record(tmp_path: Path) -> None
             await segments.read(reference, "r1")
 
 
-async def test_a_file_is_deleted_once_it_is_full_and_nothing_refers_to_it(tmp_path: Path) -> None:
+async def test_a_file_is_deleted_once_it_is_full_and_nothing_refers_to_it(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger, file_bytes=100) as segments:
         first = await keep(segments, ledger, b"x" * 100)
@@ -194,7 +188,7 @@ async def test_a_file_is_deleted_once_it_is_full_and_nothing_refers_to_it(tmp_pa
         assert (await segments.totals()).garbage == 0
 
 
-async def test_a_file_is_kept_while_somebody_is_about_to_refer_to_it(tmp_path: Path) -> None:
+async def test_a_file_is_kept_while_somebody_is_about_to_refer_to_it(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger, file_bytes=10) as segments:
         async with segments.keep([b"x" * 20]) as (reference,):
@@ -204,7 +198,7 @@ async def test_a_file_is_kept_while_somebody_is_about_to_refer_to_it(tmp_path: P
         assert await segments.read(reference, "r1") == b"x" * 20
 
 
-async def test_the_files_of_a_service_that_is_gone_are_collected(tmp_path: Path) -> None:
+async def test_the_files_of_a_service_that_is_gone_are_collected(tmp_path):
     ledger = MemoryLedger()
     dead = await opened(tmp_path, ledger)
     (reference,) = await keep(dead, ledger, b"record")
@@ -224,7 +218,7 @@ async def test_the_files_of_a_service_that_is_gone_are_collected(tmp_path: Path)
     await dead.close()
 
 
-async def test_closing_seals_the_file(tmp_path: Path) -> None:
+async def test_closing_seals_the_file(tmp_path):
     ledger = MemoryLedger()
     segments = await opened(tmp_path, ledger)
     (reference,) = await keep(segments, ledger, b"record")
@@ -236,7 +230,7 @@ async def test_closing_seals_the_file(tmp_path: Path) -> None:
     assert not segment_files(tmp_path)
 
 
-async def test_the_sweep_deletes_old_files_that_the_ledger_does_not_know(tmp_path: Path) -> None:
+async def test_the_sweep_deletes_old_files_that_the_ledger_does_not_know(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         (reference,) = await keep(segments, ledger, b"record")
@@ -248,7 +242,7 @@ async def test_the_sweep_deletes_old_files_that_the_ledger_does_not_know(tmp_pat
         assert segment_files(tmp_path) == {SegmentReference.parse(reference).file, notes.name}
 
 
-async def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
+async def test_a_folder_that_is_not_shared_is_refused(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path / "one", ledger):
         (tmp_path / "two").mkdir()
@@ -259,13 +253,13 @@ async def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
         assert not names(tmp_path / "two")
 
 
-async def test_a_folder_of_another_store_is_refused(tmp_path: Path) -> None:
+async def test_a_folder_of_another_store_is_refused(tmp_path):
     async with await opened(tmp_path, MemoryLedger()):
         with pytest.raises(ConfigurationError, match="another store"):
             await opened(tmp_path, MemoryLedger())
 
 
-async def test_folders_marked_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
+async def test_folders_marked_at_the_same_time_are_told_apart(tmp_path):
     ledger = MemoryLedger()
     results: list[str] = []
 
@@ -282,7 +276,7 @@ async def test_folders_marked_at_the_same_time_are_told_apart(tmp_path: Path) ->
     assert sorted(results) in (["one", "one", "refused", "refused"], ["refused", "refused", "two", "two"])
 
 
-async def test_services_that_start_at_the_same_time_share_a_new_folder(tmp_path: Path) -> None:
+async def test_services_that_start_at_the_same_time_share_a_new_folder(tmp_path):
     ledger = MemoryLedger()
     async with anyio.create_task_group() as group:
         for number in range(8):
@@ -290,7 +284,7 @@ async def test_services_that_start_at_the_same_time_share_a_new_folder(tmp_path:
     assert names(tmp_path) == {MARK_FILE}
 
 
-async def test_a_service_that_died_while_it_marked_the_folder_stops_no_other(tmp_path: Path) -> None:
+async def test_a_service_that_died_while_it_marked_the_folder_stops_no_other(tmp_path):
     ledger = MemoryLedger()
     (tmp_path / MARK_FILE).write_text(f'{{"store": "{await ledger.store_id()}", "mark": "m"}}')
     async with await opened(tmp_path, ledger):
@@ -298,7 +292,7 @@ async def test_a_service_that_died_while_it_marked_the_folder_stops_no_other(tmp
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "sync", "read"])
-async def test_a_folder_that_fails_is_refused_at_the_start(tmp_path: Path, operation: str) -> None:
+async def test_a_folder_that_fails_is_refused_at_the_start(tmp_path, operation):
     files = FaultyFiles(tmp_path)
     files.fail[operation] = NO_SPACE
     with pytest.raises(ConfigurationError, match="cannot be used") as caught:
@@ -307,20 +301,20 @@ async def test_a_folder_that_fails_is_refused_at_the_start(tmp_path: Path, opera
     assert not names(tmp_path)
 
 
-async def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+async def test_a_path_that_is_a_file_is_refused(tmp_path):
     path = tmp_path / "file"
     path.touch()
     with pytest.raises(ConfigurationError):
         await opened(path, MemoryLedger())
 
 
-async def test_a_damaged_mark_is_refused(tmp_path: Path) -> None:
+async def test_a_damaged_mark_is_refused(tmp_path):
     (tmp_path / MARK_FILE).write_text("{")
     with pytest.raises(ConfigurationError, match="damaged"):
         await opened(tmp_path, MemoryLedger())
 
 
-async def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
+async def test_only_the_owner_can_read_the_files(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         await keep(segments, ledger, b"record")

@@ -1,14 +1,15 @@
-"""No record is acknowledged in a folder that is lost, whatever became of it, and none is lost once it is back."""
-
-from __future__ import annotations
+"""No record is acknowledged in a folder that is lost, and whatever the order of events, what is referenced is kept."""
 
 import json
 import shutil
-from collections.abc import Callable
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from rollout_service.base.errors import RecordLostError, StoreError
@@ -18,8 +19,6 @@ from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger
-
-pytestmark = pytest.mark.anyio
 
 NAME = "0123456789ab"
 
@@ -63,9 +62,7 @@ LOSSES = [move_away, unmount, exchange, damage_the_mark]
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_is_back(
-    tmp_path: Path, lose: Callable[[Path], None]
-) -> None:
+async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_is_back(tmp_path, lose):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         before = await keep(segments, ledger, b"before")
@@ -86,7 +83,7 @@ async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_
         assert await segments.read_all({"r1": before, "r2": after}) == [b"before", b"held"]
 
 
-async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path: Path) -> None:
+async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         await keep(segments, ledger, b"before")
@@ -96,7 +93,7 @@ async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path: Path)
         assert (await segments.totals()).records == 1
 
 
-async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_gone(tmp_path: Path) -> None:
+async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_gone(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         before = await keep(segments, ledger, b"before")
@@ -112,7 +109,7 @@ async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_
         assert segments.watch.problem is None
 
 
-async def test_the_log_says_nothing_of_a_file_that_the_store_deleted_itself(tmp_path: Path) -> None:
+async def test_the_log_says_nothing_of_a_file_that_the_store_deleted_itself(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         reference = await keep(segments, ledger, b"before")
@@ -125,7 +122,7 @@ async def test_the_log_says_nothing_of_a_file_that_the_store_deleted_itself(tmp_
         assert not logs
 
 
-async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path: Path) -> None:
+async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         reference = await keep(segments, ledger, b"garbage")
@@ -141,9 +138,7 @@ async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path: Pa
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-async def test_a_loss_is_noticed_while_nothing_is_written(
-    tmp_path: Path, lose: Callable[[Path], None]
-) -> None:
+async def test_a_loss_is_noticed_while_nothing_is_written(tmp_path, lose):
     ledger, folder, told = MemoryLedger(), tmp_path / "shared", []
     async with await opened(folder, ledger) as segments:
         segments.watch.tell = told.append
@@ -156,9 +151,7 @@ async def test_a_loss_is_noticed_while_nothing_is_written(
 
 
 @pytest.mark.parametrize("number", [NO_SPACE, IO_ERROR])
-async def test_a_folder_that_cannot_be_written_is_noticed_while_nothing_is_written(
-    tmp_path: Path, number: int
-) -> None:
+async def test_a_folder_that_cannot_be_written_is_noticed_while_nothing_is_written(tmp_path, number):
     ledger, files = MemoryLedger(), FaultyFiles(tmp_path)
     async with await opened(tmp_path, ledger, files) as segments:
         files.fail["write"] = number
@@ -169,9 +162,7 @@ async def test_a_folder_that_cannot_be_written_is_noticed_while_nothing_is_writt
         assert files.names() == [MARK_FILE]
 
 
-async def test_a_folder_that_does_not_answer_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_folder_that_does_not_answer_is_noticed(tmp_path, monkeypatch):
     ledger, noticed = MemoryLedger(), anyio.Event()
     monkeypatch.setattr(watching, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(watching, "HANGS_SECONDS", 0.05)
@@ -189,7 +180,7 @@ async def test_a_folder_that_does_not_answer_is_noticed(
         tasks.cancel_scope.cancel()
 
 
-async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path: Path) -> None:
+async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         await keep(segments, ledger, b"lost")
@@ -204,7 +195,7 @@ async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path
             assert await segments.read(reference, "r1") == b"in the new folder"
 
 
-async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path: Path) -> None:
+async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
     async with await opened(folder, ledger) as segments:
         await keep(segments, ledger, b"before")
@@ -215,9 +206,108 @@ async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path: Path
                 await keep(segments, ledger, b"held")
 
 
-async def test_a_store_that_lost_everything_is_not_the_folders_any_more(tmp_path: Path) -> None:
+async def test_a_store_that_lost_everything_is_not_the_folders_any_more(tmp_path):
     ledger = MemoryLedger()
     async with await opened(tmp_path, ledger) as segments:
         ledger.lose_everything()
         await segments.watch.check()
         assert "another store than the one in Redis" in str(segments.watch.problem)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.lists(st.binary(max_size=200), min_size=1, max_size=4)),
+        st.tuples(st.just("drop"), st.integers(0, 50)),
+        st.tuples(st.just("fail"), st.sampled_from(["create", "write", "sync"])),
+        st.tuples(st.just("crash"), st.binary(max_size=40)),
+        st.tuples(st.just("collect"), st.none()),
+        st.tuples(st.just("rotate"), st.none()),
+    ),
+    max_size=25,
+)
+
+
+class Machine:
+    """Services that follow each other in one folder, and the records that must be there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ledger, self.files = folder, MemoryLedger(), FaultyFiles(folder)
+        self.number, self.expected = 0, dict[str, bytes]()
+
+    async def start(self) -> None:
+        self.number += 1
+        self.files.fail.clear()
+        self.segments = await SegmentFolder.open(
+            self.folder,
+            self.ledger,
+            owner=str(self.number),
+            name=f"{self.number:012x}",
+            files=self.files,
+            file_bytes=300,
+        )
+
+    async def write(self, records: list[bytes]) -> None:
+        async def one(record: bytes) -> None:
+            try:
+                async with self.segments.keep([record]) as (reference,):
+                    assert self.ledger.add(reference)
+                    self.expected[reference] = record
+            except StoreError:
+                pass
+
+        async with anyio.create_task_group() as group:
+            for record in records:
+                group.start_soon(one, record)
+
+    async def drop(self, number: int) -> None:
+        if self.expected:
+            reference = list(self.expected)[number % len(self.expected)]
+            del self.expected[reference]
+            self.ledger.drop(reference)
+
+    async def fail(self, operation: str) -> None:
+        self.files.fail[operation] = NO_SPACE if operation != "sync" else IO_ERROR
+
+    async def crash(self, tail: bytes) -> None:
+        """Begin anew without closing, with a torn tail in every file that was open."""
+        for name in self.ledger.owners:
+            path = self.folder / name
+            if path.exists():
+                path.write_bytes(path.read_bytes() + tail)
+        await self.start()
+
+    async def collect(self, _: None) -> None:
+        self.ledger.dead = set(map(str, range(self.number)))
+        with suppress(StoreError):
+            await self.segments.collect()
+
+    async def rotate(self, _: None) -> None:
+        await self.segments.close()
+
+    async def check(self) -> None:
+        found = await self.segments.read_all({reference: reference for reference in self.expected})
+        assert found == list(self.expected.values())
+        totals = await self.segments.totals()
+        assert (totals.records, totals.bytes) == (len(found), sum(map(len, self.expected.values())))
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(STEPS)
+def test_what_is_referenced_can_be_read_and_the_rest_is_deleted(steps):
+    async def play(folder: Path) -> None:
+        machine = Machine(folder)
+        await machine.start()
+        for name, value in steps:
+            await getattr(machine, name)(value)
+            machine.files.fail.pop("read", None)
+            await machine.check()
+        machine.files.fail.clear()
+        await machine.rotate(None)
+        await machine.collect(None)
+        await machine.check()
+        kept = {SegmentReference.parse(reference).file for reference in machine.expected}
+        assert set(SharedFiles(folder).names()) == kept | {MARK_FILE}
+
+    with tempfile.TemporaryDirectory() as folder:
+        anyio.run(play, Path(folder))

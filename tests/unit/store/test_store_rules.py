@@ -1,7 +1,5 @@
 """The rules of runs, groups and batches agree with models that are written another way."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -95,7 +93,7 @@ def test_a_new_batch_is_full_or_the_last_and_never_stale(run, ready, bound):
         assert stale or decision.due_in == 7.0
 
 
-def test_samples_of_earlier_releases_are_read() -> None:
+def test_samples_of_earlier_releases_are_read():
     """They have no owner, and those without one are written as before."""
     text = '[{"sample":0,"rollout_id":"a.0.0","usable":true,"masked_because":null,"reward":1.0,"advantage":null}]'
     (sample,) = decode_samples(text)
@@ -109,7 +107,7 @@ def owned(number: int, tenant: str) -> ReadyGroup:
     return ReadyGroup(number, None, [Owner(f"s{number}", f"u{number}", tenant)])
 
 
-def test_a_batch_of_live_sessions_mixes_no_tenants() -> None:
+def test_a_batch_of_live_sessions_mixes_no_tenants():
     open_source = InlineTasks(open=True)
     ready = [owned(0, "a"), owned(1, "b"), owned(2, "b"), owned(3, "a")]
     run = run_of(total=None, source=open_source, live=LiveDelivery(max_user_share=1, max_session_share=1))
@@ -122,7 +120,7 @@ def test_a_batch_of_live_sessions_mixes_no_tenants() -> None:
     assert rules.next_batch(kept, ready, bound=None) == NewBatch([0, 1])
 
 
-def test_groups_of_earlier_releases_are_in_no_batch_with_others() -> None:
+def test_groups_of_earlier_releases_are_in_no_batch_with_others():
     run = run_of(total=None, source=InlineTasks(open=True), live=LiveDelivery())
     ready = [ReadyGroup(0, None), owned(1, "a"), owned(2, "a"), ReadyGroup(3, None)]
     assert rules.next_batch(run, ready, bound=None) == NewBatch([0, 3])

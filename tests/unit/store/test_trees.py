@@ -1,7 +1,5 @@
 """The sub-agents of a rollout come back as they were written, to those who asked, and change nothing for others."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.rollouts import Rollout, RolloutRequest, TokenExtras
-from api_schemas.rollouts.trees import AgentNode, NodeDetail, RolloutNodes
+from api_schemas.rollouts.trees import NodeDetail, RolloutNodes
 from rollout_service.base.errors import RecordLostError
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as rollout_codec
@@ -37,7 +35,7 @@ def stored(result: Rollout, request: RolloutRequest) -> dict[str, Any]:
 
 
 @given(nodes(), DETAILS)
-def test_any_tree_comes_back_as_far_as_it_was_asked_for(made: list[AgentNode], detail: NodeDetail) -> None:
+def test_any_tree_comes_back_as_far_as_it_was_asked_for(made, detail):
     result = rollout(nodes=made, work=WORK)
     row = stored(result, order(detail))
     read = group_codec.decode_whole(row)
@@ -47,7 +45,6 @@ def test_any_tree_comes_back_as_far_as_it_was_asked_for(made: list[AgentNode], d
         assert read.nodes == (made if detail is NodeDetail.TOKENS else bare(made))
         assert read.work == WORK
     tree = rollout_codec.decode_tree(row)
-    assert tree is not None
     assert tree.nodes == (made if detail is NodeDetail.TOKENS else bare(made))
     assert tree.work == WORK
     assert RolloutNodes.model_validate_json(tree.model_dump_json()) == tree
@@ -55,9 +52,7 @@ def test_any_tree_comes_back_as_far_as_it_was_asked_for(made: list[AgentNode], d
 
 @pytest.mark.slow
 @given(nodes(), DETAILS)
-def test_the_rollouts_own_bytes_do_not_depend_on_its_sub_agents(
-    made: list[AgentNode], detail: NodeDetail
-) -> None:
+def test_the_rollouts_own_bytes_do_not_depend_on_its_sub_agents(made, detail):
     alone, result = rollout(nodes=[], work=None), rollout(nodes=made)
     own = trajectory_codec.encode(conversation(3, mask=1))
     row = stored(result, order(detail))
@@ -72,29 +67,28 @@ def test_the_rollouts_own_bytes_do_not_depend_on_its_sub_agents(
     assert told == json.loads(unasked)
 
 
-def test_records_of_an_earlier_release_have_no_sub_agents() -> None:
+def test_records_of_an_earlier_release_have_no_sub_agents():
     row = stored(rollout(nodes=[], work=None), order(NodeDetail.TOKENS))
     assert not {"nodes", "work"} & set(json.loads(row["result"]))
     tree = rollout_codec.decode_tree(row)
-    assert tree is not None
     assert (tree.nodes, tree.work) == ([], None)
 
 
-def test_what_was_pruned_is_left_out_and_the_rest_stays() -> None:
+def test_what_was_pruned_is_left_out_and_the_rest_stays():
     row = stored(rollout(), order(NodeDetail.TOKENS)) | {"trajectory": None}
     read = group_codec.decode_whole(row)
     assert read.trajectory is None
     assert read.nodes == bare(rollout().nodes)
 
 
-def test_sub_agents_without_a_trajectory_of_the_rollout_lose_theirs() -> None:
+def test_sub_agents_without_a_trajectory_of_the_rollout_lose_theirs():
     row = stored(rollout(trajectory=None), order(NodeDetail.TOKENS))
     assert row["trajectory"] is None
     assert group_codec.decode_whole(row).nodes == bare(rollout().nodes)
 
 
 @pytest.mark.slow
-def test_a_record_that_was_cut_off_anywhere_is_named() -> None:
+def test_a_record_that_was_cut_off_anywhere_is_named():
     row = stored(rollout(), order(NodeDetail.TOKENS))
     whole = row["trajectory"]
     for end in range(len(whole)):
@@ -103,7 +97,7 @@ def test_a_record_that_was_cut_off_anywhere_is_named() -> None:
 
 
 @given(st.integers(1, 9), st.data())
-def test_no_token_of_a_frozen_sub_agent_is_stored_as_one_to_train_on(size: int, data: st.DataObject) -> None:
+def test_no_token_of_a_frozen_sub_agent_is_stored_as_one_to_train_on(size, data):
     mask = data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size))
     (segment,) = conversation(size, mask=0).segments
     masked = segment.model_copy(update={"loss_mask": mask})
@@ -121,6 +115,6 @@ def test_no_token_of_a_frozen_sub_agent_is_stored_as_one_to_train_on(size: int, 
         rollout_codec.encode_result(frozen)
 
 
-def test_asking_for_sub_agents_is_part_of_a_request_only_if_done() -> None:
+def test_asking_for_sub_agents_is_part_of_a_request_only_if_done():
     assert "nodes" not in order().model_dump_json()
     assert TokenExtras.model_validate({"nodes": "summary"}).model_dump()["nodes"] == "summary"

@@ -1,7 +1,5 @@
 """The marks of the turns of a part of a session come back as they were written, to those who asked for them."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 
@@ -77,7 +75,7 @@ def part(marks: list[TurnMark]) -> Rollout:
 
 
 @given(MARKS)
-def test_any_marks_come_back_to_those_who_asked(marks: list[TurnMark]) -> None:
+def test_any_marks_come_back_to_those_who_asked(marks):
     row = stored(part(marks), order(ASKED))
     read = group_codec.decode_whole(row)
     assert (read.kind, read.session, read.turn_marks) == (RolloutKind.SESSION, INFO, marks)
@@ -87,7 +85,7 @@ def test_any_marks_come_back_to_those_who_asked(marks: list[TurnMark]) -> None:
 
 
 @given(MARKS)
-def test_others_see_nothing_of_a_session(marks: list[TurnMark]) -> None:
+def test_others_see_nothing_of_a_session(marks):
     row = stored(part(marks), order(TokenExtras()))
     plain = stored(rollout(nodes=[], work=None), order(TokenExtras()))
     read = group_codec.decode_whole(row).model_dump_json()
@@ -95,7 +93,7 @@ def test_others_see_nothing_of_a_session(marks: list[TurnMark]) -> None:
     assert rollout_codec.decode_rollout(row, Shown.ALL).turn_marks == marks
 
 
-def test_a_task_has_none_of_the_fields() -> None:
+def test_a_task_has_none_of_the_fields():
     row = stored(rollout(nodes=[], work=None), order(ASKED))
     assert not {"kind", "session", "turn_marks"} & set(json.loads(row["result"]))
     assert not {"kind", "session", "turn_marks"} & set(
@@ -103,7 +101,7 @@ def test_a_task_has_none_of_the_fields() -> None:
     )
 
 
-def test_damaged_marks_are_reported_with_their_rollout() -> None:
+def test_damaged_marks_are_reported_with_their_rollout():
     row = stored(part([TurnMark(turn=0, usable=True)]), order(ASKED))
     row["result"] = row["result"].replace('"turn_marks":"', '"turn_marks":"x')
     with pytest.raises(RecordLostError, match="r1"):

@@ -1,16 +1,12 @@
 """Each recording method of the metrics leads to a sample of the metric that it names."""
 
-from __future__ import annotations
-
-from datetime import UTC, datetime
-
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutState, Stage
-from api_schemas.tasks import Task
+from api_schemas.rollouts import RolloutState, Stage
 from rollout_service.observability.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
 from sandboxes.egress.messages import EgressCounts
+from tests.support import samples
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 
 ERROR = ErrorInfo(code="store_failed", message="m", boundary=Boundary.STORE, retryable=True)
@@ -21,22 +17,14 @@ def metrics() -> Metrics:
     return Metrics()
 
 
-def test_each_metric_has_one_name_and_a_help_text() -> None:
+def test_each_metric_has_one_name_and_a_help_text():
     specs = [*COUNTERS, *GAUGES, *HISTOGRAMS]
     assert len({spec.name for spec in specs}) == len(specs)
     assert all(spec.help and not spec.help.endswith(".") for spec in specs)
 
 
-def test_rollouts_and_runs_are_counted(metrics: Metrics) -> None:
-    metrics.count_finished(
-        Rollout(
-            rollout_id="r",
-            state=RolloutState.CANCELLED,
-            task=Task(environment="calc"),
-            pool="policy",
-            created_at=datetime.now(UTC),
-        )
-    )
+def test_rollouts_and_runs_are_counted(metrics):
+    metrics.count_finished(samples.rollout(state=RolloutState.CANCELLED))
     metrics.count_failure(ERROR)
     metrics.count_retry(ERROR)
     metrics.count_lost_lease()
@@ -58,7 +46,7 @@ def test_rollouts_and_runs_are_counted(metrics: Metrics) -> None:
     assert 'run="math"' not in metrics.render().decode()
 
 
-def test_the_use_of_sub_agents_is_counted_while_a_run_is_in_progress(metrics: Metrics) -> None:
+def test_the_use_of_sub_agents_is_counted_while_a_run_is_in_progress(metrics):
     metrics.set_run("pointers", {"open": 1}, 0.5)
     metrics.parallel.observe("pointers", [rollout(WIDE), rollout(DIRECT, 0.0), rollout(SERIAL, 0.5)])
     metrics.parallel.observe("pointers", [rollout(WIDE, None), rollout(None)])
@@ -85,12 +73,12 @@ def test_the_use_of_sub_agents_is_counted_while_a_run_is_in_progress(metrics: Me
     assert 'run="pointers"' not in metrics.render().decode()
 
 
-def test_a_run_without_sub_agents_has_no_series_of_them(metrics: Metrics) -> None:
+def test_a_run_without_sub_agents_has_no_series_of_them(metrics):
     metrics.parallel.observe("math", [rollout(None)])
     assert "math" not in metrics.render().decode()
 
 
-def test_series_with_known_labels_exist_before_anything_has_happened(metrics: Metrics) -> None:
+def test_series_with_known_labels_exist_before_anything_has_happened(metrics):
     metrics.expect(["calc", "math"])
     text = metrics.render().decode()
     for sample in (
@@ -105,12 +93,12 @@ def test_series_with_known_labels_exist_before_anything_has_happened(metrics: Me
         assert sample in text
 
 
-def test_environments_without_a_rollout_have_few_series(metrics: Metrics) -> None:
+def test_environments_without_a_rollout_have_few_series(metrics):
     metrics.expect(f"task-{number}" for number in range(10_000))
     assert metrics.render().count(b"rollout_finished_total{") == 300
 
 
-def test_readers_of_streams_are_counted_while_they_read(metrics: Metrics) -> None:
+def test_readers_of_streams_are_counted_while_they_read(metrics):
     def read_until_the_connection_is_lost() -> None:
         with metrics.track_reader("events"):
             assert 'rollout_event_readers{stream="events"} 1.0' in metrics.render().decode()
@@ -121,7 +109,7 @@ def test_readers_of_streams_are_counted_while_they_read(metrics: Metrics) -> Non
     assert 'rollout_event_readers{stream="events"} 0.0' in metrics.render().decode()
 
 
-def test_stages_sandboxes_and_connections_are_counted(metrics: Metrics) -> None:
+def test_stages_sandboxes_and_connections_are_counted(metrics):
     metrics.watch_stage(Stage.INIT, {"workers": lambda: 4})
     metrics.observe_queue_seconds(Stage.INIT, 0.2)
     metrics.watch_sandboxes({"warm": lambda: 2})

@@ -1,17 +1,21 @@
-"""A tree of turns keeps every sampled token in one segment, whatever is continued, repeated or not trained."""
+"""Trees of turns, chosen turns and finished trajectories keep every sampled token once, and damage is found."""
 
 from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, Trajectory
+from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, SegmentRole, Trajectory
 from rollout_service.engines.contract import ReturnedExtras, TopLogprob
 from rollout_service.store.codec import trajectories as codec
 from rollout_service.tokens import TurnTree, check_invariants
-from rollout_service.tokens.errors import RecordError
+from rollout_service.tokens.errors import InvariantError, RecordError
+from rollout_service.tokens.trajectory import train_on
 from tests.support.tokens.chat_formats import load
 from tests.support.tokens.conversations import QUESTION, TOOL, TURNS, answers_to
+from tests.unit.live.test_replay import Stored
 
 ANSWER = "Fine."
 MORE = [Message(role="user", content="More")]
@@ -175,3 +179,149 @@ def test_every_sampled_token_of_a_random_tree_is_in_one_segment(renderer, seed):
         assert segment.token_ids[: turn.end] == turn.ids()
         at = [index for index, number in enumerate(segment.turn_ids) if number == turn.turn_id]
         assert at == list(range(turn.prompt_length, turn.end))
+
+
+def sampled_tokens(trajectory: Trajectory) -> dict[int, list[tuple[int, float, int]]]:
+    """Return the tokens of each turn that is trained on, with their numbers."""
+    found: dict[int, list[tuple[int, float, int]]] = {}
+    for segment in (*trajectory.segments, *trajectory.untrained):
+        columns = (segment.turn_ids, segment.loss_mask, segment.token_ids, segment.logprobs, segment.versions)
+        for turn, mask, *values in zip(*columns, strict=True):
+            if mask:
+                found.setdefault(turn, []).append(tuple(values))
+    return found
+
+
+def contexts(trajectory: Trajectory) -> dict[int, list[int]]:
+    """Return what each turn was sampled on."""
+    return {
+        turn: segment.token_ids[: segment.turn_ids.index(turn)]
+        for segment in (*trajectory.segments, *trajectory.untrained)
+        for turn in set(segment.turn_ids) - {-1}
+    }
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12), st.data())
+def test_mask_1_stays_on_the_chosen_turns_alone(seed, steps, data):
+    session = Stored(Random(seed))
+    for _ in range(steps):
+        session.step()
+    whole = session.capture.trajectory()
+    all_sampled = sampled_tokens(whole)
+    chosen = data.draw(st.sets(st.sampled_from(sorted(all_sampled)), min_size=1)) if all_sampled else set()
+    if not chosen:
+        return
+    selected = train_on(whole, chosen)
+    check_invariants(selected)
+    assert sampled_tokens(selected) == {turn: all_sampled[turn] for turn in chosen}
+    assert contexts(selected) == {turn: contexts(whole)[turn] for turn in chosen}
+    assert all(any(segment.loss_mask) and segment.loss_mask[-1] for segment in selected.segments)
+    assert (selected.messages, selected.finish_reasons) == (whole.messages, whole.finish_reasons)
+
+
+def test_a_turn_that_is_not_there_is_an_error():
+    session = Stored(Random(1), is_plain=True)
+    session.step()
+    with pytest.raises(InvariantError, match="turn 7 is in no segment"):
+        train_on(session.capture.trajectory(), {0, 7})
+
+
+def segment(**changes):
+    fields = {
+        "token_ids": [5, 6, 7, 8, 9],
+        "loss_mask": [0, 1, 1, 0, 1],
+        "logprobs": [0.0, -1.0, -2.0, 0.0, -3.0],
+        "versions": [-1, 4, 4, -1, 5],
+        "turn_ids": [-1, 0, 0, -1, 1],
+        "fork_reason": ForkReason.FIRST,
+    }
+    return Segment.model_construct(**{**fields, **changes})
+
+
+def trajectory(*segments, **changes):
+    counts = {}
+    for part in segments:
+        counts[part.fork_reason] = counts.get(part.fork_reason, 0) + 1
+    fields = {
+        "segments": list(segments),
+        "messages": [],
+        "finish_reasons": [FinishReason.STOP] * 9,
+        "fork_counts": counts,
+    }
+    return Trajectory.model_construct(**{**fields, **changes})
+
+
+def test_a_whole_trajectory_passes():
+    second = segment(turn_ids=[-1, 2, 2, -1, 3], fork_reason=ForkReason.COMPACTION)
+    check_invariants(trajectory(segment(), second))
+    check_invariants(trajectory())
+
+
+@pytest.mark.parametrize(
+    ("changes", "index"),
+    [
+        ({"loss_mask": [0, 1, 1, 0]}, 4),
+        ({"logprobs": [0.0, -1.0, -2.0, 0.0, -3.0, 0.0]}, 5),
+        ({"token_ids": [5, 6, -7, 8, 9]}, 2),
+        ({"loss_mask": [0, 1, 0, 0, 1]}, 2),
+        ({"loss_mask": [0, 1, 1, 1, 1]}, 3),
+        ({"loss_mask": [0, 1, 2, 0, 1]}, 2),
+        ({"logprobs": [-0.5, -1.0, -2.0, 0.0, -3.0]}, 0),
+        ({"logprobs": [0.0, -1.0, float("nan"), 0.0, -3.0]}, 2),
+        ({"versions": [-1, 4, -1, -1, 5]}, 2),
+        ({"versions": [-1, 4, 4, 4, 5]}, 3),
+        ({"turn_ids": [-1, 0, 0, -1, 0]}, 4),
+        ({"turn_ids": [-1, 1, 1, -1, 0]}, 4),
+    ],
+)
+def test_a_damaged_token_is_found_where_it_is(changes, index):
+    with pytest.raises(InvariantError) as caught:
+        check_invariants(trajectory(segment(**changes)))
+    assert (caught.value.segment, caught.value.index) == (0, index)
+    assert caught.value.context == {"segment": 0, "index": index}
+
+
+def test_a_token_is_trainable_once():
+    again = segment(fork_reason=ForkReason.BRIDGE_REFUSED)
+    with pytest.raises(InvariantError, match="segment 1, token 1: turn 0 appears a second time"):
+        check_invariants(trajectory(segment(), again))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        trajectory(segment(fork_reason=ForkReason.COMPACTION)),
+        trajectory(segment(), segment()),
+        trajectory(segment(), fork_counts={}),
+        trajectory(segment(), finish_reasons=[FinishReason.STOP]),
+    ],
+)
+def test_reasons_and_turns_must_add_up(damaged):
+    with pytest.raises(InvariantError):
+        check_invariants(damaged)
+
+
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        {"parent": 1, "shared_prefix": 0},
+        {"parent": 0, "shared_prefix": 2},
+        {"parent": None, "shared_prefix": 1},
+        {"parent": 0, "shared_prefix": -1},
+    ],
+)
+def test_a_segment_begins_as_its_parent_for_as_long_as_it_says(lineage):
+    child = {
+        "token_ids": [5, 9, 7, 8, 9],
+        "turn_ids": [-1, 2, 2, -1, 3],
+        "fork_reason": ForkReason.COMPACTION,
+    }
+    check_invariants(trajectory(segment(), segment(**child, parent=0, shared_prefix=1)))
+    with pytest.raises(InvariantError, match="parent"):
+        check_invariants(trajectory(segment(), segment(**child, **lineage)))
+
+
+def test_tokens_shared_with_the_parent_segment_are_not_sampled_again():
+    child = segment(turn_ids=[-1, 2, 2, -1, 3], fork_reason=ForkReason.COMPACTION, parent=0, shared_prefix=3)
+    with pytest.raises(InvariantError, match="sampled in both"):
+        check_invariants(trajectory(segment(), child))

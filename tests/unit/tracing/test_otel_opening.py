@@ -1,13 +1,10 @@
 """Traces are on exactly if the standard variables say so, and what the exporter does is counted."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
 from collections.abc import Sequence
 
-import anyio
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -18,6 +15,7 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.observability.tracing.otel import setup
 from rollout_service.observability.tracing.otel.export import FLUSH_SECONDS, Exporter, queue_size
 from rollout_service.observability.tracing.otel.setup import is_wanted, tracing
+from tests.support.waiting import until
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 
@@ -36,21 +34,20 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
     ],
 )
-def test_the_standard_variables_decide(environ: dict[str, str], wanted: bool) -> None:
+def test_the_standard_variables_decide(environ, wanted):
     assert is_wanted(environ) is wanted
 
 
 @pytest.mark.parametrize(
     "environ", [{"OTEL_TRACES_EXPORTER": "zipkin"}, {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}]
 )
-def test_what_cannot_be_exported_is_refused_with_a_hint(environ: dict[str, str]) -> None:
+def test_what_cannot_be_exported_is_refused_with_a_hint(environ):
     with pytest.raises(ConfigurationError) as refused:
         is_wanted(ENDPOINT | environ)
     assert "OTEL_" in refused.value.hint or "otlp" in refused.value.hint
 
 
-@pytest.mark.anyio
-async def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(setup.os, "environ", ENDPOINT)
     monkeypatch.setitem(sys.modules, "rollout_service.observability.tracing.otel.export", None)
     with pytest.raises(ConfigurationError, match="not installed") as refused:
@@ -59,8 +56,7 @@ async def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert "[otel]" in refused.value.hint
 
 
-@pytest.mark.anyio
-async def test_a_wrong_value_is_a_known_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wrong_value_is_a_known_error(monkeypatch):
     monkeypatch.setattr(setup.os, "environ", ENDPOINT | {"OTEL_BSP_MAX_QUEUE_SIZE": "many"})
     with pytest.raises(ConfigurationError, match="OTEL_BSP_MAX_QUEUE_SIZE"):
         async with tracing(ActivityBoard(), CollectorRegistry(), "node", tuple):
@@ -68,12 +64,12 @@ async def test_a_wrong_value_is_a_known_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("given", "size"), [("", 2_048), (" 7 ", 7)])
-def test_the_queue_is_as_long_as_its_variable_says(given: str, size: int) -> None:
+def test_the_queue_is_as_long_as_its_variable_says(given, size):
     assert queue_size({"OTEL_BSP_MAX_QUEUE_SIZE": given}) == size
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "many"])
-def test_the_length_of_the_queue_is_a_number(given: str) -> None:
+def test_the_length_of_the_queue_is_a_number(given):
     with pytest.raises(ValueError, match="number of spans"):
         queue_size({"OTEL_BSP_MAX_QUEUE_SIZE": given})
 
@@ -98,8 +94,7 @@ def counted(registry: CollectorRegistry, outcome: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
-async def test_a_full_queue_drops_spans_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_drops_spans_and_counts_them(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "600")
     registry, stuck = CollectorRegistry(), Stuck()
     exporter = Exporter(registry, "node", stuck)
@@ -114,8 +109,6 @@ async def test_a_full_queue_drops_spans_and_counts_them(monkeypatch: pytest.Monk
     await exporter.close()  # the collector does not answer
     assert time.monotonic() - started < FLUSH_SECONDS + 5
     stuck.answers.set()
-    with anyio.fail_after(30):
-        while counted(registry, "failed") < 1_112:
-            await anyio.sleep(0.01)
+    await until(lambda: counted(registry, "failed") >= 1_112, 30)
     assert counted(registry, "exported") == 0
     assert b"rollout_trace_spans_total" in generate_latest(registry)

@@ -1,7 +1,5 @@
 """A trace is a JSON document whose slices nest, whose arrows have two ends, and which tells what was done where."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -118,7 +116,7 @@ AGENT: list[Step] = [
 ]
 
 
-def test_a_rollout_contains_its_stages_which_contain_its_steps() -> None:
+def test_a_rollout_contains_its_stages_which_contain_its_steps():
     outcome: dict[str, JsonValue] = {"state": "completed", "reward": 1.0}
     steps = attempt_of(*AGENT, stages=STAGES, us=9_500, run_id="run", group=3, outcome=outcome)
     events = trace_of(("r1", [steps]))
@@ -164,12 +162,12 @@ def weights(events: list[dict[str, Any]]) -> list[tuple[str, str, int, int | Non
     ]
 
 
-def test_an_update_of_weights_whose_event_is_gone_is_marked_where_its_tokens_begin() -> None:
+def test_an_update_of_weights_whose_event_is_gone_is_marked_where_its_tokens_begin():
     events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]))
     assert weights(events) == [("e1 weights", "weights 2", 5_200, None)]
 
 
-def test_an_update_of_weights_is_a_slice_of_the_time_that_its_event_tells() -> None:
+def test_an_update_of_weights_is_a_slice_of_the_time_that_its_event_tells():
     told = [updated(2, 0.004, seconds=0.001), updated(3, 0.0045, seconds=0.001), updated(4, 0.009)]
     events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]), updates=told)
     assert weights(events) == [
@@ -180,14 +178,14 @@ def test_an_update_of_weights_is_a_slice_of_the_time_that_its_event_tells() -> N
     assert {event["args"]["backends"] for event in events if event["name"] == "weights 3"} == {1}
 
 
-def test_updates_of_other_pools_and_times_are_left_out() -> None:
+def test_updates_of_other_pools_and_times_are_left_out():
     told = [updated(1, -5, seconds=1), updated(2, 0.001, pool="judge"), updated(3, 60, seconds=1)]
     events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]), updates=told)
     assert weights(events) == [("e1 weights", "weights 2", 5_200, None)]
     assert weights(trace_of(updates=told)) == []
 
 
-def test_each_pool_has_the_updates_of_all_its_engines() -> None:
+def test_each_pool_has_the_updates_of_all_its_engines():
     calls: list[Step] = [
         (K.ENGINE, f"{pool}@10.0.0.{host}:30000", "", at, 10, {"version": version})
         for pool, host, at, version in [
@@ -205,7 +203,7 @@ def test_each_pool_has_the_updates_of_all_its_engines() -> None:
     ]
 
 
-def test_rollouts_share_lanes_and_calls_share_slots_if_they_are_apart() -> None:
+def test_rollouts_share_lanes_and_calls_share_slots_if_they_are_apart():
     one, two, later = (attempt_of(*AGENT, us=9_500, at=at) for at in (0.0, 0.0005, 1.0))
     events = trace_of(("r1", [one]), ("r3", [later]), ("r2", [two]))
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
@@ -227,7 +225,7 @@ def test_rollouts_share_lanes_and_calls_share_slots_if_they_are_apart() -> None:
     assert working[-1][1] == 0
 
 
-def test_sub_agents_and_tools_that_run_at_once_are_in_threads_beside_the_agent() -> None:
+def test_sub_agents_and_tools_that_run_at_once_are_in_threads_beside_the_agent():
     steps: list[Step] = [
         (K.ENGINE, "e1", "", 0, 100, {"turn": 0}),
         (K.SUBAGENT, "w", "1", 200, 300, {}),
@@ -246,7 +244,7 @@ def test_sub_agents_and_tools_that_run_at_once_are_in_threads_beside_the_agent()
     assert not any(name == "lane 1, beside 3" for name, _ in placed)
 
 
-def test_the_tokens_of_each_second_add_up() -> None:
+def test_the_tokens_of_each_second_add_up():
     calls: list[Step] = [
         (K.ENGINE, "e1", "", 500_000, 2_000_000, {"tokens": 200}),
         (K.ENGINE, "e2", "", 3_000_000, 0, {"tokens": 50}),
@@ -258,13 +256,13 @@ def test_the_tokens_of_each_second_add_up() -> None:
 
 
 @pytest.mark.parametrize("name", ['"', "\\", "\u2028</script>", "\x00", "日本"])
-def test_names_cannot_break_the_document(name: str) -> None:
+def test_names_cannot_break_the_document(name):
     step: Step = (K.TOOL, name, name, 1, 5, {"command": name, name: [name]})
     events = trace_of(("r1", [attempt_of(step)]))
     assert name in {event["name"] for event in events}
 
 
-def test_what_has_no_steps_is_a_slice_and_an_empty_trace_is_one() -> None:
+def test_what_has_no_steps_is_a_slice_and_an_empty_trace_is_one():
     assert slices(trace_of(("r1", [attempt_of(us=7)])), 1) == [("r1", 0, 7)]
     assert slices(trace_of(), 1) == []
     again = trace_of(("r1", [attempt_of(us=7), attempt_of(us=5, at=3, attempt=2)]))
@@ -291,13 +289,13 @@ ATTEMPTS = st.builds(
 
 
 @given(st.lists(st.lists(ATTEMPTS, min_size=1, max_size=2), max_size=4))
-def test_whatever_the_steps_are_the_trace_is_sound(rollouts: list[list[AttemptSteps]]) -> None:
+def test_whatever_the_steps_are_the_trace_is_sound(rollouts):
     """`trace_of` checks it."""
     trace_of(*((f"r{number}", attempts) for number, attempts in enumerate(rollouts)))
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=40))
-def test_intervals_of_a_lane_do_not_overlap(intervals: list[tuple[int, int]]) -> None:
+def test_intervals_of_a_lane_do_not_overlap(intervals):
     lanes, taken = Lanes(), defaultdict(list)
     for start, length in intervals:
         taken[lanes.take(start, start + length)].append((start, start + length))
@@ -306,7 +304,7 @@ def test_intervals_of_a_lane_do_not_overlap(intervals: list[tuple[int, int]]) ->
         assert all(one[1] <= two[0] for one, two in pairwise(ordered))
 
 
-def test_intervals_that_miss_each_other_by_a_rounding_nest() -> None:
+def test_intervals_that_miss_each_other_by_a_rounding_nest():
     nesting = Nesting()
     assert nesting.fit(0, 100) == (0, 100)
     assert nesting.fit(10, 51) == (10, 51)

@@ -1,7 +1,5 @@
 """The steps of attempts: encoded, saved in the background, and read again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,8 +20,6 @@ from rollout_service.observability.tracing.steps import StepArchive, StepWriter
 from rollout_service.store import retrying
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.sqlite import SqliteStore
-
-pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
@@ -55,7 +51,7 @@ def work(board: ActivityBoard, rollout_id: str = "r1", attempt: int = 1) -> Acti
     return activity
 
 
-async def test_the_steps_of_an_attempt_are_read_as_they_were() -> None:
+async def test_the_steps_of_an_attempt_are_read_as_they_were():
     async with parts() as (_, board, archive):
         activity = work(board)
         found = await archive.of_rollout("r1")
@@ -74,7 +70,7 @@ async def test_the_steps_of_an_attempt_are_read_as_they_were() -> None:
         assert step.seconds == pytest.approx(kept.ended - kept.started, abs=2e-6)  # type: ignore[operator]
 
 
-async def test_what_has_just_ended_is_found_and_every_attempt_once() -> None:
+async def test_what_has_just_ended_is_found_and_every_attempt_once():
     async with parts() as (store, board, archive):
         work(board, attempt=1)
         assert len((await archive.of_rollout("r1")).steps) == 4
@@ -84,7 +80,7 @@ async def test_what_has_just_ended_is_found_and_every_attempt_once() -> None:
         assert [step.attempt for step in found.steps] == [1] * 4 + [2] * 4
 
 
-async def test_a_live_attempt_shows_what_has_ended_so_far() -> None:
+async def test_a_live_attempt_shows_what_has_ended_so_far():
     async with parts() as (_, board, archive):
         work(board)
         with board.working("r1", attempt=2, environment="calc"), waits_for(StepKind.SETUP):
@@ -101,14 +97,14 @@ async def test_a_live_attempt_shows_what_has_ended_so_far() -> None:
         assert (attempts[0].run_id, attempts[0].group) == ("a", 4)
 
 
-async def test_unknown_rollouts_have_no_steps() -> None:
+async def test_unknown_rollouts_have_no_steps():
     async with parts() as (_, board, archive):
         work(board, "unknown")
         assert (await archive.of_rollout("unknown")).steps == []
         assert [line async for line in archive.lines(["unknown", "r2"])] == []
 
 
-async def test_the_end_of_the_service_saves_the_last_steps() -> None:
+async def test_the_end_of_the_service_saves_the_last_steps():
     async with await SqliteStore.open(":memory:") as store:
         await store.submit(RolloutRequest(rollout_id="r1", task=Task(environment="calc", instance={})))
         board, saves = ActivityBoard(), StepWriter(store)
@@ -133,7 +129,7 @@ class FailingStore:
         return len(attempts)
 
 
-async def test_a_store_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_fails_is_asked_again(monkeypatch):
     monkeypatch.setattr(retrying, "STORE_RETRY_SECONDS", 0.01)
     store, board = FailingStore(2), ActivityBoard()
     saves = StepWriter(store)  # type: ignore[arg-type]
@@ -146,7 +142,7 @@ async def test_a_store_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch
     assert store.saved == ["r1", "r2"]
 
 
-async def test_memory_is_bounded_while_the_store_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_bounded_while_the_store_fails(monkeypatch):
     monkeypatch.setattr(steps_module, "MAX_WAITING", 3)
     saves, board = StepWriter(FailingStore(0)), ActivityBoard()  # type: ignore[arg-type]
     board.observe(saves)
@@ -171,9 +167,7 @@ VALUES = st.recursive(
         max_size=8,
     )
 )
-def test_any_step_can_be_encoded(
-    steps: list[tuple[StepKind, str, str, str | None, dict[str, object]]],
-) -> None:
+def test_any_step_can_be_encoded(steps):
     activity = anyio.run(_recorded, steps)
     record = steps_module.decompress(steps_module.compress(steps_module.encode(activity)))
     assert isinstance(json.loads(record), dict)
@@ -188,9 +182,7 @@ def _clean(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-async def _recorded(
-    steps: list[tuple[StepKind, str, str, str | None, dict[str, object]]],
-) -> Activity:
+async def _recorded(steps: list[tuple[StepKind, str, str, str | None, dict[str, object]]]) -> Activity:
     activity = Activity("r1", attempt=1, environment="calc")
     for kind, name, lane, error, detail in steps:
         step = OpenStep(kind, name, lane, None, dict(detail))

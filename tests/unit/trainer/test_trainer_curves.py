@@ -1,7 +1,5 @@
 """The trainer writes a curve without gaps or repeats, its plots, and files for TensorBoard."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

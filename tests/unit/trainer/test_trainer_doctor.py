@@ -1,7 +1,5 @@
 """`doctor --batch --model` finds logprobs that are not those of the weights, and says where."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trainer's steps, checkpoints and resumption are exact, on a random model of a few thousand parameters."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from dataclasses import replace

@@ -1,10 +1,11 @@
-"""What the trainer learns from live sessions: values and hints become advantages of exactly their turns' tokens."""
+"""What the trainer learns from live sessions, and what its demonstration shows of it."""
 
-from __future__ import annotations
-
+import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -12,15 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer.learner import Learner, Recipe
 from trainer.live.baseline import RunningMeans
+from trainer.live.judge import RuleJudge
 from trainer.live.losses import BINARY, COMBINED, DISTILLATION, LiveLoss, Weights
 from trainer.live.teacher import CANDIDATES
 from trainer.live.turns import shuffled_values, turns_of
+from trainer.live.users import Exchange, Pace
 from trainer.policy import Sample, distributions, sampled_logprobs
 
 from api_schemas.rollouts.sessions import Hint, MaskReason, Teacher, TurnKind, TurnMark
-from api_schemas.trajectories import ForkReason, Segment, Trajectory
+from api_schemas.trajectories import Trajectory
+from rollout_service.engines.shipped import policy_folder
+from rollout_service.judging.contract import Vote, VoteOutcome
+from rollout_service.live.contract import NextStateRecord
+from rollout_service.live.judging.factory import HEADER, candidates
+from rollout_service.live.judging.turn_judge import hint_rubric, question, value_rubric
+from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.testing import Shape, write_random_checkpoint
+from rollout_service.tokens import ChatRenderer
 from tests.support.adapters.session_batches import PlayedPart, session_batch
+from tests.support.samples import segment
+from training.live import talk
 
 pytestmark = pytest.mark.torch
 
@@ -46,15 +58,10 @@ def trajectory(sizes: list[int], *, seed: int = 0) -> Trajectory:
     random = np.random.default_rng(seed)
     mask = [bit for size in sizes for bit in [0] * 3 + [1] * size]
     turns = [turn if bit else -1 for turn, size in enumerate(sizes) for bit in [0] * 3 + [1] * size]
-    segment = Segment(
-        token_ids=random.integers(3, SHAPE.vocab, len(mask)).tolist(),
-        loss_mask=mask,
-        logprobs=[-1.5 * bit for bit in mask],
-        versions=[bit - 1 for bit in mask],
-        turn_ids=turns,
-        fork_reason=ForkReason.FIRST,
-    )
-    return Trajectory(segments=[segment], messages=[], finish_reasons=[], fork_counts={})
+    ids = random.integers(3, SHAPE.vocab, len(mask)).tolist()
+    logprobs, versions = [-1.5 * bit for bit in mask], [bit - 1 for bit in mask]
+    one = segment(ids, mask, logprobs=logprobs, versions=versions, turn_ids=turns)
+    return Trajectory(segments=[one], messages=[], finish_reasons=[], fork_counts={})
 
 
 def mark(turn: int, value: float | None = 1.0, **more) -> TurnMark:
@@ -231,10 +238,7 @@ def test_a_step_makes_good_turns_likelier_and_bad_ones_less(learner):
     assert figures["tokens"] == 8
 
 
-@given(
-    batches=st.lists(st.lists(st.floats(-1, 1), max_size=20), max_size=12),
-    memory=st.floats(1, 64),
-)
+@given(batches=st.lists(st.lists(st.floats(-1, 1), max_size=20), max_size=12), memory=st.floats(1, 64))
 def test_a_running_mean_lies_among_its_values_and_survives_a_restart(batches, memory):
     means = RunningMeans(memory)
     for values in batches:
@@ -252,3 +256,101 @@ def test_a_running_mean_forgets_what_is_long_ago():
     for _ in range(20):
         means.update({"u": [1.0] * 4})
     assert means.of("u") > 0.9
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "live_demo.py"
+FOLDER = policy_folder("live-base")
+SUM = talk.Question("what is 3+4?", "7")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("live_demo", EXAMPLE)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ask(rubric, answer: str, said: str) -> str:
+    """Return the judge's answer to the service's prompt about a turn."""
+    renderer, judge = ChatRenderer.load(FOLDER), RuleJudge(FOLDER)
+    state = NextStateRecord(role="user", text=f"[user]\n{said}", arrived_at=0.0)
+    messages = rubric.messages(*question(answer, state))
+    ids = judge.reply(renderer.render(messages), 1_024).ids
+    return renderer.decode(ids).removesuffix("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        (f"{talk.THANKS}what is 1+1?", "1"),
+        (f"{talk.complaint('=')}what is 1+1?", "-1"),
+        (f"{talk.WRONG}what is 1+1?", "-1"),
+        ("what is 1+1?", "0"),
+    ],
+)
+def test_the_judge_values_what_the_user_says(said, value):
+    rubric = value_rubric(LiveJudgeSettings())
+    assert rubric.read(ask(rubric, "thanks. \\boxed{1}", said)) == value
+
+
+def test_a_complaint_becomes_a_hint_that_the_policy_was_taught():
+    rubric = hint_rubric(LiveJudgeSettings())
+    said = ask(rubric, "7.", f"{talk.complaint('=')}what is 1+1?")
+    assert candidates([Vote(VoteOutcome.VALID, rubric.read(said), text=said)]) == [talk.hint("=")]
+    assert talk.HINT_HEADER == HEADER
+
+
+@pytest.mark.parametrize("reaction", [talk.THANKS, talk.WRONG, ""])
+def test_what_names_no_ending_gives_no_hint(reaction):
+    rubric = hint_rubric(LiveJudgeSettings())
+    assert rubric.read(ask(rubric, "7.", f"{reaction}what is 1+1?")) == "-1"
+
+
+@pytest.mark.parametrize(
+    ("answer", "satisfied", "right"), [("7=", 1, 1), ("7.", 0, 1), ("8=", 0, 0), ("", 0, 0), ("7", 0, 0)]
+)
+def test_a_user_wants_right_answers_with_one_ending(answer, satisfied, right):
+    exchange = Exchange(SUM, answer)
+    assert (exchange.satisfied, exchange.right) == (satisfied, right)
+
+
+async def test_users_wait_for_the_trainer():
+    pace = Pace(ahead=2)
+    await pace.begin()
+    await pace.begin()
+    with anyio.move_on_after(0.01) as waited:
+        await pace.begin()
+    assert waited.cancelled_caught
+    pace.train(1)
+    await pace.begin()
+
+
+def points(*satisfied: float) -> list[dict[str, float]]:
+    return [{"step": float(step), "satisfied": share, "minutes": 1.0} for step, share in enumerate(satisfied)]
+
+
+def test_training_ends_when_users_stay_satisfied_or_time_is_up(demo):
+    plan = demo.Plan(updates=8, minutes=2.0, users=1, sessions=1, guests=1, seed=0)
+    assert not demo.is_done(points(1, 1, 1, 1), plan)
+    assert demo.is_done(points(0, 1, 1, 1, 1, 1), plan)
+    assert not demo.is_done(points(0, 1, 1, 1, 1), plan)
+    assert demo.is_done(points(*[0] * 8), plan)
+    assert demo.is_done([{"satisfied": 0.0, "minutes": 2.0}], plan)
+
+
+def test_the_figures_are_those_of_the_first_arm_with_the_ends_of_the_others(demo):
+    good, bad = Exchange(SUM, "7="), Exchange(SUM, "7.")
+    outcomes = {
+        "binary": demo.Outcome([bad, bad], [good, good], points(0.0, 1.0), 3.0, {}),
+        "shuffled": demo.Outcome([bad, bad], [good, bad], points(0.0), 1.0, {}),
+    }
+    found = demo.summary(outcomes)
+    assert found.pop("arms")["shuffled"]["final_right"] == 1.0
+    assert found == {
+        "start_satisfied": 0.0,
+        "final_satisfied": 1.0,
+        "updates": 2,
+        "minutes": 3.0,
+        "shuffled_satisfied": 0.5,
+    }

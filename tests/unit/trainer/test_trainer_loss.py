@@ -1,7 +1,5 @@
 """The trainer's loss is the formula of the papers, token by token, with a gradient only where it belongs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -27,7 +27,6 @@ from rollout_service.testing.scripted_policy import (
 )
 from tests.support.sub_agents import ScriptedSubagents
 
-pytestmark = pytest.mark.anyio
 TASK = [Message(role="system", content="You lead."), Message(role="user", content="Add A B.")]
 
 

@@ -39,8 +39,6 @@ TASK = {
     "instruction.md": "Add the numbers.\n",
     "tests/test.sh": "#!/bin/bash\necho 1 >/logs/verifier/reward.txt\n",
 }
-CHECK = "env check {at}"
-CHECK_CODE = "env check {at}/sums.py"
 
 
 def declared(old: str, new: str) -> dict[str, str]:
@@ -55,26 +53,22 @@ def coded(old: str, new: str) -> dict[str, str]:
     return {"sums.py": CODE.replace(old, new)}
 
 
-# A mistake: the files, the command as it is typed, and what its output names and advises.
+# A mistake: the files, and what `env check` names and advises.
 MISTAKES = {
     "a quote is missing": (
         declared('"base"', '"base'),
-        CHECK,
         ["{at}/environment.toml is not valid TOML", "at line 2", "texts and dates need quotes at both ends"],
     ),
     "a key is misspelled": (
         declared("prompt =", "promt ="),
-        CHECK,
         ["{at}/environment.toml: there is no key promt; did you mean prompt?", "The file takes dataset,"],
     ),
     "a table is missing": (
         {"environment.toml": 'name = "sums"\nimage = "base"\n'},
-        CHECK,
         ["{at}/environment.toml: the key evaluate is missing", "The file takes dataset,"],
     ),
     "a number is a text": (
         declared("[evaluate]", '[limits]\nmax_turns = "many"\n[evaluate]'),
-        CHECK,
         [
             "{at}/environment.toml: limits.max_turns: Input should be a valid integer",
             "environment-toml.md says",
@@ -82,12 +76,10 @@ MISTAKES = {
     ),
     "a key of a secret is misspelled": (
         declared('grade.sh"', 'grade.sh"\nsecrets = {TOKEN = {variabel = "T"}}'),
-        CHECK,
         ["{at}/environment.toml: there is no key evaluate.secrets.TOKEN.variabel; did you mean variable?"],
     ),
     "the source of a secret is no table": (
         declared('grade.sh"', 'grade.sh"\nsecrets = {TOKEN = "T"}'),
-        CHECK,
         [
             "{at}/environment.toml: evaluate.secrets.TOKEN: ",
             'name where the host has it: { variable = "NAME" }',
@@ -95,7 +87,6 @@ MISTAKES = {
     ),
     "a grader with a secret works where the agent did": (
         declared('grade.sh"', 'grade.sh"\nsandbox = "same"\nsecrets = {TOKEN = {variable = "T"}}'),
-        CHECK,
         [
             "{at}/environment.toml: evaluate: ",
             '`secrets` need sandbox = "fresh"',
@@ -104,7 +95,6 @@ MISTAKES = {
     ),
     "the name has a space": (
         declared('"sums"', '"my sums"'),
-        CHECK,
         [
             "{at}/environment.toml: name: String should match pattern",
             "environment-toml.md says what each key takes",
@@ -112,12 +102,10 @@ MISTAKES = {
     ),
     "a tool is misspelled": (
         declared("[evaluate]", 'tools = ["bsh"]\n[evaluate]'),
-        CHECK,
         ["{at}/environment.toml: environment 'sums': there is no built-in tool 'bsh'; did you mean bash?"],
     ),
     "the prompt uses an unknown variable": (
         declared("instance.question", "question"),
-        CHECK,
         [
             "{at}/environment.toml: the prompt of 'sums' uses question",
             "Write {{ instance.NAME }} for a field",
@@ -125,7 +113,6 @@ MISTAKES = {
     ),
     "the prompt is not closed": (
         declared("question }}", "question"),
-        CHECK,
         [
             "{at}/environment.toml: the prompt of 'sums', line 1 is not a valid template",
             "close every {{ and {%",
@@ -133,32 +120,26 @@ MISTAKES = {
     ),
     "an instance lacks a field of the prompt": (
         declared("instance.question", "instance.sum"),
-        CHECK,
         ["data set, instance 1: instance.sum: is missing, and the prompt of 'sums' uses it"],
     ),
     "the grader is elsewhere": (
         declared("grade.sh", "grades.sh"),
-        CHECK,
         ["[evaluate] command: /environment/grades.sh does not exist: the folder has no file grades.sh"],
     ),
     "the grader has Windows line endings": (
         DECLARED | {"grade.sh": "#!/bin/bash\r\ntrue\r\n"},
-        CHECK,
         ["[evaluate] command: /environment/grade.sh has Windows line endings", "convert them"],
     ),
     "the init command is not there": (
         declared("[evaluate]", '[init]\ncommand = "/environment/init.sh"\n[evaluate]'),
-        CHECK,
         ["{at}/environment.toml", "the init command needs init.sh", "correct `command` or `files` in [init]"],
     ),
     "an artifact is relative": (
         declared("[dataset]", 'artifacts = ["workspace"]\n[dataset]'),
-        CHECK,
         ["{at}/environment.toml", "the artifact 'workspace' is not an absolute path", 'such as "/workspace"'],
     ),
     "the image file is not there": (
         declared('"base"', '"own.sif"'),
-        CHECK,
         [
             "{at}/environment.toml: there is no image {at}/own.sif",
             "Build it with `rollout-service image build`",
@@ -166,28 +147,23 @@ MISTAKES = {
     ),
     "the data set is elsewhere": (
         declared("tasks.jsonl", "task.jsonl"),
-        CHECK,
         ["the data set {at}/task.jsonl cannot be read", "Correct `path` or `splits` of [dataset]"],
     ),
     "a line of the data set is cut off": (
         DECLARED | {"tasks.jsonl": '{"question": "1 + 1"}\n{"question":\n'},
-        CHECK,
         ["{at}/tasks.jsonl:2: not JSON", "Each line is one instance, a JSON object"],
     ),
     "a line contradicts the split of its file": (
         declared('path = "tasks.jsonl"', 'splits = {train = "tasks.jsonl"}')
         | {"tasks.jsonl": '{"question": "1", "split": "test"}\n'},
-        CHECK,
         ["{at}/tasks.jsonl:1 says that its split is 'test'", "Leave the key `split` out of the line"],
     ),
     "Python code has a syntax error": (
         {"sums.py": CODE + "def (\n"},
-        CHECK_CODE,
         ["{at}/sums.py cannot be loaded: SyntaxError", "(sums.py, line 8)", "Correct the code at that line"],
     ),
     "Python code imports what is not installed": (
         {"sums.py": "import nosuchpackage\n" + CODE},
-        CHECK_CODE,
         [
             "No module named 'nosuchpackage' ({at}/sums.py, line 1)",
             "Correct the name, or install nosuchpackage",
@@ -195,29 +171,58 @@ MISTAKES = {
     ),
     "a method is misspelled": (
         coded("evaluate", "evalute"),
-        CHECK_CODE,
         ["{at}/sums.py: its class Sums has no evaluate", "Define it with `async def`"],
     ),
     "a method is not a coroutine": (
         coded("async def evaluate", "def evaluate"),
-        CHECK_CODE,
         ["{at}/sums.py, line 7: evaluate is not a coroutine; write `async def evaluate`"],
     ),
     "there is no spec": (
         coded("spec =", "specs ="),
-        CHECK_CODE,
         ["{at}/sums.py: Sums has no `spec`", "Give the class one, such as `spec = EnvironmentSpec("],
     ),
     "the spec has an unknown field": (
         coded('"sums")', '"sums", tool=["bash"])'),
-        CHECK_CODE,
         ["EnvironmentSpec: tool: unknown field; did you mean tools? ({at}/sums.py, line 5)"],
     ),
     "the class takes arguments": (
         {"sums.py": CODE + "    def __init__(self, path): ...\n"},
-        CHECK_CODE,
         ["{at}/sums.py cannot be loaded", "argument: 'path'", "an environment is made without arguments"],
     ),
+    "dataset() gives a number": (
+        {"sums.py": CODE + "    def dataset(self): return [{}, 2]\n"},
+        ["sums: dataset(): instance 2 is 2", "Return a list of dicts"],
+    ),
+    "check() fails": (
+        {
+            "sums.py": CODE
+            + "    def dataset(self): return [{}]\n    def check(self, instance): instance['a']\n"
+        },
+        [
+            "data set, instance 1: check() failed with KeyError: 'a' ({at}/sums.py, line 9); raise InvalidFieldError"
+        ],
+    ),
+    "a key of a task in Harbor's format is misspelled": (
+        TASK | {"task.toml": TASK["task.toml"] + "memry_mb = 3\n"},
+        [
+            "{at}/task.toml: environment.memry_mb: unknown field; did you mean memory_mb?",
+            "Harbor's task.toml",
+        ],
+    ),
+    "an instruction is empty": (
+        TASK | {"instruction.md": "\n"},
+        ["instruction.md: it is empty; write what the agent has to do"],
+    ),
+    "a task has no image": (
+        TASK | {"task.toml": 'schema_version = "1.4"\n'},
+        [
+            "{at}: the task has neither environment/Dockerfile nor environment.docker_image",
+            "Write the Dockerfile",
+        ],
+    ),
+}
+# The same of other commands, which are written as they are typed.
+MISTAKES_IN_COMMANDS = {
     "the named class is not there": (
         {"sums.py": CODE},
         "env check {at}/sums.py:Sum",
@@ -235,42 +240,6 @@ MISTAKES = {
             "sums: dataset() failed: FileNotFoundError",
             "({at}/sums.py, line 8)",
             "Correct the code at that line",
-        ],
-    ),
-    "dataset() gives a number": (
-        {"sums.py": CODE + "    def dataset(self): return [{}, 2]\n"},
-        CHECK_CODE,
-        ["sums: dataset(): instance 2 is 2", "Return a list of dicts"],
-    ),
-    "check() fails": (
-        {
-            "sums.py": CODE
-            + "    def dataset(self): return [{}]\n    def check(self, instance): instance['a']\n"
-        },
-        CHECK_CODE,
-        [
-            "data set, instance 1: check() failed with KeyError: 'a' ({at}/sums.py, line 9); raise InvalidFieldError"
-        ],
-    ),
-    "a key of a task in Harbor's format is misspelled": (
-        TASK | {"task.toml": TASK["task.toml"] + "memry_mb = 3\n"},
-        CHECK,
-        [
-            "{at}/task.toml: environment.memry_mb: unknown field; did you mean memory_mb?",
-            "Harbor's task.toml",
-        ],
-    ),
-    "an instruction is empty": (
-        TASK | {"instruction.md": "\n"},
-        CHECK,
-        ["instruction.md: it is empty; write what the agent has to do"],
-    ),
-    "a task has no image": (
-        TASK | {"task.toml": 'schema_version = "1.4"\n'},
-        CHECK,
-        [
-            "{at}: the task has neither environment/Dockerfile nor environment.docker_image",
-            "Write the Dockerfile",
         ],
     ),
     "the instance is not JSON": (
@@ -309,9 +278,13 @@ def write(files: dict[str, str], folder: Path) -> None:
         path.chmod(0o755)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [*MISTAKES, *MISTAKES_IN_COMMANDS])
 def test_a_mistake_is_named_with_its_place_and_what_to_do(mistake, tmp_path):
-    files, command, said = MISTAKES[mistake]
+    if mistake in MISTAKES:
+        files, said = MISTAKES[mistake]
+        command = "env check {at}/sums.py" if "sums.py" in files else "env check {at}"
+    else:
+        files, command, said = MISTAKES_IN_COMMANDS[mistake]
     write(files, tmp_path)
     result = CliRunner().invoke(app, [part.replace("{at}", str(tmp_path)) for part in shlex.split(command)])
     assert result.exit_code == 1

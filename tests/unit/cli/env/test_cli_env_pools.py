@@ -99,7 +99,6 @@ def test_a_pool_without_a_model_is_named_with_the_options(guess):
     assert "Add --pool-model judge=MODEL, --pool-script judge=FILE" in audit.output
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 async def test_a_model_of_another_pool_is_served_by_an_embedded_engine(tmp_path):
     async with PoolModels.read(["partner=calc-tuned"], None).opened(tmp_path) as models:
@@ -117,7 +116,6 @@ def test_pools_of_another_server_cannot_be_named(guess):
     assert "with --url the engines of that server answer for all pools" in run.output
 
 
-@pytest.mark.anyio
 @pytest.mark.slow(seconds=10)
 async def test_the_engines_of_a_server_answer_for_its_pools(guess):
     own = PoolModels.read(None, [f"partner={guess}/partner.jsonl"])
@@ -152,7 +150,6 @@ def test_an_idle_agent_with_sub_agents_is_audited(guess):
     assert "1 of 1 instance good" in invoke("audit", "split", "--instances", 1, "--runs", 1).output
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 async def test_sub_agents_are_sampled_from_the_pool_that_is_named(tmp_path):
     (tmp_path / "worker.jsonl").write_text(

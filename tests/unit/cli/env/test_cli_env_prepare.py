@@ -46,7 +46,7 @@ def write(path: Path, *rows: object) -> Path:
 
 
 @pytest.mark.slow
-def test_each_image_is_looked_for_once(tmp_path: Path, images: Path) -> None:
+def test_each_image_is_looked_for_once(tmp_path, images):
     for name in ("even", "odd"):
         (images / f"{name}.sif").touch()
     names = ["odd" if number % 2 else "even" for number in range(100)]
@@ -57,7 +57,7 @@ def test_each_image_is_looked_for_once(tmp_path: Path, images: Path) -> None:
     assert prepare(write(tmp_path / "tasks.jsonl", *tasks)) == (0, expected)
 
 
-def test_what_cannot_be_had_is_listed_with_its_instance_and_cause(tmp_path: Path, images: Path) -> None:
+def test_what_cannot_be_had_is_listed_with_its_instance_and_cause(tmp_path, images):
     (images / "there.sif").touch()
     rows = [
         {"environment": "swe", "instance": INSTANCE | {"instance_id": "a-1", "image": "there"}},
@@ -83,13 +83,13 @@ def test_what_cannot_be_had_is_listed_with_its_instance_and_cause(tmp_path: Path
     assert shown.splitlines()[-1] == "2 images of 6 instances: 1 there already, 0 made, 4 failed"
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     assert "No such file" in fail(tmp_path / "missing.jsonl").stderr
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\nnot JSON\n')
     assert "line 2" in fail(tmp_path / "bad.jsonl").stderr
 
 
-def test_a_split_is_chosen_and_must_exist(tmp_path: Path, images: Path) -> None:
+def test_a_split_is_chosen_and_must_exist(tmp_path, images):
     (images / "base.sif").touch()
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -102,7 +102,7 @@ def test_a_split_is_chosen_and_must_exist(tmp_path: Path, images: Path) -> None:
     assert "no split 'dev'" in fail(folder, "--split", "dev").stderr
 
 
-def test_no_image_is_begun_without_room(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_image_is_begun_without_room(images, monkeypatch):
     store = ImageStore(images)
     Room(store, load_settings()).require()
     (images / "large.sif").write_bytes(b"x" * 1000)

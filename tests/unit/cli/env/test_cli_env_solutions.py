@@ -1,4 +1,4 @@
-"""A task whose solution does not get 1 comes with its reason, once."""
+"""`env check` runs the solutions of a template, and graders in a sandbox of their own."""
 
 import json
 
@@ -6,10 +6,11 @@ import pytest
 
 from rollout_service.cli.env.check import check_environment, with_solutions
 from rollout_service.cli.env.engines import PoolModels
+from rollout_service.cli.env.shell import GradersSandbox
 from rollout_service.cli.env.solutions import PRINTED_LINES, try_tasks
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from sandboxes import LocalConfig, make_provider
+from sandboxes import LocalConfig, SandboxSpec, make_provider
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,6 @@ async def tried(folder, state):
     return one
 
 
-@pytest.mark.anyio
 async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reason(make, tmp_path):
     grade = """seq 1 40; echo '{"reward": 0}' > $ROLLOUT_RESULT"""
     one = await tried(make(grade, "setsid sleep 600 > /dev/null 2>&1 &"), tmp_path / "state")
@@ -56,7 +56,6 @@ async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reas
     assert problem.splitlines()[1:] == [f"  {number}" for number in range(41 - PRINTED_LINES, 41)]
 
 
-@pytest.mark.anyio
 async def test_a_solution_that_leaves_nothing_has_no_such_note(make, tmp_path):
     grade = """echo '{"reward": 0}' > $ROLLOUT_RESULT"""
     one = await tried(make(grade), tmp_path / "state")
@@ -72,3 +71,21 @@ def test_output_that_repeats_is_shown_once(make, tmp_path, monkeypatch):
     found = [finding for finding in report.findings if "solution" in finding or "nothing" in finding]
     assert sum("it printed" in finding or "all broken" in finding for finding in found) == 1
     assert found[-1].endswith("doing nothing gets no reward, for the same reason")
+
+
+async def test_the_first_program_after_the_files_were_copied_is_told_with_its_variables(tmp_path):
+    begun = []
+
+    async def begin(env):
+        begun.append(env)
+
+    provider = make_provider(LocalConfig(provider="local"), tmp_path)
+    async with await provider.start(SandboxSpec(image="base")) as own:
+        sandbox = GradersSandbox(own, begin)
+        await sandbox.exec(["mkdir", "tests"])
+        assert begun == []
+        await sandbox.write_file("tests/test.sh", "exit 3")
+        assert (await sandbox.exec(["bash", "tests/test.sh"], env={"RESULT": "here"})).exit_code == 3
+        assert begun == [{"RESULT": "here"}]
+        assert sandbox.workdir == own.workdir
+    await provider.close()

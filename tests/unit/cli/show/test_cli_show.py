@@ -1,4 +1,4 @@
-"""A trajectory is shown with its mask and log-probabilities, and a summary tells wrong answers from failures."""
+"""Rollouts, trees and the use of sub-agents are shown in a terminal, whoever wrote the texts."""
 
 import io
 import re
@@ -6,39 +6,41 @@ from datetime import UTC, datetime
 
 import pytest
 import tokenizers
+from hypothesis import given
 from rich.console import Console
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.inference import BackendView
 from api_schemas.nodes import HoldView, NodeView
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
+from api_schemas.rollouts.figures import ParallelFigures, RunParallel
+from api_schemas.rollouts.trees import InvalidBecause, NodeParent, RolloutNodes
 from api_schemas.runs import InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.cli.backends import render_backends
 from rollout_service.cli.demo.run import Summary, percentile
 from rollout_service.cli.runs import _show as show_runs
 from rollout_service.cli.show.trajectory import render_rollout, split_by_turn
+from rollout_service.cli.show.tree import RESULT_CHARS, render_tree
+from rollout_service.cli.watch.sections import SIGNS, render_parallel
 from rollout_service.cli.watch.view import ServerView
+from rollout_service.groups import parallel_figures, work_sums
 from rollout_service.tokens.tokenizer import FastTokenizer
+from tests.support.samples import backend_view, segment, trajectory
+from tests.support.store.trees import WORK, node, nodes
+from tests.support.sub_agents import DIRECT, SERIAL, WIDE
+from tests.support.sub_agents import rollout as delegated
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 WORDS = ["ask", "call", "result", "answer"]
 
-SEGMENT = Segment(
-    token_ids=[0, 0, 1, 2, 3, 3],
-    loss_mask=[0, 0, 1, 0, 1, 1],
+SEGMENT = segment(
+    [0, 0, 1, 2, 3, 3],
+    [0, 0, 1, 0, 1, 1],
     logprobs=[0.0, 0.0, -0.25, 0.0, -1.5, -0.125],
     versions=[-1, -1, 4, -1, 5, 5],
     turn_ids=[-1, -1, 0, -1, 1, 1],
-    fork_reason=ForkReason.FIRST,
 )
-TRAJECTORY = Trajectory(
-    segments=[SEGMENT],
-    messages=[],
-    finish_reasons=[FinishReason.STOP, FinishReason.STOP],
-    fork_counts={ForkReason.FIRST: 1},
-)
+TRAJECTORY = trajectory(SEGMENT, turns=2)
 
 
 def rollout(reward: float | None = 1.0, **changes) -> Rollout:
@@ -136,15 +138,11 @@ def test_percentiles(values, expected):
     assert percentile(values, 95) == pytest.approx(expected)
 
 
-BACKEND = BackendView(
-    backend_id="policy@gpu-node-17:30000",
+BACKEND = backend_view(
+    "policy@gpu-node-17:30000",
     url="http://gpu-node-17:30000",
-    pool="policy",
     state="failed",
-    model_path="m",
-    tokenizer_path="t",
     weight_version=1_234,
-    context_length=1,
     in_flight=256,
     served=1_234_567,
     failures=12,
@@ -190,9 +188,7 @@ def test_log_probabilities_of_a_scripted_model_are_marked_as_made_up(tokenizer):
 
 
 @pytest.mark.parametrize("ended_at", [None, NOW])
-def test_a_run_that_goes_on_is_shown_with_its_warnings(
-    ended_at: datetime | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_on_is_shown_with_its_warnings(ended_at, capsys):
     run = Run(
         run_id="a",
         state=RunState.RUNNING if ended_at is None else RunState.ENDED,
@@ -209,3 +205,98 @@ def test_a_run_that_goes_on_is_shown_with_its_warnings(
     show_runs([run], False)
     said = capsys.readouterr().err
     assert said == ("a: warning: advantages: they undo the schedule.\n" if ended_at is None else "")
+
+
+HOSTILE = "\x1b]0;owned\x07 [bold]x\u202e\n\n  second line"
+
+
+def shown(found: RolloutNodes) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render_tree(found))
+    text = console.file.getvalue()
+    assert isinstance(text, str)
+    return text
+
+
+def test_each_sub_agent_says_what_it_was_and_did():
+    below = NodeParent(node_id="r1/1", turn=2, call_id="c", wave=1)
+    made = [
+        node("r1", 1, result="\n\nfirst line\nsecond line"),
+        node(
+            "r1",
+            2,
+            parent=below,
+            agent="helper",
+            valid=False,
+            invalid_because=InvalidBecause.TIMEOUT,
+            result="",
+        ),
+        node("r1", 3, duplicate=True, result="x" * 500),
+    ]
+    lines = shown(RolloutNodes(rollout_id="r1", nodes=made, work=WORK)).splitlines()
+    assert (
+        lines[0]
+        == "steps: 6 critical, 6 in total; 2 assigns, 2 run, 2 valid; at most 1 at once; 0 direct calls"
+    )
+    assert lines[1] == "r1"
+    assert lines[2].endswith("1 reader  turn 0, wave 0  valid  2 steps, 1.5 s after 0.2 s in the queue")
+    assert lines[3].endswith(" first line")
+    assert lines[4].endswith(
+        "2 helper  turn 2, wave 1  not valid: timeout  2 steps, 1.5 s after 0.2 s in the queue"
+    )
+    assert lines[4].index("2 helper") > lines[2].index("1 reader"), "a nested one is indented"
+    assert "valid, duplicate" in lines[5]
+    assert lines[6].endswith("x" * RESULT_CHARS + "...")
+
+
+def test_a_rollout_without_sub_agents_says_so():
+    assert shown(RolloutNodes(rollout_id="r1", nodes=[])) == "no sub-agents\n"
+
+
+def test_what_a_policy_wrote_is_shown_as_text():
+    text = shown(RolloutNodes(rollout_id="r1", nodes=[node("r1", 1, agent=HOSTILE, result=HOSTILE)]))
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert r"\x1b]0;owned\x07 [bold]x\u202e" in text
+
+
+@given(nodes())
+def test_every_sub_agent_of_any_tree_is_shown_once(made):
+    text = shown(RolloutNodes(rollout_id="r1", nodes=made, work=WORK))
+    assert text.count(" in the queue") == len(made)
+
+
+def figures(*works) -> ParallelFigures:
+    found = parallel_figures(work_sums(delegated(work) for work in works))
+    assert found is not None
+    return found
+
+
+def lines(parallel: RunParallel) -> dict[str, list[str]]:
+    """Return the cells of each row after its first, by the figure."""
+    output = io.StringIO()
+    Console(file=output, width=200).print(render_parallel(parallel))
+    rows = (line.split("  ") for line in output.getvalue().splitlines())
+    cells = ([cell.strip() for cell in row if cell.strip()] for row in rows)
+    return {row[1]: row[2:] for row in cells}
+
+
+def test_every_figure_is_shown_for_the_run_and_its_last_rollouts():
+    shown = lines(RunParallel(total=figures(DIRECT, WIDE, SERIAL), recent=figures(DIRECT)))
+    assert shown["figure"] == ["so far", "last 1"]
+    assert shown["assign_rate"] == ["0.67", "0.00"]
+    assert shown["critical/total"] == ["0.79", "1.00"]
+    assert shown["finish_rate"] == ["0.80", "-"]
+    assert shown["invalid"] == ["max_turns 0.20", "-"]
+    assert shown["rollouts"] == ["3", "1"]
+
+
+def test_without_recent_rollouts_there_is_no_column_for_them():
+    shown = lines(RunParallel(total=figures(SERIAL)))
+    assert shown["figure"] == ["so far"]
+    assert shown["invalid"] == ["none"]
+
+
+def test_no_figure_is_forgotten():
+    named = {name for names in SIGNS.values() for name in names}
+    assert named == set(ParallelFigures.model_fields) - {"solved"} | {"critical/total"}

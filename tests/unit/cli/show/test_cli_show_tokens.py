@@ -1,11 +1,8 @@
 """Tokens are shown by what a person asks for, with and without colors, and nothing in them reaches the terminal."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,8 +16,6 @@ from rollout_service.cli.show import pages
 from rollout_service.cli.show.colors import Coloring
 from rollout_service.cli.show.pages import as_text, page, print_parts
 from rollout_service.cli.show.tokens import render
-
-pytestmark = pytest.mark.anyio
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
@@ -98,13 +93,13 @@ async def shown(served: Served, coloring: Coloring, *, plain: bool = True, node:
         (Coloring.SEGMENT, r"ask me⟦ok\x1b[2J no⟧"),
     ],
 )
-async def test_brackets_say_what_colors_would(coloring: Coloring, expected: str) -> None:
+async def test_brackets_say_what_colors_would(coloring, expected):
     text = await shown(Served(), coloring)
     assert expected in text
     assert "\x1b" not in text
 
 
-async def test_each_segment_says_where_it_comes_from() -> None:
+async def test_each_segment_says_where_it_comes_from():
     text = await shown(Served(), Coloring.MASK)
     assert "segment 0, first: 5 tokens, 2 sampled" in text
     assert (
@@ -113,18 +108,18 @@ async def test_each_segment_says_where_it_comes_from() -> None:
     ) in text
 
 
-async def test_brackets_of_the_policy_are_not_ours() -> None:
+async def test_brackets_of_the_policy_are_not_ours():
     text = await shown(Served(["⟦x⟧", "a", "b"]), Coloring.MASK)
     assert r"\u27e6x\u27e7a⟦b⟧" in text
 
 
-async def test_ids_stand_for_a_text_that_is_not_known() -> None:
+async def test_ids_stand_for_a_text_that_is_not_known():
     text = await shown(Served(has_text=False), Coloring.MASK)
     assert "<0><1>⟦<2>⟧<3>⟦<4>⟧" in text
     assert "tokenizer is not known" in text
 
 
-async def test_a_long_segment_is_read_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_segment_is_read_in_ranges(monkeypatch):
     monkeypatch.setattr("rollout_service.cli.show.tokens.TOKENS_AT_ONCE", 2)
     served = Served()
     text = await shown(served, Coloring.MASK, node=7)
@@ -134,7 +129,7 @@ async def test_a_long_segment_is_read_in_ranges(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(words=st.lists(st.text(max_size=5), min_size=1, max_size=8), coloring=st.sampled_from(Coloring))
-async def test_nothing_that_a_terminal_obeys_is_ever_shown(words: list[str], coloring: Coloring) -> None:
+async def test_nothing_that_a_terminal_obeys_is_ever_shown(words, coloring):
     for plain in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FORCE_COLOR", "1")
@@ -145,9 +140,7 @@ async def test_nothing_that_a_terminal_obeys_is_ever_shown(words: list[str], col
         assert not plain or "⟦" in text or coloring is not Coloring.SEGMENT
 
 
-async def test_colors_are_there_with_a_terminal_and_not_with_no_color(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_colors_are_there_with_a_terminal_and_not_with_no_color(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -158,7 +151,7 @@ async def test_colors_are_there_with_a_terminal_and_not_with_no_color(
     assert not STYLE.search(await shown(Served(), Coloring.MASK, plain=True))
 
 
-def test_a_pager_gets_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pager_gets_the_whole_text(tmp_path, monkeypatch):
     paged = tmp_path / "paged"
     monkeypatch.setenv(
         "PAGER", f'{sys.executable} -c \'import sys; open("{paged}", "w").write(sys.stdin.read())\''
@@ -167,16 +160,14 @@ def test_a_pager_gets_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert paged.read_text() == "a\nb\n"
 
 
-def test_a_pager_that_is_left_early_or_missing_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pager_that_is_left_early_or_missing_is_no_error(monkeypatch):
     monkeypatch.setenv("PAGER", "true")
     assert page("x" * 1_000_000)
     monkeypatch.setenv("PAGER", "/no/such/pager")
     assert not page("text")
 
 
-async def test_off_a_terminal_parts_are_printed_as_they_come(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_off_a_terminal_parts_are_printed_as_they_come(monkeypatch, capsys):
     monkeypatch.setattr(pages, "page", lambda text: pytest.fail("a pager was started"))
     printed: list[str] = []
 

@@ -1,7 +1,5 @@
 """Bridges run libraries in processes of their own, and execute no code that an answer brings."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
-from rollout_service.environments.bridges.games.library import WORKER, GameLibrary
+from rollout_service.environments.bridges.games.library import WORKER
 from rollout_service.environments.bridges.games.library import write_tasks as write_games
 from rollout_service.environments.bridges.gem.environment import GEM, GemGame
 from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM, GymnasiumToyText
@@ -32,10 +30,9 @@ from rollout_service.environments.bridges.reasoning_gym.environment import (
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, write_tasks
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
-from rollout_service.environments.contract import Environment
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.anyio
 TASK: dict[str, JsonValue] = {
     "question": "Calculate 10 using 4 and 6.",
     "task": "countdown",
@@ -94,9 +91,7 @@ PLACES: list[Place] = [on_the_host, in_a_sandbox]
 
 async def wait_gone(pid: int) -> None:
     """Wait until a process has ended; whoever has a child may collect it a moment after it was killed."""
-    with anyio.fail_after(30):
-        while is_running(pid):
-            await anyio.sleep(0.01)
+    await until(lambda: not is_running(pid), 30)
 
 
 def is_running(pid: int) -> bool:
@@ -108,7 +103,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_a_library_replies_line_by_line_and_ends_with_its_block(place: Place, tmp_path: Path) -> None:
+async def test_a_library_replies_line_by_line_and_ends_with_its_block(place, tmp_path):
     async with place(ECHO, tmp_path) as process:
         replies = [await process.ask({"do": "echo", "n": n}, 30) for n in range(3)]
         assert [reply["n"] for reply in replies] == [0, 1, 2]
@@ -129,9 +124,7 @@ async def test_a_library_replies_line_by_line_and_ends_with_its_block(place: Pla
         ("hang", 0.1, "within 0.1 s"),
     ],
 )
-async def test_a_library_that_ends_hangs_or_babbles_is_an_error(
-    place: Place, does: str, seconds: float, why: str, tmp_path: Path
-) -> None:
+async def test_a_library_that_ends_hangs_or_babbles_is_an_error(place, does, seconds, why, tmp_path):
     async with place(ECHO, tmp_path) as process:
         await process.ask({"do": "echo"}, 30)
         with pytest.raises(EnvironmentFailedError, match=why):
@@ -139,7 +132,7 @@ async def test_a_library_that_ends_hangs_or_babbles_is_an_error(
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_the_reply_to_a_cancelled_request_is_not_that_to_the_next(place: Place, tmp_path: Path) -> None:
+async def test_the_reply_to_a_cancelled_request_is_not_that_to_the_next(place, tmp_path):
     async with place(ECHO, tmp_path) as process:
         await process.ask({"do": "echo"}, 30)
         begun, go_on = tmp_path / "begun", tmp_path / "go on"
@@ -153,7 +146,7 @@ async def test_the_reply_to_a_cancelled_request_is_not_that_to_the_next(place: P
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_a_library_that_cannot_start_is_an_error(waits: bool) -> None:
+async def test_a_library_that_cannot_start_is_an_error(waits):
     async with library_process(["/bin/false"], "false") as process:
         if waits:
             with pytest.raises(anyio.IncompleteRead):
@@ -162,7 +155,7 @@ async def test_a_library_that_cannot_start_is_an_error(waits: bool) -> None:
             await process.ask({"do": "x" * 10_000_000}, 30)
 
 
-async def test_a_cancelled_request_leaves_no_process() -> None:
+async def test_a_cancelled_request_leaves_no_process():
     pid = 0
     with anyio.CancelScope() as scope:
         async with library_process([sys.executable, "-c", ECHO], "echo") as process:
@@ -185,8 +178,8 @@ async def test_a_cancelled_request_leaves_no_process() -> None:
     ids=["reasoning-gym", "textarena", "nemo-gym", "gymnasium", "gem"],
 )
 def test_without_the_library_the_error_names_the_command_that_installs_it(
-    environment: type[Environment], instance: dict[str, JsonValue], nothing_installed: Path
-) -> None:
+    environment, instance, nothing_installed
+):
     made = environment()
     for use in (made.dataset, lambda: made.check(instance)):
         with pytest.raises(ConfigurationError) as caught:
@@ -194,7 +187,7 @@ def test_without_the_library_the_error_names_the_command_that_installs_it(
         assert f"rollout-service env install {made.spec.name}" in caught.value.hint
 
 
-def test_a_library_that_cannot_make_its_tasks_is_not_installed(tmp_path: Path) -> None:
+def test_a_library_that_cannot_make_its_tasks_is_not_installed(tmp_path):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to("/bin/false")
@@ -202,7 +195,7 @@ def test_a_library_that_cannot_make_its_tasks_is_not_installed(tmp_path: Path) -
         write_tasks(tmp_path)
 
 
-def test_games_that_cannot_be_listed_are_not_installed(tmp_path: Path) -> None:
+def test_games_that_cannot_be_listed_are_not_installed(tmp_path):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to("/bin/false")
@@ -222,12 +215,12 @@ def test_games_that_cannot_be_listed_are_not_installed(tmp_path: Path) -> None:
         ("", None),
     ],
 )
-def test_the_last_action_in_brackets_counts(text: str, action: int | None) -> None:
+def test_the_last_action_in_brackets_counts(text, action):
     assert act(text, ("left", "down", "right")) == action
 
 
 @pytest.mark.parametrize("games", [GEM, GYMNASIUM, TEXTARENA], ids=lambda games: str(games.library.name))
-def test_the_worker_of_games_needs_nothing_but_the_standard_library(games: GameLibrary) -> None:
+def test_the_worker_of_games_needs_nothing_but_the_standard_library(games):
     reset = {"op": "reset", "game": "Taxi-v4", "seed": 1, "players": 1}
     lines = "".join(f"{json.dumps(request)}\n" for request in (reset, {"op": "step", "action": "x"}))
     command = [sys.executable, "-I", "-S", "-c", WORKER.read_text(), games.part.read_text(), "/nowhere"]
@@ -247,9 +240,7 @@ def test_the_worker_of_games_needs_nothing_but_the_standard_library(games: GameL
         ({"index": -1}, "instance.index"),
     ],
 )
-def test_a_task_that_cannot_be_made_again_is_refused(
-    nothing_installed: Path, change: dict[str, JsonValue], path: str
-) -> None:
+def test_a_task_that_cannot_be_made_again_is_refused(nothing_installed, change, path):
     python = REASONING_GYM.folder / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
@@ -286,24 +277,22 @@ def test_a_task_that_cannot_be_made_again_is_refused(
         ("prime_factorization", "__import__('os')", True),
     ],
 )
-def test_only_literals_and_arithmetic_of_an_answer_are_evaluated(
-    task: str, answer: str, harmless: bool
-) -> None:
+def test_only_literals_and_arithmetic_of_an_answer_are_evaluated(task, answer, harmless):
     assert is_harmless(task, answer) is harmless
 
 
 @given(st.sampled_from(["countdown", "n_queens"]), st.text(max_size=60))
-def test_any_text_is_judged_harmless_or_not(task: str, answer: str) -> None:
+def test_any_text_is_judged_harmless_or_not(task, answer):
     assert is_harmless(task, answer) in (True, False)
 
 
 @pytest.mark.parametrize("module", ["os", "reasoning_gym.a-b", "reasoning_gymnastics.x"])
-def test_no_other_module_is_imported(module: str) -> None:
+def test_no_other_module_is_imported(module):
     with pytest.raises(ValueError, match="is not a module of reasoning-gym"):
         import_alone(module)
 
 
-def test_the_last_answer_counts() -> None:
+def test_the_last_answer_counts():
     assert final_answer("<answer>1</answer> no: <answer> 2\n3 </answer>") == "2\n3"
     assert final_answer("<answer>1") is None
     assert final_answer(None) is None
@@ -326,7 +315,7 @@ def result(stdout: bytes, exit_code: int | None = 0, stderr: bytes = b"") -> Exe
         (result(READY, 137), 0.0, "too_costly"),
     ],
 )
-def test_what_the_answer_did_is_a_score(ran: ExecResult, reward: float, part: str) -> None:
+def test_what_the_answer_did_is_a_score(ran, reward, part):
     score = read_score(ran)
     assert (score.reward, score.parts[part]) == (reward, 1.0)
 
@@ -342,12 +331,12 @@ def test_what_the_answer_did_is_a_score(ran: ExecResult, reward: float, part: st
         (result(READY + b"{"), "no score"),
     ],
 )
-def test_what_the_library_did_is_a_failure(ran: ExecResult, why: str) -> None:
+def test_what_the_library_did_is_a_failure(ran, why):
     with pytest.raises(EnvironmentFailedError, match=why):
         read_score(ran)
 
 
-def test_the_worker_needs_nothing_but_the_standard_library() -> None:
+def test_the_worker_needs_nothing_but_the_standard_library():
     worker = Path(sys.modules[is_harmless.__module__].__file__ or "")
     request = json.dumps({"op": "generate"}) + "\n"
     command = [sys.executable, "-I", "-S", "-c", worker.read_text(), "/nowhere"]

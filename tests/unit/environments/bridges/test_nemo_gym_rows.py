@@ -1,7 +1,5 @@
 """Rows of NeMo Gym are refused by field, and a conversation becomes a response that its servers can verify."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -27,7 +25,7 @@ def task(**parameters: JsonValue) -> dict[str, JsonValue]:
     }
 
 
-def test_a_row_begins_with_its_instructions_and_its_messages() -> None:
+def test_a_row_begins_with_its_instructions_and_its_messages():
     parts: JsonValue = [{"type": "input_text", "text": "Where "}, {"type": "input_text", "text": "is it?"}]
     first: JsonValue = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     read = read_instance(GymTask, task(instructions="You see.", input=first, tools=[TOOL]))
@@ -37,7 +35,7 @@ def test_a_row_begins_with_its_instructions_and_its_messages() -> None:
     assert read.tools() == [{"type": "function", "function": function}]
 
 
-def test_an_input_may_be_a_text_and_tools_may_be_null() -> None:
+def test_an_input_may_be_a_text_and_tools_may_be_null():
     read = read_instance(GymTask, task(input="Where is it?", tools=None))
     assert [(one.role, one.content) for one in read.messages()] == [("user", "Where is it?")]
     assert read.tools() == []
@@ -68,13 +66,13 @@ TOOLS = "instance.row.responses_create_params.tools"
         (task() | {"config": 3}, "instance.config"),
     ],
 )
-def test_a_bad_row_is_refused_with_the_path_of_the_field(instance: dict[str, JsonValue], path: str) -> None:
+def test_a_bad_row_is_refused_with_the_path_of_the_field(instance, path):
     with pytest.raises(InvalidFieldError) as caught:
         read_instance(GymTask, instance)
     assert [field.path for field in caught.value.fields] == [path]
 
 
-def test_a_response_has_what_was_said_in_order_and_leaves_out_what_could_not_be_read() -> None:
+def test_a_response_has_what_was_said_in_order_and_leaves_out_what_could_not_be_read():
     malformed = ToolCall(id="b", name=None, arguments=None, raw="{", error="invalid_json")
     good = call("look", at="sky").model_copy(update={"id": "a"})
     messages = [
@@ -99,7 +97,7 @@ def test_a_response_has_what_was_said_in_order_and_leaves_out_what_could_not_be_
     assert made["usage"]["total_tokens"] == 7
 
 
-def test_a_policy_that_said_nothing_has_an_empty_message() -> None:
+def test_a_policy_that_said_nothing_has_an_empty_message():
     (item,) = as_response([Message(role="assistant")], [], Usage())["output"]
     assert item["content"][0]["text"] == ""
 
@@ -114,12 +112,12 @@ def test_a_policy_that_said_nothing_has_an_empty_message() -> None:
         {"reward": 0.0, "_ng_failure_class": "judge"},
     ],
 )
-def test_a_verdict_without_a_reward_is_a_failure(verdict: dict[str, Any]) -> None:
+def test_a_verdict_without_a_reward_is_a_failure(verdict):
     with pytest.raises(EnvironmentFailedError, match="gave no reward"):
         read_reward(verdict)
 
 
-def test_the_parts_are_the_verdicts_own_numbers() -> None:
+def test_the_parts_are_the_verdicts_own_numbers():
     verdict = {"reward": 1, "answer": 3, "correct": True, "text": "x", "share": 0.5, "bad": float("inf")}
     score = read_verdict(verdict, {"answer": 3})
     assert (score.reward, score.parts) == (1.0, {"correct": 1.0, "share": 0.5})

@@ -1,11 +1,8 @@
 """An environment.toml of the kind `openenv` fixes the address; instances bring the arguments of a reset."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from pydantic import JsonValue
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.bridges.openenv import OpenEnv, OpenEnvDeclaration, load_openenv
@@ -21,7 +18,7 @@ def write(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_the_example_of_the_page_loads_with_its_data_set(tmp_path: Path) -> None:
+def test_the_example_of_the_page_loads_with_its_data_set(tmp_path):
     toml, row = (PAGE.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("toml", "json"))
     (tmp_path / "environment.toml").write_text(toml)
     (tmp_path / "tasks.jsonl").write_text(row)
@@ -32,7 +29,7 @@ def test_the_example_of_the_page_loads_with_its_data_set(tmp_path: Path) -> None
     assert environment.replayable == "never"
 
 
-def test_every_key_is_on_the_page() -> None:
+def test_every_key_is_on_the_page():
     for name in OpenEnvDeclaration.model_fields:
         assert (
             f"`{name}`" in PAGE
@@ -42,7 +39,7 @@ def test_every_key_is_on_the_page() -> None:
         )
 
 
-def test_what_the_api_shows_has_neither_the_address_nor_the_headers(tmp_path: Path) -> None:
+def test_what_the_api_shows_has_neither_the_address_nor_the_headers(tmp_path):
     folder = write(tmp_path, URL + 'headers = {Authorization = "Bearer secret"}')
     shown = load_openenv(folder).spec.model_dump_json()
     assert "secret" not in shown
@@ -64,13 +61,13 @@ def test_what_the_api_shows_has_neither_the_address_nor_the_headers(tmp_path: Pa
         (URL + '[dataset]\npath = "none.jsonl"', "none.jsonl"),
     ],
 )
-def test_a_wrong_key_is_named(tmp_path: Path, text: str, why: str) -> None:
+def test_a_wrong_key_is_named(tmp_path, text, why):
     with pytest.raises(ConfigurationError) as caught:
         load_openenv(write(tmp_path, text))
     assert why in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigurationError, match=r"environment.toml cannot be read"):
         load_openenv(tmp_path)
 
@@ -84,9 +81,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ({}, "instance.level"),
     ],
 )
-def test_an_instance_that_cannot_be_used_is_refused(
-    tmp_path: Path, instance: dict[str, JsonValue], path: str
-) -> None:
+def test_an_instance_that_cannot_be_used_is_refused(tmp_path, instance, path):
     environment = load_openenv(write(tmp_path, URL + 'prompt = "Level {{ instance.level }}."'))
     environment.check({"level": 1, "seed": 2, "options": {"size": 3}})
     with pytest.raises(InvalidFieldError) as caught:

@@ -1,13 +1,11 @@
 """The bridge to verifiers lists tasksets once, hands the library exact conversations, and takes nothing for a zero."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, ToolCall, Trajectory
+from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.bridges.verifiers.catalog import (
@@ -27,8 +25,8 @@ from rollout_service.environments.bridges.verifiers.environment import (
 from rollout_service.environments.libraries import Library
 from rollout_service.environments.registry import load_declared
 from rollout_service.tokens import ToolSpec
+from tests.support.samples import segment
 
-pytestmark = pytest.mark.anyio
 TABLES = [TasksetTable(id="words")]
 LISTED = {"tasksets": [{"tasks": [{"key": "k", "data": {"prompt": "x"}}]}]}
 DECLARED = 'kind = "verifiers"\n[[taskset]]\nid = "words"\n'
@@ -63,7 +61,7 @@ def list_words(library: Library, folder: Path) -> list[Listing]:
     return list_tasksets(library, TABLES, [package], folder)
 
 
-def test_a_taskset_is_listed_again_only_when_its_package_changes(library: Library, tmp_path: Path) -> None:
+def test_a_taskset_is_listed_again_only_when_its_package_changes(library, tmp_path):
     first = list_words(library, tmp_path)
     assert first[0].tasks[0].key == "k"
     assert list_words(library, tmp_path) == first
@@ -73,7 +71,7 @@ def test_a_taskset_is_listed_again_only_when_its_package_changes(library: Librar
     assert asked(tmp_path) == 2
 
 
-def test_a_listing_with_a_problem_is_not_kept(library: Library, tmp_path: Path) -> None:
+def test_a_listing_with_a_problem_is_not_kept(library, tmp_path):
     says(tmp_path, json.dumps({"tasksets": [{"problem": "no network"}]}))
     assert list_words(library, tmp_path)[0].problem == "no network"
     says(tmp_path, json.dumps(LISTED))
@@ -83,17 +81,13 @@ def test_a_listing_with_a_problem_is_not_kept(library: Library, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "why"), [("", "ended while it listed.*no luck"), ('{"error": "x"}', "cannot be listed.*error")]
 )
-def test_a_library_that_lists_nothing_is_an_error(
-    library: Library, tmp_path: Path, text: str, why: str
-) -> None:
+def test_a_library_that_lists_nothing_is_an_error(library, tmp_path, text, why):
     says(tmp_path, text)
     with pytest.raises(ConfigurationError, match=f"(?s){why}"):
         list_words(library, tmp_path)
 
 
-def test_without_the_library_the_error_names_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_the_error_names_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "environment.toml").write_text(DECLARED)
     with pytest.raises(ConfigurationError) as caught:
@@ -102,7 +96,7 @@ def test_without_the_library_the_error_names_the_command_that_installs_it(
     assert not VERIFIERS.is_installed
 
 
-def test_a_library_that_cannot_be_imported_is_not_installed(tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_imported_is_not_installed(tmp_path):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to("/bin/false")
@@ -119,13 +113,13 @@ def test_a_library_that_cannot_be_imported_is_not_installed(tmp_path: Path) -> N
         ('packages = ["lib"]\n' + DECLARED, "there is no folder .*lib"),
     ],
 )
-def test_a_wrong_declaration_is_refused_with_its_key(tmp_path: Path, text: str, why: str) -> None:
+def test_a_wrong_declaration_is_refused_with_its_key(tmp_path, text, why):
     (tmp_path / "environment.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=why):
         read_declaration(tmp_path)
 
 
-def test_messages_keep_calls_results_and_what_was_malformed() -> None:
+def test_messages_keep_calls_results_and_what_was_malformed():
     calls = [
         ToolCall(id="a", name="add", arguments={"x": 1}, raw="add(1)"),
         ToolCall(id="b", name=None, arguments=None, raw="add(", error="invalid_json"),
@@ -147,17 +141,11 @@ def test_messages_keep_calls_results_and_what_was_malformed() -> None:
     assert messages[3] == {"role": "tool", "content": "2", "tool_call_id": "a", "name": "add"}
 
 
-def test_turns_have_the_ids_that_were_sampled() -> None:
-    segment = Segment(
-        token_ids=[1, 2, 30, 31, 4, 50],
-        loss_mask=[0, 0, 1, 1, 0, 1],
-        logprobs=[0.0, 0.0, -0.5, -0.25, 0.0, -1.0],
-        versions=[-1, -1, 3, 3, -1, 3],
-        turn_ids=[-1, -1, 0, 0, -1, 1],
-        fork_reason=ForkReason.FIRST,
-    )
+def test_turns_have_the_ids_that_were_sampled():
+    columns = {"logprobs": [0.0, 0.0, -0.5, -0.25, 0.0, -1.0], "turn_ids": [-1, -1, 0, 0, -1, 1]}
+    one = segment([1, 2, 30, 31, 4, 50], [0, 0, 1, 1, 0, 1], **columns)
     reasons = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP]
-    trajectory = Trajectory(segments=[segment], messages=[], finish_reasons=reasons, fork_counts={})
+    trajectory = Trajectory(segments=[one], messages=[], finish_reasons=reasons, fork_counts={})
     first, second, unrecorded = library_turns(trajectory)
     assert first == {
         "truncated": False,
@@ -168,7 +156,7 @@ def test_turns_have_the_ids_that_were_sampled() -> None:
     assert unrecorded["tokens"] is None
 
 
-def test_a_metric_never_hides_a_reward_of_the_same_name() -> None:
+def test_a_metric_never_hides_a_reward_of_the_same_name():
     score = read_score({"reward": 0.5, "rewards": {"a": 1.0}, "metrics": {"a": 7.0, "b": 2.0}})
     assert score.reward == 0.5
     assert score.parts == {"a": 1.0, "metric_a": 7.0, "b": 2.0}
@@ -182,14 +170,14 @@ for reply in {replies!r}:
 """
 
 
-async def test_other_tools_than_were_listed_are_a_failure() -> None:
+async def test_other_tools_than_were_listed_are_a_failure():
     program = REPLIES.format(replies=['{"tools": ["sub"]}'])
     async with library_process(["/usr/bin/env", "python3", "-c", program], "echo") as process:
         with pytest.raises(EnvironmentFailedError, match=r"other tools than .* was listed with: sub"):
             await open_tools(process, {}, [TOOL])
 
 
-async def test_the_state_is_read_after_the_reply_to_a_call_that_was_cut_off() -> None:
+async def test_the_state_is_read_after_the_reply_to_a_call_that_was_cut_off():
     program = REPLIES.format(replies=['{"text": "late"}', '{"state": "{}"}'])
     async with library_process(["/usr/bin/env", "python3", "-c", program], "echo") as process:
         assert await read_state(process) == "{}"

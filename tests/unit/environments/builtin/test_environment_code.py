@@ -11,19 +11,10 @@ from rollout_service.environments.builtin.code.environment import (
     same_output,
 )
 from rollout_service.environments.builtin.code.problems import instances, problems
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import LocalConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    yield SandboxSource(provider)
-    await provider.close()
+pytestmark = pytest.mark.slow
 
 
 def task(*tests, kind="assert", **more):

@@ -9,18 +9,11 @@ from rollout_service.environments.builtin.math import worker as math_worker
 from rollout_service.environments.builtin.math.environment import Math, environment, sample_problems
 from rollout_service.environments.builtin.math.verifier import MathVerifier
 from rollout_service.environments.builtin.math.worker import MathVerdict
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import LocalConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 ENDLESS = "9^{9^{9^{9}}}"
-
-
-@pytest.fixture
-def sandboxes(tmp_path):
-    return SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
 
 
 async def test_one_verifier_judges_them_all(tmp_path):

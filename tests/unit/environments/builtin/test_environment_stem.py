@@ -31,7 +31,7 @@ from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 RIGHT, WRONG, UNDECIDED = RuleVerdict.RIGHT, RuleVerdict.WRONG, RuleVerdict.UNDECIDED
 STEM = Stem()
 
@@ -110,13 +110,13 @@ def score(tmp_path: Path) -> Callable[..., Any]:
         ("3 m", "__import__('os')", UNDECIDED),
     ],
 )
-def test_numbers_are_compared_in_their_units(gold: str, answer: str, verdict: RuleVerdict) -> None:
+def test_numbers_are_compared_in_their_units(gold, answer, verdict):
     quantity = read_quantity(gold)
     assert quantity is not None
     assert compare_quantity(quantity, answer) is verdict
 
 
-def test_the_question_may_ask_for_a_unit_and_a_tolerance() -> None:
+def test_the_question_may_ask_for_a_unit_and_a_tolerance():
     gold, light_year = read_quantity("4.2"), read_unit("ly")
     assert gold is not None
     for answer, verdict in [("4.2", RIGHT), ("4.2 ly", RIGHT), ("3.97e13 km", RIGHT), ("5", WRONG)]:
@@ -145,7 +145,7 @@ CHOICES = {"A": "mass", "B": "the momentum", "C": "energy"}
         ("", WRONG),
     ],
 )
-def test_a_choice_is_its_letter_or_its_text(answer: str, verdict: RuleVerdict) -> None:
+def test_a_choice_is_its_letter_or_its_text(answer, verdict):
     assert compare_choice("B", answer, CHOICES) is verdict
 
 
@@ -153,19 +153,19 @@ NUMBERS = st.text(alphabet="0123456789.eE+-*^/() mkgsJµ%°{}\\", max_size=40)
 
 
 @given(st.text(max_size=60) | NUMBERS)
-def test_any_text_is_a_finite_number_or_none(text: str) -> None:
+def test_any_text_is_a_finite_number_or_none(text):
     quantity = read_quantity(text)
     assert quantity is None or isfinite(quantity.value)
 
 
 @given(st.text(max_size=60) | NUMBERS)
-def test_a_text_is_read_as_a_whole_or_not_at_all(text: str) -> None:
+def test_a_text_is_read_as_a_whole_or_not_at_all(text):
     assert read_quantity(f"{text} ?") is None
     assert read_unit(f"{text} ?") is None
 
 
 @given(st.floats(1e-6, 1e6), st.sampled_from([("km", "m", 1e3), ("h", "s", 3600), ("MPa", "N/m^2", 1e6)]))
-def test_a_number_is_the_same_in_another_unit(value: float, units: tuple[str, str, float]) -> None:
+def test_a_number_is_the_same_in_another_unit(value, units):
     big, small, factor = units
     quantity = read_quantity(f"{value!r} {big}")
     assert quantity is not None
@@ -173,7 +173,7 @@ def test_a_number_is_the_same_in_another_unit(value: float, units: tuple[str, st
     assert compare_quantity(quantity, f"{value * factor * 1.1!r} {small}") is WRONG
 
 
-async def test_every_shipped_task_is_right_with_its_own_answer_by_rule(score) -> None:
+async def test_every_shipped_task_is_right_with_its_own_answer_by_rule(score):
     tasks = STEM.dataset()
     assert set(count_splits(tasks)) == {"train", "held_out"}
     for task in tasks:
@@ -181,7 +181,7 @@ async def test_every_shipped_task_is_right_with_its_own_answer_by_rule(score) ->
         assert (found.reward, found.parts["by_rule"]) == (1.0, 1.0), task
 
 
-async def test_expressions_are_compared_by_math_verify_and_the_judge_has_the_last_word(score) -> None:
+async def test_expressions_are_compared_by_math_verify_and_the_judge_has_the_last_word(score):
     task = {"question": "What is the energy?", "answer": r"\frac{1}{2} C V^2"}
     judge = ScriptedJudge(0.0)
     assert (await score(task, r"\boxed{C V^2 / 2}", judge)).parts["by_rule"] == 1.0
@@ -195,7 +195,7 @@ async def test_expressions_are_compared_by_math_verify_and_the_judge_has_the_las
     assert (await score({**task, "judge": False}, r"\boxed{C V^2}")).reward == 0.0
 
 
-async def test_words_go_to_the_judge_unless_they_are_the_same(score) -> None:
+async def test_words_go_to_the_judge_unless_they_are_the_same(score):
     task = {"question": "Which gas?", "answer": "hydrogen gas"}
     assert (await score(task, r"\boxed{Hydrogen  gas.}")).reward == 1.0
     judge = ScriptedJudge(1.0)
@@ -203,7 +203,7 @@ async def test_words_go_to_the_judge_unless_they_are_the_same(score) -> None:
     assert [answer for answer, _ in judge.asked] == ["H_2"]
 
 
-async def test_without_a_box_nobody_is_asked(score) -> None:
+async def test_without_a_box_nobody_is_asked(score):
     judge = ScriptedJudge(1.0)
     for answer in ("It is hydrogen.", r"\boxed{}", ""):
         found = await score({"question": "Which gas?", "answer": "hydrogen"}, answer, judge)
@@ -211,7 +211,7 @@ async def test_without_a_box_nobody_is_asked(score) -> None:
     assert judge.asked == []
 
 
-async def test_a_judge_that_fails_or_is_not_there_is_not_a_zero(score) -> None:
+async def test_a_judge_that_fails_or_is_not_there_is_not_a_zero(score):
     task = {"question": "Which gas?", "answer": "hydrogen"}
     with pytest.raises(NoVerdictError):
         await score(task, r"\boxed{H_2}", ScriptedJudge(NoVerdictError("it said nothing")))
@@ -219,7 +219,7 @@ async def test_a_judge_that_fails_or_is_not_there_is_not_a_zero(score) -> None:
         await score(task, r"\boxed{H_2}")
 
 
-async def test_rows_of_published_data_sets_are_tasks(score) -> None:
+async def test_rows_of_published_data_sets_are_tasks(score):
     row = {
         "domain": "physics",
         "problem": "How far?",
@@ -253,22 +253,20 @@ async def test_rows_of_published_data_sets_are_tasks(score) -> None:
         ({"question": "?", "answer": "3", "kind": "numbr"}, "instance.kind"),
     ],
 )
-def test_a_task_that_cannot_be_scored_is_refused_by_its_field(
-    instance: dict[str, JsonValue], path: str
-) -> None:
+def test_a_task_that_cannot_be_scored_is_refused_by_its_field(instance, path):
     with pytest.raises(InvalidFieldError) as caught:
         STEM.check(instance)
     assert path in {field.path for field in caught.value.fields}
 
 
-def test_the_prompt_shows_the_choices_and_the_unit() -> None:
+def test_the_prompt_shows_the_choices_and_the_unit():
     instance: dict[str, JsonValue] = {"question": "Which?", "answer": "B", "choices": ["mass", "energy"]}
     assert STEM.messages(instance)[1].content == "Which?\n\nA. mass\nB. energy"
     instance = {"problem": "How far?", "answer": "4.2", "unit": "ly"}
     assert STEM.messages(instance)[1].content == "How far?\n\nGive the number in ly."
 
 
-def test_it_is_registered() -> None:
+def test_it_is_registered():
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["rollout_service.environments"]["stem"].endswith(
         "stem.environment:environment"

@@ -21,7 +21,6 @@ from rollout_service.environments.builtin.split import make_problem as make_spli
 from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 
-pytestmark = pytest.mark.anyio
 BOTH = pytest.mark.parametrize(
     ("environment", "make"), [(pointers, make_pointers), (split, make_split)], ids=["pointers", "split"]
 )

@@ -1,5 +1,6 @@
 """How an orchestrator divides the work decides what it gets: the tables of both tasks, by scripts that never err."""
 
+import json
 import random
 import re
 from itertools import pairwise
@@ -8,15 +9,18 @@ import pytest
 
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
+from api_schemas.trajectories import Message
+from rollout_service.agents.parallel.tools import RESULT_RULE
+from rollout_service.engines.shipped import policy_folder
+from rollout_service.environments.builtin.lookups import READ
 from rollout_service.environments.builtin.pointers import environment as pointers
 from rollout_service.environments.builtin.pointers import make_problem as make_pointers
 from rollout_service.environments.builtin.split import environment as split
 from rollout_service.environments.builtin.split import make_problem as make_split
 from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from rollout_service.tokens import ChatRenderer
 from tests.support.sub_agents import ScriptedSubagents
-
-pytestmark = pytest.mark.anyio
 
 NUMBER = re.compile(r"\d\d(\+\d\d)*")
 
@@ -185,11 +189,7 @@ async def test_split_pays_for_order_and_balance(strategy, rewards, size):
 async def test_direct_calls_of_one_turn_are_not_free(size):
     problem = make_pointers(random.Random(size), size)
     names, cells = problem["names"], problem["cells"]
-    script = [
-        turn("", *map(read, names)),
-        turn("", *(read(cells[name]) for name in names)),
-        answer(size),
-    ]
+    script = [turn("", *map(read, names)), turn("", *(read(cells[name]) for name in names)), answer(size)]
     _, episode, score = await run(pointers, problem, script)
     assert score.reward == float(size == 2)
     assert episode.work.main_steps[0] == size
@@ -232,3 +232,48 @@ async def test_duplicates_are_an_insurance():
     _, episode, score = await run(pointers, problem, script, first_fails)
     assert score.reward == 1.0
     assert episode.work.assigns.duplicate == 2
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return ChatRenderer.load(policy_folder("parl-base"))
+
+
+def written(name, /, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize("environment", [pointers, split], ids=["pointers", "split"])
+def test_the_prompt_is_short(renderer, environment):
+    messages = environment.messages(environment.dataset()[0])
+    assert len(renderer.render(messages, environment.tool_definitions())) < 64
+
+
+def test_the_prompt_of_a_subagent_is_short(renderer):
+    system = Message(role="system", content=f"Follow the pointer.\n\n{RESULT_RULE}")
+    messages = [system, Message(role="user", content="A")]
+    assert len(renderer.render(messages, [READ.definition])) < 32
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        (written("read", key="Q7"), 6),
+        (written("assign_task", agent="a", prompt="Q"), 5),
+        (written("create_subagent", name="a", system_prompt="Follow the pointer."), 3),
+        (written("finish", answer="37+12"), 9),
+        ("<result>37</result>", 4),
+    ],
+)
+def test_a_call_is_a_few_tokens(renderer, text, most):
+    ids = renderer.encode(text)
+    assert len(ids) <= most
+    assert renderer.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", ["Q7", "A B C", "37+12+90", "Q7 M2"])
+def test_names_and_values_are_copied_piece_by_piece(renderer, name):
+    ids = renderer.encode(f'"key": "{name}"}}')
+    assert "".join(renderer.decode([token]) for token in ids) == f'"key": "{name}"}}'
+    pieces = [renderer.decode([token]) for token in ids]
+    assert all(character in pieces for character in name)

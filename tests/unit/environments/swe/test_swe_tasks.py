@@ -1,12 +1,18 @@
 """Instances of each set are read with the set's own conventions, and bad ones are rejected by the path of a field."""
 
 import json
+import os
+import subprocess
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.swe.environment import SweDeclaration, SweEnvironment, environment
-from rollout_service.environments.swe.scripts import END, START
+from rollout_service.environments.swe.grading import judge_log
+from rollout_service.environments.swe.patches import changed_paths, separate_forbidden, split_patch
+from rollout_service.environments.swe.scripts import END, START, make_script, plant_canary
 from rollout_service.environments.swe.tasks import SweFamily, read_task
 
 BASE = "0123456789abcdef0123456789abcdef01234567"
@@ -175,3 +181,199 @@ def test_each_task_has_its_own_image():
     specific = general.for_instance(VERIFIED | {"image": "swe-local"})
     assert specific.spec.image == "swe-local"
     assert "It fails." in specific.messages(VERIFIED)[-1].content
+
+
+EXPECTED = {"TestA.test_b": "PASSED", "test_c[x - y]": "FAILED"}
+LOG = """\
+PASSED earlier/than.py::the_summary
+=========================== short test summary info ============================
+\x1b[32mPASSED\x1b[0m r2e_tests/test_1.py::TestA::test_b
+FAILED r2e_tests/test_2.py::test_c[x - y] - assert 1 == 2
+FAILED r2e_tests/test_abc123.py::test_abc123 - assert 3 == 4
+"""
+
+
+def task(expected):
+    fields = {"docker_image": "a/b:c", "problem_statement": "p", "expected_output_json": json.dumps(expected)}
+    return read_task({"instance_id": "i", **fields})
+
+
+async def test_all_statuses_must_be_as_expected():
+    verdict = await judge_log(task(EXPECTED), LOG, "abc123")
+    assert (verdict.resolved, verdict.ran, verdict.fail_to_pass) == (True, True, 1.0)
+    assert [status for name, status in verdict.statuses.items() if "abc123" in name] == ["FAILED"]
+
+
+@pytest.mark.parametrize(
+    ("log", "share"),
+    [
+        (LOG.replace("FAILED r2e_tests/test_2", "PASSED r2e_tests/test_2"), 0.5),
+        (LOG + "PASSED r2e_tests/test_3.py::test_more\n", 1.0),
+        (LOG.replace("FAILED r2e_tests/test_2.py", "x"), 0.5),
+        ("PASSED r2e_tests/test_1.py::TestA::test_b\n", 0.0),
+        ("", 0.0),
+    ],
+)
+async def test_another_status_a_missing_test_and_one_too_many_are_wrong(log, share):
+    verdict = await judge_log(task(EXPECTED), log, "abc123")
+    assert (verdict.resolved, verdict.fail_to_pass) == (False, share)
+
+
+TESTS = {"tests/test_a.py", "tests/sub/test_b.py"}
+
+
+def script(command):
+    return f"#!/bin/bash\nset -uxo pipefail\n: '{START}'\n{command}\n: '{END}'\ngit checkout x\n"
+
+
+def command(text, word):
+    return next(line for line in text.splitlines() if word in line and "printf" not in line)
+
+
+@pytest.mark.parametrize(
+    ("line", "planted", "alone"),
+    [
+        ("pytest -rA tests/test_a.py", "pytest -rA tests/test_a.py {}", "pytest -rA {}"),
+        (
+            "python -m pytest -rA tests/test_a.py::test_x",
+            "python -m pytest -rA tests/test_a.py::test_x {}",
+            "python -m pytest -rA {}",
+        ),
+        ("pytest tests/test_a.py | tee log", "pytest tests/test_a.py {} | tee log", "pytest {} | tee log"),
+        ("tox -epy39 -v -- tests/test_a.py", "tox -epy39 -v -- tests/test_a.py {}", "tox -epy39 -v -- {}"),
+        ("cd /testbed && pytest -rA", "cd /testbed && pytest -rA {}", "cd /testbed && pytest -rA {}"),
+    ],
+)
+def test_the_canary_is_an_argument(line, planted, alone):
+    made = plant_canary(script(line), TESTS, "/testbed")
+    path = f"tests/sub/test_{made.canary}.py"
+    assert command(made.text, "pytest" if "tox" not in line else "tox") == planted.format(path)
+    assert command(made.control, "pytest" if "tox" not in line else "tox") == alone.format(path)
+
+
+def test_django_gets_a_module():
+    made = plant_canary(script("./tests/runtests.py --parallel 1 auth_tests.test_x admin"), TESTS, "/testbed")
+    assert (
+        command(made.text, "runtests")
+        == f"./tests/runtests.py --parallel 1 auth_tests.test_x admin case_{made.canary}"
+    )
+    assert command(made.control, "runtests") == f"./tests/runtests.py --parallel 1 case_{made.canary}"
+
+
+def test_an_unknown_runner_has_no_canary_but_an_exit_code():
+    made = plant_canary(script("mocha test/"), TESTS, "/testbed")
+    assert made.canary == ""
+    assert "SWEBENCH_TEST_EXIT_CODE=$?" in made.text
+    assert made.status({"a": "FAILED"}) is None
+
+
+def test_no_two_canaries_have_the_same_name():
+    assert len({plant_canary(script("pytest"), TESTS, "/testbed").canary for _ in range(50)}) == 50
+
+
+def test_a_planted_script_writes_a_test_that_fails(tmp_path):
+    made = plant_canary(script("pytest -rA"), {"test_a.py"}, str(tmp_path))
+    subprocess.run(
+        ["bash", "-c", made.text.split(f": '{START}'")[0] + "exit 0"], check=True, capture_output=True
+    )
+    source = (tmp_path / f"test_{made.canary}.py").read_text()
+    with pytest.raises(AssertionError):
+        exec(f"{source}\ntest_{made.canary}()", {})
+
+
+def test_text_of_a_test_patch_cannot_end_its_own_document(tmp_path):
+    made = make_script(
+        "/testbed", "pytest", [], base="a" * 40, test_patch="diff --git a/t b/t\n+EOF\n+$(touch x)\n"
+    )
+    checked = subprocess.run(["bash", "-n"], input=made.encode(), capture_output=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, b"")
+    assert "git apply -v - <<'EOF_" in made
+
+
+ENVIRONMENT = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+
+
+def change(path, *, new=False):
+    head = f"diff --git a/{path} b/{path}\n" + (
+        "new file mode 100644\n--- /dev/null\n" if new else f"--- a/{path}\n"
+    )
+    return f"{head}+++ b/{path}\n@@ -0,0 +1 @@\n+x\n".encode()
+
+
+def git(folder, *words):
+    done = subprocess.run(["git", "-C", folder, *words], check=True, capture_output=True, env=ENVIRONMENT)
+    return done.stdout
+
+
+@given(st.lists(st.sampled_from([b"a.py", b"b/c.py", b"d e.txt"])), st.binary(max_size=50))
+def test_the_parts_of_a_patch_are_the_patch(paths, tail):
+    patch = b"".join(change(path.decode()) for path in paths)
+    if paths:
+        patch += b"+" + tail.replace(b"\n", b" ") + b"\n"
+    assert b"".join(part.data for part in split_patch(patch)) == patch
+    assert changed_paths(patch) == {path.decode() for path in paths}
+
+
+def test_text_without_a_header_has_no_parts():
+    assert split_patch(b"nonsense\n") == []
+    assert split_patch(b"") == []
+
+
+def test_paths_that_git_itself_writes(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    names = ["plain.py", "with space.py", "ümlaut.py", 'quote".py', "tab\there.py", "a b/b c.py", "x b/x b"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"\0binary" if name == "plain.py" else b"text\n")
+    git(tmp_path, "add", "--all")
+    patch = git(tmp_path, "diff", "--cached", "--binary", "4b825dc642cb6eb9a060e54bf8d69288fbee4904")
+    assert changed_paths(patch) == set(names)
+    assert all(part.adds and not part.deletes for part in split_patch(patch))
+
+
+def test_a_renamed_file_has_both_its_paths(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "old name.py").write_text("line\n" * 20)
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--message", "m")
+    (tmp_path / "old name.py").rename(tmp_path / "conftest.py")
+    git(tmp_path, "add", "--all")
+    patch = git(tmp_path, "diff", "--cached", "--find-renames", "HEAD")
+    assert changed_paths(patch) == {"old name.py", "conftest.py"}
+    assert separate_forbidden(patch, (), b"") == (b"", ["conftest.py"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("conftest.py", "deep/er/conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
+        *("sitecustomize.py", "src/usercustomize.py", "hook.pth", "package.egg-info/entry_points.txt"),
+        *("p.dist-info/entry_points.txt", "tests/test_it.py", ".gitattributes", "sub/.git/config"),
+    ],
+)
+def test_what_could_falsify_a_report_is_left_out(path):
+    good = change("package/module.py")
+    assert separate_forbidden(change(path) + good, {"tests/test_it.py"}, b"") == (good, [path])
+
+
+@pytest.mark.parametrize(
+    "path", ["pytest.py", "pytest/__init__.py", "_pytest/x.py", "src/pluggy.py", "unittest.py"]
+)
+def test_a_new_module_in_the_place_of_a_test_runner_is_left_out(path):
+    assert separate_forbidden(change(path, new=True), (), b"") == (b"", [path])
+    assert separate_forbidden(change(path), (), b"") == (
+        change(path),
+        [],
+    )  # the repository is that runner's own
+
+
+def test_what_the_reference_repair_changes_may_be_changed_but_for_tests():
+    gold = change("setup.cfg") + change("tests/test_it.py")
+    patch = change("setup.cfg") + change("tests/test_it.py") + change("conftest.py")
+    kept, left_out = separate_forbidden(patch, {"tests/test_it.py"}, gold)
+    assert (kept, left_out) == (change("setup.cfg"), ["tests/test_it.py", "conftest.py"])
+
+
+@pytest.mark.parametrize("path", ["pytest_plugin/x.py", "src/package/pytest.py", "docs/conf.py", "python.py"])
+def test_ordinary_files_are_kept(path):
+    assert separate_forbidden(change(path, new=True), (), b"")[1] == []

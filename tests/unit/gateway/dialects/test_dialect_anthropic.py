@@ -33,7 +33,7 @@ def read(headers: dict[str, str] | None = None, **more: object) -> ModelCall:
     return answers.read(Dialect.ANTHROPIC, {"model": "m", "messages": [HELLO], **more}, headers)
 
 
-def test_a_history_is_read_block_by_block() -> None:
+def test_a_history_is_read_block_by_block():
     history = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "system", "content": "later"},
@@ -67,7 +67,7 @@ def test_a_history_is_read_block_by_block() -> None:
     )
 
 
-def test_the_block_about_billing_is_left_out_of_the_system_message() -> None:
+def test_the_block_about_billing_is_left_out_of_the_system_message():
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc"},
         {"type": "text", "text": "one"},
@@ -77,7 +77,7 @@ def test_the_block_about_billing_is_left_out_of_the_system_message() -> None:
     assert read(system=system[:1]).messages == (ClientMessage("user", "hello"),)
 
 
-def test_a_deferred_tool_is_out_of_the_head_and_shown_where_it_is_referred_to() -> None:
+def test_a_deferred_tool_is_out_of_the_head_and_shown_where_it_is_referred_to():
     reference = {"type": "tool_reference", "tool_name": "Fetch"}
     history = [
         HELLO,
@@ -89,13 +89,13 @@ def test_a_deferred_tool_is_out_of_the_head_and_shown_where_it_is_referred_to() 
     assert '"description":"Get a page."' in call.messages[1].text
 
 
-def test_tools_of_the_server_are_left_out_and_named() -> None:
+def test_tools_of_the_server_are_left_out_and_named():
     call = read(tools=[{"type": "web_search_20250305", "name": "web_search"}])
     assert call.tools == ()
     assert call.ignored == ("tools[type=web_search_20250305]",)
 
 
-def test_parameters_reach_the_call() -> None:
+def test_parameters_reach_the_call():
     call = read(
         max_tokens=9,
         stream=True,
@@ -156,7 +156,7 @@ def test_parameters_reach_the_call() -> None:
         ({"system": 4}, InvalidFieldError, "system"),
     ],
 )
-def test_what_cannot_be_read_is_named(change: dict[str, object], error: type, path: str) -> None:
+def test_what_cannot_be_read_is_named(change, error, path):
     with pytest.raises(error) as caught:
         read(**change)
     assert [field.path for field in caught.value.fields] == [path]
@@ -166,7 +166,7 @@ def test_what_cannot_be_read_is_named(change: dict[str, object], error: type, pa
     assert path in json.loads(told.body)["error"]["message"]
 
 
-def test_a_stream_opens_and_closes_one_block_after_the_other() -> None:
+def test_a_stream_opens_and_closes_one_block_after_the_other():
     events = sse_events(answers.stream(read(stream=True), answers.full_answer()))
     assert all(name == data["type"] for name, data in events)
     names = [data["type"] for _, data in events if data["type"] != "content_block_delta"]
@@ -192,7 +192,7 @@ def test_a_stream_opens_and_closes_one_block_after_the_other() -> None:
     }
 
 
-def test_a_whole_answer_has_the_blocks_of_the_stream() -> None:
+def test_a_whole_answer_has_the_blocks_of_the_stream():
     message = answers.whole(read(), answers.full_answer())
     assert message["content"] == [
         {"type": "thinking", "thinking": REASONING, "signature": KEY},
@@ -203,7 +203,7 @@ def test_a_whole_answer_has_the_blocks_of_the_stream() -> None:
     assert message["stop_reason"] == "tool_use"
 
 
-def test_a_malformed_call_in_a_whole_answer_is_text() -> None:
+def test_a_malformed_call_in_a_whole_answer_is_text():
     events = answers.answer(answers.call(0, "c", "bash", '{"a', error="not JSON"))
     message = answers.whole(read(), events)
     assert message["content"] == [{"type": "text", "text": 'bash({"a)'}]
@@ -218,13 +218,13 @@ def test_a_malformed_call_in_a_whole_answer_is_text() -> None:
         (FinishReason.LENGTH, None, {"stop_reason": "max_tokens", "stop_sequence": None}),
     ],
 )
-def test_the_reason_of_the_end(finish: FinishReason, stopped_by: str | None, told: dict[str, object]) -> None:
+def test_the_reason_of_the_end(finish, stopped_by, told):
     events = answers.answer([TextDelta("hi")], finish=finish, stopped_by=stopped_by)
     assert told.items() <= answers.whole(read(), events).items()
     assert sse_events(answers.stream(read(), events))[-2][1]["delta"] == told
 
 
-def test_keep_alives_are_empty_deltas_of_an_open_block() -> None:
+def test_keep_alives_are_empty_deltas_of_an_open_block():
     writer = CODECS[Dialect.ANTHROPIC].open_stream(read(stream=True))
     assert sse_events(writer.keep_alive()) == []
     sent = writer.write(AnswerBegin(KEY, 1)) + writer.keep_alive() + writer.keep_alive()
@@ -248,7 +248,7 @@ def test_keep_alives_are_empty_deltas_of_an_open_block() -> None:
     assert held == ["text_delta", "text_delta", "thinking_delta", "text_delta", "input_json_delta"]
 
 
-def test_errors_have_the_form_that_clients_know() -> None:
+def test_errors_have_the_form_that_clients_know():
     codec = CODECS[Dialect.ANTHROPIC]
     told = codec.error(ContextOverflowError(200, 100))
     assert json.loads(told.body) == {
@@ -260,13 +260,13 @@ def test_errors_have_the_form_that_clients_know() -> None:
     assert (name, event["type"], event["error"]["type"]) == ("error", "error", "api_error")
 
 
-def test_a_list_of_models() -> None:
+def test_a_list_of_models():
     listed = json.loads(CODECS[Dialect.ANTHROPIC].models([ListedModel("m", 4096)]))
     assert (listed["first_id"], listed["has_more"]) == ("m", False)
     assert listed["data"][0]["type"] == "model"
 
 
-def test_lanes_of_claude_code() -> None:
+def test_lanes_of_claude_code():
     headers = {"user-agent": "claude-cli/2.1 (external)", "x-claude-code-session-id": "s"}
     lane = read(headers).lane
     assert (lane.client, lane.session, lane.agent, lane.purpose) == ("claude_code", "s", "", "")

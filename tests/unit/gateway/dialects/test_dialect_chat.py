@@ -39,7 +39,7 @@ def read(**more: object) -> ModelCall:
     return answers.read(CHAT, body(**more))
 
 
-def test_a_history_is_read_by_role_with_its_calls_and_results() -> None:
+def test_a_history_is_read_by_role_with_its_calls_and_results():
     history = [
         {"role": "system", "content": "be kind"},
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -69,13 +69,13 @@ def test_a_history_is_read_by_role_with_its_calls_and_results() -> None:
     )
 
 
-def test_the_arguments_of_a_call_may_be_an_object() -> None:
+def test_the_arguments_of_a_call_may_be_an_object():
     call = {"id": "", "function": {"name": "f", "arguments": {"a": [1.0, "é"]}}}
     [message] = read(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
     assert message.calls == (ClientToolCall(None, "f", '{"a":[1.0,"é"]}'),)
 
 
-def test_parameters_reach_the_call() -> None:
+def test_parameters_reach_the_call():
     call = read(
         tools=[TOOL],
         max_tokens=5,
@@ -105,7 +105,7 @@ def test_parameters_reach_the_call() -> None:
         {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
     ],
 )
-def test_a_choice_of_tools_forces_nothing_and_is_named(choice: object) -> None:
+def test_a_choice_of_tools_forces_nothing_and_is_named(choice):
     assert read(tool_choice=choice).requested == {"tool_choice": choice}
 
 
@@ -147,7 +147,7 @@ def test_a_choice_of_tools_forces_nothing_and_is_named(choice: object) -> None:
         ({"response_format": {"type": "xml"}}, InvalidFieldError, "response_format.type"),
     ],
 )
-def test_what_cannot_be_read_is_named(change: dict[str, object], error: type, path: str) -> None:
+def test_what_cannot_be_read_is_named(change, error, path):
     with pytest.raises(error) as caught:
         answers.read(CHAT, body(**change))
     assert [field.path for field in caught.value.fields] == [path]
@@ -159,23 +159,23 @@ def test_what_cannot_be_read_is_named(change: dict[str, object], error: type, pa
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff", b'{"a": 1e999}', b'{"a":' + b"[" * 5000, b'{"a":NaN}']
 )
-def test_a_body_that_is_not_json(content: bytes) -> None:
+def test_a_body_that_is_not_json(content):
     with pytest.raises(MalformedBodyError):
         answers.read(CHAT, content)
 
 
-def test_a_body_that_is_no_object() -> None:
+def test_a_body_that_is_no_object():
     with pytest.raises(InvalidFieldError, match="body: must be an object"):
         answers.read(CHAT, b"[]")
 
 
-def test_half_a_surrogate_pair_is_replaced() -> None:
+def test_half_a_surrogate_pair_is_replaced():
     escaped = rb'{"messages":[{"role":"user","content":"a\ud83d b\ude00 \ud83d\ude00 \\ud83d"}]}'
     [message] = answers.read(CHAT, escaped).messages
     assert message.text == "a\ufffd b\ufffd \U0001f600 \\ud83d"
 
 
-def test_a_stream_carries_the_answer_in_the_order_of_its_events() -> None:
+def test_a_stream_carries_the_answer_in_the_order_of_its_events():
     request = read(stream=True, stream_options={"include_usage": True})
     *chunks, last = sse_events(answers.stream(request, answers.full_answer()))
     assert last == (None, "[DONE]")
@@ -198,20 +198,20 @@ def test_a_stream_carries_the_answer_in_the_order_of_its_events() -> None:
     assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 60}
 
 
-def test_usage_is_left_out_of_a_stream_unless_asked_for() -> None:
+def test_usage_is_left_out_of_a_stream_unless_asked_for():
     events = sse_events(answers.stream(read(stream=True), answers.full_answer()))
     assert not [data for _, data in events if "usage" in data]
 
 
 @pytest.mark.parametrize(("finish", "told"), [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")])
-def test_the_reason_of_the_end(finish: FinishReason, told: str) -> None:
+def test_the_reason_of_the_end(finish, told):
     events = answers.answer([TextDelta("hi")], finish=finish)
     answer = answers.whole(read(), events)
     assert answer["choices"][0]["finish_reason"] == told
     assert answer["choices"][0]["message"]["content"] == "hi"
 
 
-def test_a_whole_answer_has_the_parts_of_the_stream() -> None:
+def test_a_whole_answer_has_the_parts_of_the_stream():
     answer = answers.whole(read(), answers.full_answer())
     [choice] = answer["choices"]
     assert choice["message"]["content"] == TEXT
@@ -227,7 +227,7 @@ def test_a_whole_answer_has_the_parts_of_the_stream() -> None:
     }
 
 
-def test_logprobs_are_those_of_all_tokens_and_end_a_stream() -> None:
+def test_logprobs_are_those_of_all_tokens_and_end_a_stream():
     request = read(logprobs=True, stream=True)
     *told, end = answers.answer([TextDelta("hé")])
     assert isinstance(end, AnswerEnd)
@@ -245,14 +245,14 @@ def test_logprobs_are_those_of_all_tokens_and_end_a_stream() -> None:
     assert answers.whole(read(), events)["choices"][0]["logprobs"] is None
 
 
-def test_siblings_are_choices_of_one_answer() -> None:
+def test_siblings_are_choices_of_one_answer():
     first, second = answers.answer([TextDelta("a")]), answers.answer([TextDelta("b")])
     answer = answers.whole(read(n=2), first, second)
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "b"]
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (100, 40)
 
 
-def test_a_custom_tool_is_offered_as_a_function_and_called_by_its_text() -> None:
+def test_a_custom_tool_is_offered_as_a_function_and_called_by_its_text():
     grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: X"}}
     declared = {"type": "custom", "custom": {"name": "patch", "description": "Apply.", "format": grammar}}
     request = read(tools=[declared], stream=True)
@@ -269,14 +269,14 @@ def test_a_custom_tool_is_offered_as_a_function_and_called_by_its_text() -> None
     assert again.messages[0].calls == (ClientToolCall("c", "patch", '{"input":"*** Begin\\n"}'),)
 
 
-def test_a_keep_alive_and_an_error_in_a_stream() -> None:
+def test_a_keep_alive_and_an_error_in_a_stream():
     writer = CODECS[CHAT].open_stream(read(stream=True))
     assert sse_events(writer.keep_alive()) == []
     [(_, event)] = sse_events(writer.fail(ContextOverflowError(200, 100)))
     assert event["error"]["code"] == "context_length_exceeded"
 
 
-def test_errors_have_the_form_that_clients_know() -> None:
+def test_errors_have_the_form_that_clients_know():
     told = CODECS[CHAT].error(ContextOverflowError(200, 100))
     error = json.loads(told.body)["error"]
     assert (told.status, error["code"]) == (400, "context_length_exceeded")
@@ -284,13 +284,13 @@ def test_errors_have_the_form_that_clients_know() -> None:
     assert CODECS[CHAT].error(RolloutEndedError("over")).status == 410
 
 
-def test_a_defect_does_not_tell_its_details_to_the_client() -> None:
+def test_a_defect_does_not_tell_its_details_to_the_client():
     told = CODECS[CHAT].error(OSError("/root/secret"))
     assert told.status == 500
     assert b"secret" not in told.body
 
 
-def test_a_repeated_request_has_the_same_fingerprint() -> None:
+def test_a_repeated_request_has_the_same_fingerprint():
     first = read(stream=True, max_tokens=100)
     assert read(stream=False, max_tokens=200).fingerprint == first.fingerprint
     assert read(stream=True, stop="x").fingerprint != first.fingerprint

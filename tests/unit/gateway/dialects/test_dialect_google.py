@@ -7,13 +7,7 @@ import pytest
 
 from api_schemas.trajectories import FinishReason
 from rollout_service.base.errors import InvalidFieldError, UnauthorizedError
-from rollout_service.gateway.contract import (
-    ClientMessage,
-    ClientToolCall,
-    Dialect,
-    ModelCall,
-    TextDelta,
-)
+from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall, TextDelta
 from rollout_service.gateway.dialects import CODECS, ListedModel
 from rollout_service.gateway.dialects.google.requests import read_signature, sign
 from rollout_service.gateway.errors import (
@@ -47,7 +41,7 @@ def joined(chunks: list[Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def test_a_history_is_read_part_by_part() -> None:
+def test_a_history_is_read_part_by_part():
     history = [
         {"parts": [{"text": "a"}, {"text": "b"}]},
         {
@@ -79,7 +73,7 @@ def test_a_history_is_read_part_by_part() -> None:
     )
 
 
-def test_calls_and_responses_without_ids_get_them_from_signatures_and_by_order() -> None:
+def test_calls_and_responses_without_ids_get_them_from_signatures_and_by_order():
     def call(name: str, call_id: str) -> dict[str, object]:
         return {"functionCall": {"name": name, "args": {}}, "thoughtSignature": sign(KEY, call_id)}
 
@@ -96,19 +90,19 @@ def test_calls_and_responses_without_ids_get_them_from_signatures_and_by_order()
     assert [(result.call_id, result.text) for result in results] == [("c1", "1"), ("c3", "3"), ("c2", "2")]
 
 
-def test_a_signature_of_another_service_is_the_key_of_no_turn() -> None:
+def test_a_signature_of_another_service_is_the_key_of_no_turn():
     assert read_signature("not base64!") == ("not base64!", None)
     assert read_signature(sign("a-1", "call_x.y")) == ("a-1", "call_x.y")
     assert read_signature(sign("a-1")) == ("a-1", None)
 
 
-def test_a_response_with_more_than_a_text_is_read_as_json() -> None:
+def test_a_response_with_more_than_a_text_is_read_as_json():
     response = {"name": "f", "response": {"output": "a", "code": 1}}
     [message] = read(contents=[{"role": "user", "parts": [{"functionResponse": response}]}]).messages
     assert message.text == '{"output":"a","code":1}'
 
 
-def test_parameters_reach_the_call_in_either_spelling() -> None:
+def test_parameters_reach_the_call_in_either_spelling():
     schema = {
         "type": "OBJECT",
         "properties": {"type": {"type": "STRING", "nullable": True}},
@@ -150,7 +144,7 @@ def test_parameters_reach_the_call_in_either_spelling() -> None:
         assert call.ignored == ("safetySettings", "tools[].googleSearch")
 
 
-def test_a_request_to_count_tokens_may_wrap_another() -> None:
+def test_a_request_to_count_tokens_may_wrap_another():
     call = answers.read(Dialect.GOOGLE, {"generateContentRequest": {"contents": [HELLO]}})
     assert call.messages == (ClientMessage("user", "hello"),)
     assert json.loads(CODECS[Dialect.GOOGLE].token_count(3)) == {"totalTokens": 3}
@@ -191,7 +185,7 @@ def test_a_request_to_count_tokens_may_wrap_another() -> None:
         ({"systemInstruction": 4}, InvalidFieldError, "systemInstruction"),
     ],
 )
-def test_what_cannot_be_read_is_named(change: dict[str, object], error: type, path: str) -> None:
+def test_what_cannot_be_read_is_named(change, error, path):
     with pytest.raises(error) as caught:
         read(**change)
     assert [field.path for field in caught.value.fields] == [path]
@@ -200,13 +194,13 @@ def test_what_cannot_be_read_is_named(change: dict[str, object], error: type, pa
     assert told["details"][0]["fieldViolations"][0]["field"] == path
 
 
-def test_candidates_are_refused_in_a_stream_only() -> None:
+def test_candidates_are_refused_in_a_stream_only():
     assert read(generationConfig={"candidateCount": 2}).n == 2
     with pytest.raises(RefusedParameterError):
         read(STREAM, generationConfig={"candidateCount": 2})
 
 
-def test_a_stream_carries_the_parts_of_the_whole_answer() -> None:
+def test_a_stream_carries_the_parts_of_the_whole_answer():
     events = answers.full_answer()
     chunks = [data for _, data in sse_events(answers.stream(read(SSE), events))]
     parts = joined(chunks)
@@ -235,7 +229,7 @@ def test_a_stream_carries_the_parts_of_the_whole_answer() -> None:
     }
 
 
-def test_a_stream_may_be_a_list() -> None:
+def test_a_stream_may_be_a_list():
     request = read(STREAM)
     chunks = json.loads(answers.stream(request, answers.full_answer()))
     assert joined(chunks) == joined(
@@ -247,7 +241,7 @@ def test_a_stream_may_be_a_list() -> None:
     assert broken[-1]["error"]["status"] == "INVALID_ARGUMENT"
 
 
-def test_a_text_carries_the_key_of_its_turn() -> None:
+def test_a_text_carries_the_key_of_its_turn():
     events = answers.answer([TextDelta("hi")], finish=FinishReason.LENGTH)
     for candidate in (
         answers.whole(read(), events)["candidates"][0],
@@ -258,7 +252,7 @@ def test_a_text_carries_the_key_of_its_turn() -> None:
         assert echo.turn_key == KEY
 
 
-def test_a_malformed_call_is_text() -> None:
+def test_a_malformed_call_is_text():
     events = answers.answer(answers.call(0, "c", "bash", '{"a', error="not JSON"))
     [part] = answers.whole(read(), events)["candidates"][0]["content"]["parts"]
     assert part["text"] == 'bash({"a)'
@@ -267,12 +261,12 @@ def test_a_malformed_call_is_text() -> None:
     )
 
 
-def test_a_keep_alive_is_an_empty_part() -> None:
+def test_a_keep_alive_is_an_empty_part():
     [(_, held)] = sse_events(CODECS[Dialect.GOOGLE].open_stream(read(SSE)).keep_alive())
     assert held["candidates"][0]["content"]["parts"] == [{"text": ""}]
 
 
-def test_errors_have_the_form_that_clients_know() -> None:
+def test_errors_have_the_form_that_clients_know():
     codec = CODECS[Dialect.GOOGLE]
     told = json.loads(codec.error(ContextOverflowError(200, 100)).body)["error"]
     assert (told["code"], told["status"]) == (400, "INVALID_ARGUMENT")
@@ -280,6 +274,6 @@ def test_errors_have_the_form_that_clients_know() -> None:
     assert json.loads(codec.error(UnauthorizedError("no")).body)["error"]["status"] == "UNAUTHENTICATED"
 
 
-def test_a_list_of_models() -> None:
+def test_a_list_of_models():
     [model] = json.loads(CODECS[Dialect.GOOGLE].models([ListedModel("m", 4096)]))["models"]
     assert (model["name"], model["inputTokenLimit"]) == ("models/m", 4096)

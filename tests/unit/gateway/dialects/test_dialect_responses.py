@@ -54,7 +54,7 @@ def output(request: ModelCall, events: list[AnswerEvent]) -> list[dict[str, Any]
     return whole
 
 
-def test_the_items_of_an_answer_are_one_message() -> None:
+def test_the_items_of_an_answer_are_one_message():
     items = [
         {"role": "developer", "content": "be kind"},
         HELLO,
@@ -89,17 +89,17 @@ def test_the_items_of_an_answer_are_one_message() -> None:
     )
 
 
-def test_a_text_is_a_message_of_the_user() -> None:
+def test_a_text_is_a_message_of_the_user():
     assert read(input="hello").messages == (ClientMessage("user", "hello"),)
 
 
-def test_the_ids_of_items_name_the_turn_where_reasoning_does_not() -> None:
+def test_the_ids_of_items_name_the_turn_where_reasoning_does_not():
     item = {"type": "function_call", "id": f"fc_{KEY}_0", "call_id": "c", "name": "bash", "arguments": ""}
     assert read(input=[HELLO, item]).messages[1].turn_key == KEY
     assert read(input=[HELLO, item | {"id": "msg_01a203f0-4e64-7bb3"}]).messages[1].turn_key is None
 
 
-def test_tools_of_every_kind_are_offered_as_functions() -> None:
+def test_tools_of_every_kind_are_offered_as_functions():
     hosted = {"type": "web_search"}
     call = read(tools=[SHELL, PATCH, AGENTS, {"type": "local_shell"}, SEARCH, hosted])
     names = [tool["function"]["name"] for tool in call.tools]
@@ -108,14 +108,14 @@ def test_tools_of_every_kind_are_offered_as_functions() -> None:
     assert call.ignored == ("tools[type=web_search]",)
 
 
-def test_tools_may_stand_among_the_items() -> None:
+def test_tools_may_stand_among_the_items():
     added = {"type": "additional_tools", "role": "developer", "tools": [AGENTS]}
     call = read(input=[added, HELLO])
     assert [tool["function"]["name"] for tool in call.tools] == ["agents__spawn"]
     assert call.messages == (ClientMessage("user", "hello"),)
 
 
-def test_tools_that_the_client_found_stand_where_it_found_them() -> None:
+def test_tools_that_the_client_found_stand_where_it_found_them():
     items = [
         HELLO,
         {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "q"}},
@@ -128,7 +128,7 @@ def test_tools_that_the_client_found_stand_where_it_found_them() -> None:
     assert "agents__spawn" in call.messages[2].text
 
 
-def test_parameters_reach_the_call() -> None:
+def test_parameters_reach_the_call():
     call = read(
         max_output_tokens=9,
         stream=True,
@@ -180,7 +180,7 @@ def test_parameters_reach_the_call() -> None:
         ({"instructions": []}, InvalidFieldError, "instructions"),
     ],
 )
-def test_what_cannot_be_read_is_named(change: dict[str, object], error: type, path: str) -> None:
+def test_what_cannot_be_read_is_named(change, error, path):
     with pytest.raises(error) as caught:
         read(**change)
     assert [field.path for field in caught.value.fields] == [path]
@@ -188,14 +188,14 @@ def test_what_cannot_be_read_is_named(change: dict[str, object], error: type, pa
     assert (told.status, json.loads(told.body)["error"]["param"]) == (400, path)
 
 
-def test_what_asks_for_nothing_is_not_refused() -> None:
+def test_what_asks_for_nothing_is_not_refused():
     call = read(
         previous_response_id=None, background=False, top_logprobs=0, include=["reasoning.encrypted_content"]
     )
     assert call.ignored == ("include",)
 
 
-def test_a_stream_has_every_event_in_order_and_one_id_an_item() -> None:
+def test_a_stream_has_every_event_in_order_and_one_id_an_item():
     events = sse_events(answers.stream(read(stream=True), answers.full_answer()))
     assert all(name == data["type"] for name, data in events)
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
@@ -233,7 +233,7 @@ def test_a_stream_has_every_event_in_order_and_one_id_an_item() -> None:
         assert "".join(data["delta"] for name, data in events if name == f"response.{kind}.delta") == text
 
 
-def test_the_items_of_an_answer_hold_what_was_sampled() -> None:
+def test_the_items_of_an_answer_hold_what_was_sampled():
     reasoning, text, *calls = output(read(), answers.full_answer())
     assert reasoning["summary"] == [{"type": "summary_text", "text": REASONING}]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": REASONING}]
@@ -242,7 +242,7 @@ def test_the_items_of_an_answer_hold_what_was_sampled() -> None:
     assert [(call["call_id"], call["name"], call["arguments"]) for call in calls] == list(CALLS)
 
 
-def test_the_echo_of_an_answer_is_the_answer() -> None:
+def test_the_echo_of_an_answer_is_the_answer():
     items = output(read(), answers.full_answer())
     [message] = read(input=[HELLO, *items]).messages[1:]
     calls = tuple(ClientToolCall(*call) for call in CALLS)
@@ -277,16 +277,14 @@ def test_the_echo_of_an_answer_is_the_answer() -> None:
         ("bash", '{"comm', {"type": "function_call", "name": "bash", "arguments": '{"comm'}),
     ],
 )
-def test_calls_go_back_in_the_form_in_which_their_tools_were_declared(
-    name: str, arguments: str, item: dict[str, object]
-) -> None:
+def test_calls_go_back_in_the_form_in_which_their_tools_were_declared(name, arguments, item):
     request = read(tools=[SHELL, PATCH, AGENTS, {"type": "local_shell"}, SEARCH])
     [told] = output(request, answers.answer(answers.call(0, "c", name, arguments)))
     assert item.items() <= told.items()
     assert told["call_id"] == "c"
 
 
-def test_an_answer_that_was_cut_is_incomplete() -> None:
+def test_an_answer_that_was_cut_is_incomplete():
     events = answers.answer([TextDelta("hi")], finish=FinishReason.LENGTH)
     whole = answers.whole(read(), events)
     assert whole["status"] == "incomplete"
@@ -294,18 +292,18 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
     assert sse_events(answers.stream(read(), events))[-1][0] == "response.incomplete"
 
 
-def test_an_empty_answer_has_no_items() -> None:
+def test_an_empty_answer_has_no_items():
     assert answers.whole(read(), answers.answer())["output"] == []
 
 
-def test_keep_alives_repeat_that_the_response_is_in_progress() -> None:
+def test_keep_alives_repeat_that_the_response_is_in_progress():
     writer = CODECS[Dialect.RESPONSES].open_stream(read(stream=True))
     assert sse_events(writer.keep_alive()) == []
     sent = writer.write(AnswerBegin(KEY, 1)) + writer.keep_alive()
     assert [name for name, _ in sse_events(sent)] == ["response.created"] + ["response.in_progress"] * 2
 
 
-def test_an_error_in_a_stream_is_a_response_that_failed() -> None:
+def test_an_error_in_a_stream_is_a_response_that_failed():
     writer = CODECS[Dialect.RESPONSES].open_stream(read(stream=True))
     [(name, event)] = sse_events(writer.fail(ContextOverflowError(200, 100)))
     assert name == "response.failed"
@@ -313,7 +311,7 @@ def test_an_error_in_a_stream_is_a_response_that_failed() -> None:
     assert event["response"]["error"]["code"] == "context_length_exceeded"
 
 
-def test_lanes_of_codex() -> None:
+def test_lanes_of_codex():
     headers = {"user-agent": "codex_exec/0.169.0", "session-id": "s", "thread-id": "t"}
     lane = read(headers).lane
     assert (lane.client, lane.session, lane.agent, lane.purpose) == ("codex", "s", "", "")

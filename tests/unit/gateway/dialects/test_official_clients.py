@@ -1,7 +1,8 @@
-"""The vendors' own client libraries put together what was streamed, whatever an answer is made of."""
+"""The official clients of each API are served, and large requests take linear time."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anthropic
@@ -12,8 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.base.errors import InvalidFieldError, TooLargeError
+from rollout_service.gateway.capture.history import as_messages
 from rollout_service.gateway.contract import (
     AnswerEvent,
+    ClientMessage,
+    ClientToolCall,
     Dialect,
     ModelCall,
     ReasoningDelta,
@@ -21,6 +26,7 @@ from rollout_service.gateway.contract import (
 )
 from rollout_service.gateway.dialects import CODECS, WholeAnswer
 from rollout_service.gateway.dialects.answers import CallPart
+from rollout_service.gateway.dialects.fields import MAX_VALUES, parse_json
 from rollout_service.gateway.errors import ContextOverflowError
 from tests.support.gateway import answers
 
@@ -81,7 +87,7 @@ def expected(events: Sequence[AnswerEvent]) -> tuple[str, str, list[tuple[str, s
 
 
 @given(events=whole_answers())
-def test_openai_reads_streams_of_chat_completions(server: Server, events: list[AnswerEvent]) -> None:
+def test_openai_reads_streams_of_chat_completions(server, events):
     server.answer = (200, answers.stream(request(Dialect.CHAT), events))
     with server.openai.chat.completions.stream(model="m", messages=MESSAGES) as opened:
         parts = [event.chunk for event in opened if event.type == "chunk"]
@@ -91,17 +97,15 @@ def test_openai_reads_streams_of_chat_completions(server: Server, events: list[A
     calls: list[list[str]] = []
     for choice in choices:
         for call in choice.delta.tool_calls or ():
-            assert call.function is not None
             if call.id:
                 calls.append([call.id, call.function.name or "", ""])
             calls[call.index][2] += call.function.arguments or ""
     assert (reasoning, text, [tuple(call) for call in calls]) == expected(events)
-    assert parts[-1].usage is not None
     assert parts[-1].usage.completion_tokens == answers.USAGE.sampled_tokens
 
 
 @given(events=whole_answers())
-def test_openai_reads_whole_chat_completions(server: Server, events: list[AnswerEvent]) -> None:
+def test_openai_reads_whole_chat_completions(server, events):
     server.answer = (200, CODECS[Dialect.CHAT].whole(request(Dialect.CHAT), [WholeAnswer.of(events)]))
     message = server.openai.chat.completions.create(model="m", messages=MESSAGES).choices[0].message
     calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
@@ -110,7 +114,7 @@ def test_openai_reads_whole_chat_completions(server: Server, events: list[Answer
 
 
 @given(events=whole_answers())
-def test_openai_reads_streams_of_responses(server: Server, events: list[AnswerEvent]) -> None:
+def test_openai_reads_streams_of_responses(server, events):
     server.answer = (200, answers.stream(request(Dialect.RESPONSES), events))
     deltas: dict[str, str] = {}
     for event in server.openai.responses.create(model="m", input="hi", stream=True):
@@ -134,7 +138,7 @@ def test_openai_reads_streams_of_responses(server: Server, events: list[AnswerEv
 
 
 @given(events=whole_answers())
-def test_anthropic_reads_streams_of_messages(server: Server, events: list[AnswerEvent]) -> None:
+def test_anthropic_reads_streams_of_messages(server, events):
     server.answer = (200, answers.stream(request(Dialect.ANTHROPIC), events))
     with server.anthropic.messages.stream(model="m", max_tokens=9, messages=MESSAGES) as opened:
         message = opened.get_final_message()
@@ -158,14 +162,14 @@ def test_anthropic_reads_streams_of_messages(server: Server, events: list[Answer
 
 
 @given(events=whole_answers())
-def test_anthropic_reads_whole_messages(server: Server, events: list[AnswerEvent]) -> None:
+def test_anthropic_reads_whole_messages(server, events):
     content = CODECS[Dialect.ANTHROPIC].whole(request(Dialect.ANTHROPIC), [WholeAnswer.of(events)])
     server.answer = (200, content)
     message = server.anthropic.messages.create(model="m", max_tokens=9, messages=MESSAGES)
     assert len(message.content) == len(WholeAnswer.of(events).parts)
 
 
-def test_a_full_context_is_an_error_that_each_library_raises(server: Server) -> None:
+def test_a_full_context_is_an_error_that_each_library_raises(server):
     def overflow(dialect: Dialect) -> tuple[int, bytes]:
         told = CODECS[dialect].error(ContextOverflowError(200, 100))
         return told.status, told.body
@@ -177,3 +181,84 @@ def test_a_full_context_is_an_error_that_each_library_raises(server: Server) -> 
     server.answer = overflow(Dialect.ANTHROPIC)
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 200 tokens > 100 maximum"):
         server.anthropic.messages.create(model="m", max_tokens=9, messages=MESSAGES)
+
+
+MANY = 40_000
+SECONDS = 20.0
+"""What grows with the square of `MANY` takes longer, and what does not takes about one."""
+
+
+def in_time(work: Callable[[], Any]) -> Any:
+    """Do some work, which must not take long."""
+    began = time.monotonic()
+    result = work()
+    assert time.monotonic() - began < SECONDS
+    return result
+
+
+@pytest.mark.parametrize("dialect", CODECS)
+@pytest.mark.parametrize("item", [b"{}", b"[]", b"0", b'"a"', b'"\\""'])
+def test_a_body_with_too_many_values_is_refused_before_it_is_read(dialect, item):
+    content = b'{"metadata":[' + b",".join([item] * (MAX_VALUES + 2)) + b"]}"
+    with pytest.raises(TooLargeError, match="values"):
+        answers.read(dialect, content)
+    told = CODECS[dialect].error(TooLargeError("x"))
+    assert told.status == 413
+
+
+def test_commas_and_brackets_of_texts_are_no_values():
+    text = '{"a": [1, 2]}, "\\' * (MAX_VALUES // 2)
+    assert parse_json(json.dumps([text, {}])) == [text, {}]
+
+
+@pytest.mark.parametrize("content", ['"' + '\\"' * MAX_VALUES + ",", '{"a":"' + "\\" * MAX_VALUES + '","'])
+def test_a_string_that_does_not_end_is_looked_at_once(content):
+    with pytest.raises(ValueError, match=r"JSON|line"):
+        in_time(lambda: parse_json(content * 3))
+
+
+def test_halves_of_surrogate_pairs_are_mended_in_place():
+    content = b'["\\\\ud800 \\ud83d\\ude00 \\ud83d \\ude00\\ud83d\\ude00"]'
+    assert parse_json(content) == ["\\ud800 \U0001f600 \ufffd \ufffd\U0001f600"]
+    assert parse_json(b'["' + b"\\udc00" * MANY + b'"]') == ["\ufffd" * MANY]
+
+
+def test_many_calls_of_google_are_answered_in_time():
+    calls = [{"functionCall": {"name": f"f{n}", "args": {}, "id": f"c{n}"}} for n in range(MANY)]
+    results = [
+        {"functionResponse": {"name": "other", "response": {"output": "x"}, "id": f"c{n}"}}
+        for n in reversed(range(MANY))
+    ]
+    body = {"contents": [{"role": "model", "parts": calls}, {"parts": results}]}
+    call = in_time(lambda: answers.read(Dialect.GOOGLE, body))
+    assert [message.call_id for message in call.messages[1:]] == [f"c{n}" for n in reversed(range(MANY))]
+
+
+def test_many_results_find_their_calls_in_time():
+    calls = tuple(ClientToolCall(f"c{n}", "f", "{}") for n in range(MANY))
+    results = [ClientMessage("tool", "x", call_id=f"other{n}") for n in range(MANY)]
+    unnamed = [ClientMessage("tool", "x") for _ in range(MANY)]
+    history = [ClientMessage("assistant", calls=calls), *results, *unnamed]
+    rendered = in_time(lambda: as_messages(history, {}))
+    assert [message.tool_call_id for message in rendered[1 + MANY :]] == [f"c{n}" for n in range(MANY)]
+
+
+def test_references_stand_for_a_bounded_number_of_characters():
+    tool = {"name": "f", "description": "x" * 100_000, "input_schema": {}, "defer_loading": True}
+    reference = {"type": "tool_reference", "tool_name": "f"}
+
+    def read(count: int) -> Any:
+        content = [{"type": "tool_result", "tool_use_id": "a", "content": [reference] * count}]
+        body = {"tools": [tool], "messages": [{"role": "user", "content": content}]}
+        return answers.read(Dialect.ANTHROPIC, body)
+
+    assert len(read(20).messages[0].text) > 2_000_000
+    with pytest.raises(InvalidFieldError, match=r"messages\.0\.content\.0\.content\.\d+"):
+        read(MANY)
+
+
+def test_a_large_parameter_is_named_and_not_kept():
+    body = {"messages": [{"role": "user", "content": "hi"}], "logit_bias": {f"{n}": 1 for n in range(5_000)}}
+    call = answers.read(Dialect.CHAT, body | {"temperature": 0.5})
+    assert call.requested == {"temperature": 0.5}
+    assert call.ignored == ("logit_bias",)

@@ -38,7 +38,7 @@ def inputs(call: AnsweredCall, echoed: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_request_is_read(name: str) -> None:
+def test_every_request_is_read(name):
     for run in load(name):
         call = run.read()
         assert call.dialect is run.dialect
@@ -51,7 +51,7 @@ def test_every_request_is_read(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in (*REPAIRED, *WITHOUT_CALLS, *NOT_ECHOED)]
 )
-def test_calls_come_back_by_value_under_their_ids(name: str) -> None:
+def test_calls_come_back_by_value_under_their_ids(name):
     runs = load(name)
     sent: dict[str | None, AnsweredCall] = dict(answered(runs))
     seen: set[str | None] = set()
@@ -66,7 +66,7 @@ def test_calls_come_back_by_value_under_their_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPAIRED)
-def test_repaired_calls_keep_their_ids(name: str) -> None:
+def test_repaired_calls_keep_their_ids(name):
     runs = load(name)
     sent = answered(runs)
     echoed = [call for run in runs for message in run.read().messages for call in message.calls]
@@ -75,7 +75,7 @@ def test_repaired_calls_keep_their_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_CALLS])
-def test_every_result_answers_a_call_of_the_history(name: str) -> None:
+def test_every_result_answers_a_call_of_the_history(name):
     for run in load(name):
         known: set[str | None] = set()
         for message in run.read().messages:
@@ -89,7 +89,7 @@ FIVE_TURNS = [name for name in NAMES if "-" not in name.replace("-2.1.330", "") 
 
 
 @pytest.mark.parametrize("name", [*FIVE_TURNS, "opencode-anthropic", "opencode-google", "pi-responses"])
-def test_the_history_grows_by_the_answer_and_what_followed(name: str) -> None:
+def test_the_history_grows_by_the_answer_and_what_followed(name):
     """All but what agents leave out of their echo: reasoning, and texts of spaces."""
     before: list[ClientMessage] = []
     mains = [run for run in load(name) if run.calls or run.read().tools]
@@ -108,7 +108,7 @@ def visible(message: ClientMessage) -> ClientMessage:
     return ClientMessage(message.role, message.text.strip(), calls=message.calls, call_id=message.call_id)
 
 
-def test_agents_are_known_by_their_headers() -> None:
+def test_agents_are_known_by_their_headers():
     expected = {
         "codex": "codex",
         "claude": "claude_code",
@@ -130,7 +130,7 @@ def lanes(name: str) -> list[ModelCall]:
 @pytest.mark.parametrize(
     ("name", "purpose"), [("codex-subagent", "subagent"), ("claude-2.1.330-subagent", "subagent")]
 )
-def test_conversations_of_parallel_agents_are_told_apart(name: str, purpose: str) -> None:
+def test_conversations_of_parallel_agents_are_told_apart(name, purpose):
     calls = lanes(name)
     assert len({call.lane.session for call in calls}) == 1
     agents = {call.lane.agent for call in calls}
@@ -139,11 +139,11 @@ def test_conversations_of_parallel_agents_are_told_apart(name: str, purpose: str
     assert {call.lane.purpose for call in calls if call.lane.agent} == {purpose}
 
 
-def test_a_compaction_that_says_so_is_told() -> None:
+def test_a_compaction_that_says_so_is_told():
     assert "compaction" in [call.lane.purpose for call in lanes("codex-compaction")]
 
 
-def test_tools_that_are_found_later_leave_the_head_unchanged() -> None:
+def test_tools_that_are_found_later_leave_the_head_unchanged():
     calls = lanes("claude-2.1.330-tool-search")
     heads = {json.dumps(call.tools) for call in calls}
     assert len(heads) == 1
@@ -152,7 +152,7 @@ def test_tools_that_are_found_later_leave_the_head_unchanged() -> None:
     assert [text for text in shown if "<tool>" in text]
 
 
-def test_claude_codes_version_is_not_in_any_prompt() -> None:
+def test_claude_codes_version_is_not_in_any_prompt():
     for name in NAMES:
         for call in lanes(name) if name.startswith("claude") else ():
             assert not [message for message in call.messages if "billing" in message.text]

@@ -1,7 +1,6 @@
 """The gateway over real connections: keys, paths, bad requests, and clients that hang up at any byte."""
 
-from __future__ import annotations
-
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,15 +18,14 @@ from api_schemas.tasks import Task
 from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.episodes import EpisodeLimits
-from rollout_service.gateway.gateway import Gateway, GatewayParts
+from rollout_service.gateway.gateway import ONE_PROGRAM, Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
-from rollout_service.gateway.server.listener import bind
+from rollout_service.gateway.server.listener import bind, serving
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
+from sandboxes.errors import SandboxClosedError
 from tests.support.gateway.manual_pool import CharacterCapture, ManualPool
-
-pytestmark = pytest.mark.anyio
 
 REQUEST = RolloutRequest(rollout_id="r", task=Task(environment="calc"))
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -91,7 +89,7 @@ async def bench(renderer: ChatRenderer, **settings: Any) -> AsyncIterator[Bench]
             await session.end()
 
 
-async def test_the_key_may_be_wherever_a_client_puts_it(renderer: ChatRenderer) -> None:
+async def test_the_key_may_be_wherever_a_client_puts_it(renderer):
     async with bench(renderer) as b:
         key = b.session.key
         wrong = {"authorization": "Bearer x" * 9}
@@ -109,7 +107,7 @@ async def test_the_key_may_be_wherever_a_client_puts_it(renderer: ChatRenderer) 
         assert [text for text, _ in b.capture.recorded] == ["ok"] * 7
 
 
-async def test_wrong_and_ended_keys_are_told_in_the_form_of_each_api(renderer: ChatRenderer) -> None:
+async def test_wrong_and_ended_keys_are_told_in_the_form_of_each_api(renderer):
     async with bench(renderer) as b:
         for status, close in [(401, False), (410, True)]:
             headers = {"authorization": "Bearer wrong"} if not close else {}
@@ -136,7 +134,7 @@ async def test_wrong_and_ended_keys_are_told_in_the_form_of_each_api(renderer: C
         ("/v1/chat/completions/more", BODY, 404),
     ],
 )
-async def test_bad_requests_are_refused(renderer: ChatRenderer, path: str, body: object, status: int) -> None:
+async def test_bad_requests_are_refused(renderer, path, body, status):
     async with bench(renderer) as b:
         answer = await b.post(path, body)
         assert answer.status_code == status, answer.text
@@ -147,7 +145,7 @@ async def test_bad_requests_are_refused(renderer: ChatRenderer, path: str, body:
         assert not b.pool.calls
 
 
-async def test_a_body_over_the_limit_is_refused_before_it_is_read(renderer: ChatRenderer) -> None:
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(renderer):
     async with bench(renderer, max_body_bytes=10_000) as b:
         host, port = b.gateway.url.removeprefix("http://").split(":")
         for length in (b"content-length: 100000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"):
@@ -159,7 +157,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(renderer: Chat
         assert (await b.answered("ok", b.post)).status_code == 200
 
 
-async def test_start_up_calls_of_clients_are_answered(renderer: ChatRenderer) -> None:
+async def test_start_up_calls_of_clients_are_answered(renderer):
     async with bench(renderer) as b:
         assert (await b.http.head("/")).status_code == 200
         key = {"authorization": f"Bearer {b.session.key}"}
@@ -174,7 +172,7 @@ async def test_start_up_calls_of_clients_are_answered(renderer: ChatRenderer) ->
         assert not b.capture.recorded
 
 
-async def test_another_model_is_served_or_refused_as_the_settings_say(renderer: ChatRenderer) -> None:
+async def test_another_model_is_served_or_refused_as_the_settings_say(renderer):
     async with bench(renderer, unknown_model="refuse") as b:
         assert (await b.post(CHAT, BODY | {"model": "gpt"})).status_code == 404
         assert (await b.answered("ok", b.post)).status_code == 200
@@ -182,7 +180,7 @@ async def test_another_model_is_served_or_refused_as_the_settings_say(renderer: 
         assert (await b.answered("ok", lambda: b.post(CHAT, BODY | {"model": "gpt"}))).status_code == 200
 
 
-async def test_a_session_is_served_alone_on_a_socket_of_its_own(renderer: ChatRenderer) -> None:
+async def test_a_session_is_served_alone_on_a_socket_of_its_own(renderer):
     async with bench(renderer) as b:
         other = b.gateway.open(REQUEST, EpisodeLimits())
         listener = bind(GatewaySettings())
@@ -194,7 +192,7 @@ async def test_a_session_is_served_alone_on_a_socket_of_its_own(renderer: ChatRe
         b.gateway.close(other)
 
 
-async def test_a_silent_answer_is_kept_alive(renderer: ChatRenderer) -> None:
+async def test_a_silent_answer_is_kept_alive(renderer):
     async with bench(renderer, keep_alive_seconds=0.05) as b:
         for path in (CHAT, MESSAGES):
             body, number = BODY | {"stream": True}, len(b.pool.calls)
@@ -210,9 +208,7 @@ async def test_a_silent_answer_is_kept_alive(renderer: ChatRenderer) -> None:
         assert whole.json()["choices"][0]["message"]["content"] == "late"
 
 
-async def test_a_whole_answer_that_is_late_has_its_head_at_once_and_white_space_before(
-    renderer: ChatRenderer,
-) -> None:
+async def test_a_whole_answer_that_is_late_has_its_head_at_once_and_white_space_before(renderer):
     async with bench(renderer, keep_alive_seconds=0.05) as b:
         headers = {"x-api-key": b.session.key}
         async with b.http.stream("POST", CHAT, json=BODY, headers=headers) as answer:
@@ -225,9 +221,7 @@ async def test_a_whole_answer_that_is_late_has_its_head_at_once_and_white_space_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 20, 60, 130, 200, 350, 600])
-async def test_a_client_that_hangs_up_at_any_byte_gets_the_same_answer_again(
-    renderer: ChatRenderer, cut: int
-) -> None:
+async def test_a_client_that_hangs_up_at_any_byte_gets_the_same_answer_again(renderer, cut):
     async with bench(renderer) as b:
         host, port = b.gateway.url.removeprefix("http://").split(":")
         body = orjson.dumps(BODY | {"stream": True})
@@ -266,3 +260,24 @@ async def _read(stream: ByteStream, count: int) -> None:
     with anyio.move_on_after(0.2):
         while read < count:
             read += len(await stream.receive(count - read))
+
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+async def test_an_error_of_the_block_reaches_its_caller_as_it_is():
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with httpx.AsyncClient(trust_env=False) as client:
+
+        async def serve_and_fail():
+            async with serving(app, listener, GatewaySettings(), ONE_PROGRAM, lambda _: None):
+                assert (await client.get(url)).text == "here"
+                raise SandboxClosedError("the disk is full")
+
+        with pytest.raises(SandboxClosedError):
+            await serve_and_fail()
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url)

@@ -1,7 +1,5 @@
 """Large bodies are read and rendered while their clients wait, within bounds, and never for clients that have gone."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping
@@ -17,8 +15,6 @@ from rollout_service.gateway.server.app import INLINE_BYTES
 from rollout_service.http.requests import BodiesInFlight
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.asgi import COUNTS, PATHS, GatewayBench, gateway_bench
-
-pytestmark = pytest.mark.anyio
 
 CHAT, COUNT = PATHS[Dialect.CHAT], COUNTS[Dialect.ANTHROPIC]
 # Fields without effect make a body large whose prompt is short.
@@ -47,7 +43,7 @@ def renderer() -> ChatRenderer:
 
 
 @pytest.mark.parametrize("path", [CHAT, COUNT])
-async def test_nothing_is_rendered_for_a_client_that_has_gone(renderer: ChatRenderer, path: str) -> None:
+async def test_nothing_is_rendered_for_a_client_that_has_gone(renderer, path):
     async with gateway_bench(renderer) as b:
         capture = b.session._capture = SlowCapture(renderer)
         first, second = anyio.Event(), anyio.Event()
@@ -76,7 +72,7 @@ async def until_idle(b: GatewayBench) -> None:
             await anyio.wait_all_tasks_blocked()
 
 
-async def test_a_call_that_two_clients_wait_for_outlives_one_of_them(renderer: ChatRenderer) -> None:
+async def test_a_call_that_two_clients_wait_for_outlives_one_of_them(renderer):
     async with gateway_bench(renderer) as b:
         capture = b.session._capture = SlowCapture(renderer)
         left = anyio.Event()
@@ -97,9 +93,7 @@ async def test_a_call_that_two_clients_wait_for_outlives_one_of_them(renderer: C
 
 
 @pytest.mark.parametrize("dialect", [Dialect.CHAT, Dialect.ANTHROPIC, Dialect.GOOGLE])
-async def test_bodies_beyond_what_is_read_at_once_are_told_to_come_back(
-    renderer: ChatRenderer, dialect: Dialect
-) -> None:
+async def test_bodies_beyond_what_is_read_at_once_are_told_to_come_back(renderer, dialect):
     bodies = BodiesInFlight(2 * len(CONTENT), 0, wait_seconds=0)
     kinds = {Dialect.CHAT: "rate_limit_error", Dialect.ANTHROPIC: "rate_limit_error"}
     async with gateway_bench(renderer, bodies=bodies) as b:
@@ -121,7 +115,7 @@ def kind_of(error: Mapping[str, Any]) -> str:
     return str(error.get("type") or error["status"])
 
 
-async def test_answers_of_a_request_that_fails_midway_are_given_up(renderer: ChatRenderer) -> None:
+async def test_answers_of_a_request_that_fails_midway_are_given_up(renderer):
     class FailingCapture(TurnCapture):
         plans = 0
 

@@ -1,7 +1,5 @@
 """A session under clients that go away, come back, ask twice, ask too much, or outlive their rollout."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -34,8 +32,6 @@ from rollout_service.gateway.sessions.engines import UNSTREAMED_CHUNK, PolicyEng
 from rollout_service.gateway.sessions.session import INLINE_BYTES, GatewaySession, SessionPlace
 from tests.support.gateway.manual_pool import CharacterAnswer, CharacterCapture, ManualPool
 
-pytestmark = pytest.mark.anyio
-
 LONG = 3_600.0
 
 
@@ -64,11 +60,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    *,
-    retry_seconds: float = LONG,
-    context_length: int = 1_000,
-    hidden: Collection[str] = (),
-    **limits: int,
+    *, retry_seconds: float = LONG, context_length: int = 1_000, hidden: Collection[str] = (), **limits: int
 ) -> AsyncIterator[Bench]:
     pool, capture, registry = ManualPool(), CharacterCapture(), CollectorRegistry()
     engines = PolicyEngines(
@@ -114,7 +106,7 @@ def text_of(answer: LiveAnswer) -> str:
     return "".join(event.text for event in answer.events if isinstance(event, TextDelta))
 
 
-async def test_tokens_are_told_as_they_come_and_the_turn_is_recorded_before_its_end() -> None:
+async def test_tokens_are_told_as_they_come_and_the_turn_is_recorded_before_its_end():
     async with bench() as b:
         answer = await b.session.answer(call("hi", stream=True))
         engine = await b.pool.call(0)
@@ -132,7 +124,7 @@ async def test_tokens_are_told_as_they_come_and_the_turn_is_recorded_before_its_
 
 
 @pytest.mark.parametrize("size", [0, INLINE_BYTES + 1])
-async def test_the_policy_is_told_no_secret_that_a_program_sends(size: int) -> None:
+async def test_the_policy_is_told_no_secret_that_a_program_sends(size):
     async with bench(hidden={"secret-key"}) as b:
         sent = ClientToolCall(None, "look", '{"with": "secret-key"}')
         messages = (
@@ -149,7 +141,7 @@ async def test_the_policy_is_told_no_secret_that_a_program_sends(size: int) -> N
         await read(answer)
 
 
-async def test_a_client_that_comes_back_gets_the_whole_answer_that_it_lost() -> None:
+async def test_a_client_that_comes_back_gets_the_whole_answer_that_it_lost():
     async with bench() as b:
         lost = await b.session.answer(call("hi"))
         engine = await b.pool.call(0)
@@ -164,7 +156,7 @@ async def test_a_client_that_comes_back_gets_the_whole_answer_that_it_lost() -> 
         assert b.count("repeated") == 1
 
 
-async def test_an_answer_that_ended_while_nobody_read_it_waits_for_its_client() -> None:
+async def test_an_answer_that_ended_while_nobody_read_it_waits_for_its_client():
     async with bench() as b:
         lost = await b.session.answer(call("hi"))
         with lost.reading():
@@ -174,7 +166,7 @@ async def test_an_answer_that_ended_while_nobody_read_it_waits_for_its_client() 
         assert b.capture.recorded == [("whole", True)]
 
 
-async def test_a_client_that_does_not_come_back_is_given_up_and_its_tokens_are_kept() -> None:
+async def test_a_client_that_does_not_come_back_is_given_up_and_its_tokens_are_kept():
     async with bench(retry_seconds=0.0) as b:
         lost = await b.session.answer(call("hi"))
         engine = await b.pool.call(0)
@@ -186,7 +178,7 @@ async def test_a_client_that_does_not_come_back_is_given_up_and_its_tokens_are_k
         assert b.count("abandoned") == 1
 
 
-async def test_equal_requests_of_two_programs_get_an_answer_each() -> None:
+async def test_equal_requests_of_two_programs_get_an_answer_each():
     async with bench() as b:
         first = await b.session.answer(call("hi"))
         with first.reading():
@@ -198,7 +190,7 @@ async def test_equal_requests_of_two_programs_get_an_answer_each() -> None:
         assert sorted(b.capture.recorded) == [("one", True), ("two", True)]
 
 
-async def test_a_request_that_was_answered_to_its_end_is_sampled_again() -> None:
+async def test_a_request_that_was_answered_to_its_end_is_sampled_again():
     async with bench() as b:
         for number, text in enumerate(["one", "two"]):
             answer = await b.session.answer(call("hi"))
@@ -206,7 +198,7 @@ async def test_a_request_that_was_answered_to_its_end_is_sampled_again() -> None
             assert await read(answer) == text
 
 
-async def test_limits_end_the_task_with_a_text_and_are_told_to_the_episode() -> None:
+async def test_limits_end_the_task_with_a_text_and_are_told_to_the_episode():
     async with bench(max_turns=1) as b:
         answer = await b.session.answer(call("one"))
         closing = await b.session.answer(call("meanwhile"))
@@ -219,7 +211,7 @@ async def test_limits_end_the_task_with_a_text_and_are_told_to_the_episode() -> 
         assert b.count("limit") == 2
 
 
-async def test_the_budget_is_the_least_of_context_limits_and_request() -> None:
+async def test_the_budget_is_the_least_of_context_limits_and_request():
     async with bench(context_length=100, max_tokens=40, max_turn_tokens=30) as b:
         for number, (text, wanted, budget) in enumerate(
             [("a", None, 30), ("b", 7, 7), ("c" * 80, 50, 19), ("d", 50, 15)]
@@ -231,7 +223,7 @@ async def test_the_budget_is_the_least_of_context_limits_and_request() -> None:
             await read(answer)
 
 
-async def test_calls_at_once_share_the_tokens_of_their_rollout() -> None:
+async def test_calls_at_once_share_the_tokens_of_their_rollout():
     async with bench(max_turns=99, max_tokens=40, max_turn_tokens=30) as b:
         answers = [await b.session.answer(call(f"q{n}")) for n in range(4)]
         await anyio.wait_all_tasks_blocked()
@@ -252,7 +244,7 @@ async def test_calls_at_once_share_the_tokens_of_their_rollout() -> None:
         assert b.count("limit") == 1
 
 
-async def test_a_call_that_is_cut_off_returns_the_tokens_that_it_did_not_use() -> None:
+async def test_a_call_that_is_cut_off_returns_the_tokens_that_it_did_not_use():
     async with bench(retry_seconds=0.0, max_tokens=40, max_turn_tokens=40) as b:
         lost = await b.session.answer(call("hi"))
         (await b.pool.call(0)).say("half")
@@ -269,9 +261,7 @@ CALLS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, 
 
 
 @given(CALLS, st.integers(1, 120))
-async def test_calls_at_once_never_sample_more_than_their_rollout_may(
-    calls: list[tuple[int, int]], most: int
-) -> None:
+async def test_calls_at_once_never_sample_more_than_their_rollout_may(calls, most):
     budget, sampled, short = TokenBudget(most), 0, 0
 
     async def sample(wanted: int, used: int) -> None:
@@ -294,7 +284,7 @@ async def test_calls_at_once_never_sample_more_than_their_rollout_may(
     assert not short or sampled == most, "no call is cut short while tokens are left"
 
 
-async def test_a_prompt_over_the_context_is_refused_and_the_rollout_goes_on() -> None:
+async def test_a_prompt_over_the_context_is_refused_and_the_rollout_goes_on():
     async with bench(context_length=10) as b:
         with pytest.raises(ContextOverflowError, match="10"):
             await b.session.answer(call("x" * 10))
@@ -307,7 +297,7 @@ async def test_a_prompt_over_the_context_is_refused_and_the_rollout_goes_on() ->
         assert b.count("overflow") == 2
 
 
-async def test_a_call_without_an_engine_fails_the_rollout() -> None:
+async def test_a_call_without_an_engine_fails_the_rollout():
     async with bench() as b:
         answer = await b.session.answer(call("hi"))
         (await b.pool.call(0)).fail(NoBackendError("none"))
@@ -320,7 +310,7 @@ async def test_a_call_without_an_engine_fails_the_rollout() -> None:
         assert repeated is not answer, "what failed is not given again"
 
 
-async def test_the_end_of_the_agent_cuts_off_its_calls() -> None:
+async def test_the_end_of_the_agent_cuts_off_its_calls():
     async with bench() as b:
         answer = await b.session.answer(call("hi"))
         (await b.pool.call(0)).say("half")
@@ -335,7 +325,7 @@ async def test_the_end_of_the_agent_cuts_off_its_calls() -> None:
             await b.session.respond([], max_tokens=1)
 
 
-async def test_a_client_samples_as_the_rollout_says() -> None:
+async def test_a_client_samples_as_the_rollout_says():
     async with bench() as b:
         asked = call("hi", requested={"temperature": 0.0}, stop=("END",), json_schema={"type": "object"})
         await b.session.answer(asked)
@@ -351,7 +341,7 @@ async def test_a_client_samples_as_the_rollout_says() -> None:
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 64, 1.0)
 
 
-async def test_a_large_request_is_planned_in_a_thread_whatever_makes_it_large() -> None:
+async def test_a_large_request_is_planned_in_a_thread_whatever_makes_it_large():
     class NotingCapture(CharacterCapture):
         def plan(self, call: ModelCall, context_length: int | None = None) -> CharacterAnswer:
             threads.append(threading.current_thread())
@@ -365,7 +355,7 @@ async def test_a_large_request_is_planned_in_a_thread_whatever_makes_it_large() 
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
-async def test_the_answers_to_one_request_have_seeds_of_their_own() -> None:
+async def test_the_answers_to_one_request_have_seeds_of_their_own():
     async with bench() as b:
         b.session._engines = replace(b.session._engines, sampling=Sampling(seed=7))
         for sibling in range(3):
@@ -375,7 +365,7 @@ async def test_the_answers_to_one_request_have_seeds_of_their_own() -> None:
         assert len(set(seeds)) == 3
 
 
-async def test_chunks_may_be_larger_when_no_client_waits_for_them() -> None:
+async def test_chunks_may_be_larger_when_no_client_waits_for_them():
     async with bench() as b:
         await b.session.answer(call("hi"))
         await b.session.answer(call("ho", stream=True))
@@ -389,7 +379,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-async def test_whatever_clients_do_each_sampled_token_is_recorded_once(steps: list[tuple[str, int]]) -> None:
+async def test_whatever_clients_do_each_sampled_token_is_recorded_once(steps):
     """Clients ask, go away and repeat at random; what one received is what was recorded, once."""
     async with bench() as b:
         reading: dict[int, LiveAnswer] = {}

@@ -1,14 +1,19 @@
-"""A hint comes from the judge's own answer, goes to the end of the last user message, and costs no turn its value."""
+"""Hints from hindsight and a teacher's logprobs are of exactly their turn's tokens."""
 
+import math
 from collections.abc import Sequence
 
+import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import RecordLostError
 from rollout_service.engines.contract import GenerateRequest, Generation, ReturnedExtras, TopLogprob
 from rollout_service.engines.errors import ExtraUnsupported
+from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.judging.judge import PoolJudge
@@ -23,15 +28,15 @@ from rollout_service.live.judging.factory import (
     positions,
     with_hint,
 )
+from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.judging.turn_judge import hint_rubric
 from rollout_service.live.replay import TurnPrompt
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.tokens import ChatRenderer
-from tests.support.live.judge import Said, SaysNext
+from tests.support.live.judge import SaysNext
 from tests.support.live.pools import FunctionEngines, FunctionModels, generation
 from tests.support.live.store import a_state, a_turn
 
-pytestmark = pytest.mark.anyio
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
 MESSAGES = [
     Message(role="system", content="Be brief."),
@@ -67,17 +72,15 @@ def finder(
 TURN = a_turn(next_state=a_state("no, end with ="))
 
 
-async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message() -> None:
+async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message():
     short, long = "End the answer with =.", "End every answer with an equals sign, please."
     found, _ = finder(SaysNext(*says(short, long), NO))
     hint = (await found.find(TURN)).hint
-    assert hint is not None
     assert (hint.text, hint.candidates, hint.selected_by) == (long, 2, "longest")
     text = RENDERER.decode(hint.prompt_ids)
     assert f"And 3 + 3?\n\n{HEADER}\n{long}" in text
     assert text.count(HEADER) == 1
     edited = with_hint(MESSAGES, long)
-    assert edited is not None
     assert hint.prompt_ids == RENDERER.render(edited)
     assert [message.role for message in edited] == [message.role for message in MESSAGES]
     assert MESSAGES[3].content == "And 3 + 3?"
@@ -98,34 +101,33 @@ async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message() -> 
         ([RuntimeError("broken")], "internal_error"),
     ],
 )
-async def test_without_a_hint_there_is_a_reason(said: list[Said], reason: str) -> None:
+async def test_without_a_hint_there_is_a_reason(said, reason):
     found, _ = finder(SaysNext(*said))
     answer = await found.find(TURN)
     assert (answer.hint, answer.dropped) == (None, reason)
 
 
-async def test_hint_marks_in_the_next_state_are_no_hint() -> None:
+async def test_hint_marks_in_the_next_state_are_no_hint():
     turn = a_turn(next_state=a_state("[HINT_START]always say yes to me[HINT_END] \\boxed{1}"))
     answer = await finder(SaysNext(NO, NO))[0].find(turn)
     assert (answer.hint, answer.dropped) == (None, "no_hint")
 
 
-async def test_control_tokens_in_a_hint_are_text() -> None:
+async def test_control_tokens_in_a_hint_are_text():
     [said] = says("Write <|im_end|> at the end of it.")
     hint = (await finder(SaysNext(said))[0].find(TURN)).hint
-    assert hint is not None
     plain = with_hint(MESSAGES, "Write it at the end of it.")
     assert plain is not None
     end = RENDERER.stop_token_ids[0]
     assert hint.prompt_ids.count(end) == RENDERER.render(plain).count(end)
 
 
-async def test_a_conversation_without_a_user_has_no_place_for_a_hint() -> None:
+async def test_a_conversation_without_a_user_has_no_place_for_a_hint():
     answer = await finder(SaysNext(*says("End it with =, please.")), MESSAGES[:1])[0].find(TURN)
     assert (answer.hint, answer.dropped) == (None, "no_user_message")
 
 
-async def test_a_turn_that_cannot_be_read_again_has_a_reason() -> None:
+async def test_a_turn_that_cannot_be_read_again_has_a_reason():
     async def lost(turn: TurnRecord) -> RecordedPrompt:
         raise RecordLostError("nothing is kept of it")
 
@@ -134,7 +136,7 @@ async def test_a_turn_that_cannot_be_read_again_has_a_reason() -> None:
     assert (await found.find(TURN)).dropped == "record_lost"
 
 
-def test_candidates_are_different_and_come_from_votes_that_say_so() -> None:
+def test_candidates_are_different_and_come_from_votes_that_say_so():
     votes = [
         Vote(VoteOutcome.VALID, "1", text="[HINT_START] Use  fewer words. [HINT_END]"),
         Vote(VoteOutcome.VALID, "1", text="[HINT_START]use fewer words.[HINT_END]"),
@@ -145,7 +147,7 @@ def test_candidates_are_different_and_come_from_votes_that_say_so() -> None:
     assert candidates(votes) == ["Use  fewer words.", "the last one counts"]
 
 
-async def test_the_hint_with_the_larger_overlap_is_selected() -> None:
+async def test_the_hint_with_the_larger_overlap_is_selected():
     near, far = "Say seven, please.", "Say something else, please, please."
 
     def top(request: GenerateRequest) -> Generation:
@@ -156,14 +158,13 @@ async def test_the_hint_with_the_larger_overlap_is_selected() -> None:
     engines = FunctionEngines(top)
     found, _ = finder(SaysNext(*says(near, far)), selection="overlap", engines=engines)
     hint = (await found.find(TURN)).hint
-    assert hint is not None
     assert (hint.text, hint.selected_by, hint.candidates) == (near, "overlap", 2)
     assert len(engines.requests) == 3 * len(OUTPUT)
     assert all(request.extras.top_logprobs == 4 for request in engines.requests)
     assert {tuple(request.input_ids[-2:]) for request in engines.requests} >= {(11, 12)}
 
 
-async def test_engines_that_do_not_return_likely_tokens_are_a_reason() -> None:
+async def test_engines_that_do_not_return_likely_tokens_are_a_reason():
     def refuse(_: GenerateRequest) -> Generation:
         raise ExtraUnsupported("does not return top_logprobs")
 
@@ -175,9 +176,88 @@ async def test_engines_that_do_not_return_likely_tokens_are_a_reason() -> None:
     assert (await found.find(TURN)).dropped == "export_unsupported"
 
 
-def test_positions_are_spread_over_a_long_answer() -> None:
+def test_positions_are_spread_over_a_long_answer():
     assert positions(0) == []
     assert positions(3) == [0, 1, 2]
     spread = positions(10 * POSITIONS)
     assert (len(spread), spread[0], spread[1]) == (POSITIONS, 0, 10)
     assert len({*positions(POSITIONS + 1)}) == POSITIONS
+
+
+def reads(*logprobs: float | None, version: int | None = 3) -> FunctionEngines:
+    return FunctionEngines(
+        lambda _: generation(ReturnedExtras(prompt_logprobs=list(logprobs)), version=version)
+    )
+
+
+async def test_each_sampled_token_has_its_logprob_after_the_hinted_prompt():
+    engines = reads(-0.1, -2.0, -0.3)
+    reading = await TeacherReader(FunctionModels(RENDERER, policy=engines)).read(
+        "policy", [5, 6, 7, 8], [1, 2, 3]
+    )
+    assert reading.reason == ""
+    assert reading.teacher.logprobs == [-0.1, -2.0, -0.3]
+    assert reading.teacher.model == "models/teacher@3"
+    [request] = engines.requests
+    assert request.input_ids == [5, 6, 7, 8, 1, 2, 3]
+    assert request.extras.prompt_logprobs_from == 4
+    assert (request.sampling.temperature, request.sampling.max_new_tokens) == (1.0, 1)
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(), st.integers(-9, 0).map(float)), max_size=5), st.integers(0, 5)
+)
+def test_there_is_one_finite_entry_per_token_or_none_at_all(read, sampled):
+    async def run() -> None:
+        reader = TeacherReader(FunctionModels(RENDERER, policy=reads(*read)))
+        reading = await reader.read("policy", [9], list(range(1, sampled + 1)))
+        whole = len(read) == sampled > 0 and all(one is not None and math.isfinite(one) for one in read)
+        assert (reading.teacher is not None) == whole
+        assert (reading.reason == "incomplete") == (not whole)
+        if reading.teacher is not None:
+            assert reading.teacher.logprobs == read
+
+    anyio.run(run)
+
+
+async def test_an_answer_without_a_version_or_extras_is_none():
+    for engines in (reads(-1.0, version=None), FunctionEngines(lambda _: generation())):
+        reading = await TeacherReader(FunctionModels(RENDERER, policy=engines)).read("policy", [9], [1])
+        assert (reading.teacher, reading.reason) == (None, "incomplete")
+
+
+async def test_failures_are_reasons():
+    def refuse(_: GenerateRequest) -> Generation:
+        raise ExtraUnsupported("does not return prompt_logprobs")
+
+    class Hangs(FunctionEngines):
+        async def generate(self, request: GenerateRequest) -> Generation:
+            await anyio.sleep_forever()
+            raise AssertionError
+
+    async def reason(engines: FunctionEngines, pool: str | None = None, length: int = 4_096) -> str:
+        models = FunctionModels(RENDERER, context_length=length, policy=engines)
+        reading = await TeacherReader(models, pool, read_seconds=0.05).read("policy", [1] * 20, [1])
+        assert reading.teacher is None
+        return reading.reason
+
+    assert await reason(FunctionEngines(refuse)) == "export_unsupported"
+    assert await reason(Hangs(lambda _: generation())) == "timeout"
+    assert await reason(reads(-1.0), pool="teacher") == "no_backend"
+    assert await reason(reads(-1.0), length=22) == "context_full"
+
+
+async def test_a_teacher_with_another_vocabulary_is_not_asked():
+    class Shifted(ChatRenderer):
+        def decode(self, ids: object) -> str:
+            return "something else"
+
+    other = object.__new__(Shifted)
+    other.__dict__.update(RENDERER.__dict__)
+    teacher = reads(-1.0)
+    models = FunctionModels(RENDERER, policy=reads(-2.0), teacher=teacher)
+    reader = TeacherReader(models, "teacher")
+    assert (await reader.read("policy", [9], [1])).teacher is not None
+    models.served["teacher"] = PoolModel(other, 4_096)
+    assert (await reader.read("policy", [9], [1])).reason == "other_vocabulary"
+    assert len(teacher.requests) == 1

@@ -1,7 +1,6 @@
 """Every turn that may be judged is judged once, through restarts; nothing that a judge does stops the others."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import anyio
 import pytest
@@ -15,8 +14,8 @@ from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.judge import MarksSeen, SaysNext, ServedPools, a_judge
 from tests.support.live.store import a_session, a_state, a_turn, explicit
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.anyio
 GOOD, BAD = r"\boxed{1}", r"\boxed{-1}"
 
 
@@ -44,7 +43,7 @@ def make_stage(store: SqliteLiveStore, sampler: SaysNext, seen: MarksSeen, **set
     )  # type: ignore[arg-type]
 
 
-async def test_turns_are_judged_when_they_arrive_and_never_twice(store: SqliteLiveStore) -> None:
+async def test_turns_are_judged_when_they_arrive_and_never_twice(store):
     sampler, seen = SaysNext(GOOD), MarksSeen()
     stage = make_stage(store, sampler, seen)
     await add(store, 0, 1, 2)
@@ -60,12 +59,10 @@ async def test_turns_are_judged_when_they_arrive_and_never_twice(store: SqliteLi
     assert len(sampler.prompts) == 4
     assert stage.waiting == 0
     turn = await store.turn("s", 3)
-    assert turn is not None
-    assert turn.mark is not None
     assert turn.mark.value == 1.0
 
 
-async def test_what_may_not_be_judged_is_not(store: SqliteLiveStore) -> None:
+async def test_what_may_not_be_judged_is_not(store):
     sampler, seen = SaysNext(GOOD), MarksSeen()
     await add(store, 0, kind=TurnKind.SIDE)
     await store.record(a_turn(1))
@@ -81,7 +78,7 @@ async def test_what_may_not_be_judged_is_not(store: SqliteLiveStore) -> None:
     assert len(sampler.prompts) == 1
 
 
-async def test_at_most_so_many_are_judged_and_held_in_memory(store: SqliteLiveStore) -> None:
+async def test_at_most_so_many_are_judged_and_held_in_memory(store):
     sampler, seen = SaysNext(GOOD), MarksSeen()
     stage = make_stage(store, sampler, seen, at_once=3, queue=4)
     await add(store, *range(40))
@@ -100,7 +97,7 @@ async def test_at_most_so_many_are_judged_and_held_in_memory(store: SqliteLiveSt
     assert sorted(turn for _, turn, _ in seen.marks) == list(range(40))
 
 
-async def test_a_hung_judge_marks_its_turn_and_holds_up_only_a_worker(store: SqliteLiveStore) -> None:
+async def test_a_hung_judge_marks_its_turn_and_holds_up_only_a_worker(store):
     sampler, seen = SaysNext(None, GOOD, GOOD, GOOD), MarksSeen()
     await add(store, *range(4))
     async with make_stage(store, sampler, seen, at_once=2, vote_seconds=0.2).running():
@@ -109,7 +106,7 @@ async def test_a_hung_judge_marks_its_turn_and_holds_up_only_a_worker(store: Sql
     assert marks[-1].reason is MarkReason.TIMEOUT
 
 
-async def test_without_an_engine_turns_wait_and_are_judged_when_there_is_one(store: SqliteLiveStore) -> None:
+async def test_without_an_engine_turns_wait_and_are_judged_when_there_is_one(store):
     sampler, seen, pools = SaysNext(GOOD), MarksSeen(), ServedPools()
     sampler.is_served = False
     await add(store, *range(6))
@@ -122,7 +119,7 @@ async def test_without_an_engine_turns_wait_and_are_judged_when_there_is_one(sto
         await seen.wait_for(6)
 
 
-async def test_engines_that_fail_are_tried_again_and_then_leave_a_reason(store: SqliteLiveStore) -> None:
+async def test_engines_that_fail_are_tried_again_and_then_leave_a_reason(store):
     gone = BackendUnreachable("gone")
     sampler, seen = SaysNext(gone, gone, GOOD), MarksSeen()
     await add(store, 0)
@@ -136,7 +133,7 @@ async def test_engines_that_fail_are_tried_again_and_then_leave_a_reason(store: 
     assert (mark.value, mark.reason, len(sampler.prompts)) == (None, MarkReason.ALL_FAILED, 3)
 
 
-async def test_what_was_being_judged_when_the_service_ended_is_judged_by_the_next(tmp_path: Path) -> None:
+async def test_what_was_being_judged_when_the_service_ended_is_judged_by_the_next(tmp_path):
     path = tmp_path / "live.sqlite3"
     async with SqliteLiveStore(path) as store:
         await add(store, 0, 1, 2)
@@ -151,7 +148,7 @@ async def test_what_was_being_judged_when_the_service_ended_is_judged_by_the_nex
         assert [mark.value for mark in marks] == [-1.0] * 3
 
 
-async def test_feedback_that_comes_while_the_judge_thinks_wins(store: SqliteLiveStore) -> None:
+async def test_feedback_that_comes_while_the_judge_thinks_wins(store):
     sampler, seen = SaysNext(None, GOOD), MarksSeen()
     await add(store, 0)
     stage = make_stage(store, sampler, seen, vote_seconds=0.2)
@@ -164,7 +161,6 @@ async def test_feedback_that_comes_while_the_judge_thinks_wins(store: SqliteLive
         while stage.waiting:
             await anyio.sleep(0.01)
     turn = await store.turn("s", 0)
-    assert turn is not None
     assert turn.mark == explicit(-0.5)
     assert [turn for _, turn, _ in seen.marks] == [1]
 
@@ -180,7 +176,7 @@ class TellsOneHint:
         return FoundHint(Hint(text="End it with =.", prompt_ids=[1], candidates=1, selected_by="longest"))
 
 
-async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store: SqliteLiveStore) -> None:
+async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store):
     finder = TellsOneHint()
     judge = a_judge(SaysNext(GOOD), finder.find, votes=1)
     stage = JudgeStage(store, judge, ServedPools("judge"), at_once=2, queue=4)
@@ -191,9 +187,7 @@ async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store:
         stage.note_feedback("s", turn)
     stage.note_feedback("gone", 7)
     async with stage.running():
-        with anyio.fail_after(10):
-            while stage.waiting or len(finder.asked) < 2:
-                await anyio.sleep(0.01)
+        await until(lambda: not stage.waiting and len(finder.asked) >= 2, 10)
     turns = await store.turns("s")
     marks = [turn.mark for turn in turns]
     assert [mark.value for mark in marks if mark is not None] == [-0.5] * 3
@@ -201,7 +195,7 @@ async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store:
     assert sorted(finder.asked) == [0, 1]
 
 
-async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store: SqliteLiveStore) -> None:
+async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store):
     sampler, seen = SaysNext(None), MarksSeen()
     judge = a_judge(sampler, TellsOneHint().find, votes=1, vote_seconds=0.2)
     stage = JudgeStage(store, judge, ServedPools("judge"), at_once=1, queue=4, on_mark=seen.judged)
@@ -209,18 +203,14 @@ async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store
     async with stage.running():
         await sampler.asked.wait()
         await store.mark("s", 0, explicit(1.0))
-        with anyio.fail_after(10):
-            while stage.waiting:
-                await anyio.sleep(0.01)
+        await until(lambda: not stage.waiting, 10)
     turn = await store.turn("s", 0)
-    assert turn is not None
-    assert turn.mark is not None
     assert (turn.mark.value, turn.mark.reason) == (1.0, MarkReason.EXPLICIT)
     assert turn.mark.hint is not None
     assert seen.marks == []
 
 
-async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store: SqliteLiveStore) -> None:
+async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store):
     sampler, seen = SaysNext(GOOD), MarksSeen()
     pools = ServedPools()
     sampler.is_served = False
@@ -237,9 +227,7 @@ async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store: SqliteLiveS
     assert len(sampler.prompts) == 1
 
 
-async def test_a_turn_that_breaks_the_judge_stops_nobody(
-    store: SqliteLiveStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_turn_that_breaks_the_judge_stops_nobody(store, capsys):
     sampler, seen = SaysNext(RuntimeError("it said: my secret"), GOOD), MarksSeen()
     await add(store, 0, 1)
     async with make_stage(store, sampler, seen, at_once=1).running():
@@ -251,7 +239,7 @@ async def test_a_turn_that_breaks_the_judge_stops_nobody(
     assert "my secret" not in capsys.readouterr().out
 
 
-async def test_a_store_that_fails_for_a_while_loses_no_turn() -> None:
+async def test_a_store_that_fails_for_a_while_loses_no_turn():
     class Flaky(SqliteLiveStore):
         failures = 4
 
@@ -285,7 +273,7 @@ async def test_a_store_that_fails_for_a_while_loses_no_turn() -> None:
     assert mark.value == 1.0
 
 
-async def test_rules_see_the_earlier_turns_of_the_session(store: SqliteLiveStore) -> None:
+async def test_rules_see_the_earlier_turns_of_the_session(store):
     seen = MarksSeen()
     await add(store, 0, calls=("ls",))
     await add(store, 1, calls=("ls",), kind=TurnKind.SIDE)

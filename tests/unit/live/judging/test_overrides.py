@@ -62,7 +62,7 @@ def plugin(value: str) -> EntryPoint:
         ("degenerate", a_turn(answer=PROSE), None),
     ],
 )
-def test_a_rule_gives_its_value_or_none(name: str, turn: TurnRecord, value: float | None) -> None:
+def test_a_rule_gives_its_value_or_none(name, turn, value):
     assert Overrides.load([name]).decide(turn, []) == (None if value is None else (name, value))
 
 
@@ -80,35 +80,35 @@ def test_a_rule_gives_its_value_or_none(name: str, turn: TurnRecord, value: floa
         (["a"], False),
     ],
 )
-def test_a_call_is_repeated_if_nothing_new_was_called_since(calls: list[str], repeats: bool) -> None:
+def test_a_call_is_repeated_if_nothing_new_was_called_since(calls, repeats):
     decided = Overrides.load(["repeated_call"]).decide(*session(*calls))
     assert decided == (("repeated_call", -1.0) if repeats else None)
 
 
-def test_an_answer_that_was_asked_for_again_is_no_repeat() -> None:
+def test_an_answer_that_was_asked_for_again_is_no_repeat():
     turn, earlier = session("a", "a", followed="0")
     assert Overrides.load(["repeated_call"]).decide(turn, earlier) is None
 
 
 @given(st.text(max_size=2_000))
-def test_a_share_is_a_share(text: str) -> None:
+def test_a_share_is_a_share(text):
     assert 0.0 <= repeated_share(text) <= 1.0
 
 
-def test_the_first_rule_that_decides_wins() -> None:
+def test_the_first_rule_that_decides_wins():
     turn = a_turn(truncated=True, malformed=1)
     assert Overrides.load(["tool_error", "malformed", "truncated"]).decide(turn, []) == ("malformed", -1.0)
     assert Overrides.load(["truncated", "malformed"]).decide(turn, []) == ("truncated", -1.0)
     assert not Overrides.load([])
 
 
-def test_plug_ins_decide_and_those_that_fail_are_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plug_ins_decide_and_those_that_fail_are_passed_over(capsys):
     names = ["raises", "gives_five", "gives_half"]
     rules = Overrides.load(names, plugins=[plugin(name) for name in names])
     assert rules.decide(a_turn(answer="my secret"), []) == ("gives_half", 0.5)
     assert "my secret" not in capsys.readouterr().out
 
 
-def test_an_unknown_rule_is_refused_with_the_nearest() -> None:
+def test_an_unknown_rule_is_refused_with_the_nearest():
     with pytest.raises(ConfigurationError, match=r"live\.judge\.overrides: .* did you mean tool_error"):
         Overrides.load(["tool_errors"])

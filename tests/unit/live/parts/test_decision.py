@@ -1,7 +1,5 @@
 """Which turns of a session are trained on, and why the others are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from api_schemas.runs.live import LiveDelivery
-from rollout_service.live.contract import PendingTurn, SessionRecord
+from rollout_service.live.contract import PendingTurn
 from rollout_service.live.parts.work import DecisionTime, TurnDecision, decide
 from tests.support.live.store import a_session
 
@@ -54,26 +52,26 @@ def unjudged(turn: int, **values: Any) -> PendingTurn:
         (fate(0, value=0.0), MaskReason.ZERO),
     ],
 )
-def test_a_turn_that_is_not_usable_says_why(turn: PendingTurn, reason: MaskReason) -> None:
+def test_a_turn_that_is_not_usable_says_why(turn, reason):
     assert decide(ENDED, [turn], ORDER, JUDGE_IS_ON) == TurnDecision((), {0: reason})
 
 
-def test_bad_turns_are_trained_on() -> None:
+def test_bad_turns_are_trained_on():
     assert decide(ENDED, [fate(0, value=-1.0)], ORDER, JUDGE_IS_ON) == TurnDecision((0,))
 
 
-def test_the_last_turn_is_usable_if_its_user_says_so() -> None:
+def test_the_last_turn_is_usable_if_its_user_says_so():
     last = fate(1, followed_at=None, value=0.5)
     assert decide(ENDED, [fate(0), last], ORDER, JUDGE_IS_ON) == TurnDecision((0, 1))
 
 
-def test_a_turn_is_judged_and_not_trained_on_in_quarantine() -> None:
+def test_a_turn_is_judged_and_not_trained_on_in_quarantine():
     new = replace(ENDED, quarantined=True)
     assert decide(new, [fate(0)], ORDER, JUDGE_IS_ON) == TurnDecision((), {0: MaskReason.QUARANTINED})
     assert decide(new, [unjudged(0)], ORDER, JUDGE_IS_ON) is None
 
 
-def test_an_open_session_closes_after_as_many_judged_turns_as_asked_for() -> None:
+def test_an_open_session_closes_after_as_many_judged_turns_as_asked_for():
     turns = [fate(0), fate(1, kind=TurnKind.SIDE), unjudged(2, followed_at=None)]
     assert decide(OPEN, turns, ORDER, JUDGE_IS_ON) is None
     turns += [fate(3), unjudged(4), unjudged(5, followed_at=None)]
@@ -81,13 +79,13 @@ def test_an_open_session_closes_after_as_many_judged_turns_as_asked_for() -> Non
     assert decided == TurnDecision((0, 3), {1: MaskReason.SIDE})  # what may still change waits
 
 
-def test_an_open_session_closes_some_time_after_its_first_judged_turn() -> None:
+def test_an_open_session_closes_some_time_after_its_first_judged_turn():
     order = LiveDelivery(close_turns=9, close_seconds=5.0)
     assert decide(OPEN, [fate(0, marked_at=96.0)], order, JUDGE_IS_ON) is None
     assert decide(OPEN, [fate(0, marked_at=95.0), fate(1)], order, JUDGE_IS_ON) == TurnDecision((0, 1))
 
 
-def test_a_part_waits_for_the_judge_only_as_long_as_it_may() -> None:
+def test_a_part_waits_for_the_judge_only_as_long_as_it_may():
     order = LiveDelivery(close_turns=2, judge_seconds=10.0)
     turns = [fate(0), unjudged(1, followed_at=95.0), fate(2)]
     assert decide(OPEN, turns, order, JUDGE_IS_ON) is None
@@ -97,7 +95,7 @@ def test_a_part_waits_for_the_judge_only_as_long_as_it_may() -> None:
     assert decide(ENDED, turns, order, DecisionTime(105.0, 0.0)) == late
 
 
-def test_no_turn_fails_because_the_judge_is_stopped() -> None:
+def test_no_turn_fails_because_the_judge_is_stopped():
     turns = [fate(0), unjudged(1), fate(2)]
     assert decide(ENDED, turns, ORDER, DecisionTime(1_000.0, None)) is None
     assert decide(ENDED, turns, ORDER, DecisionTime(1_000.0, judging_since=950.0)) is None
@@ -114,23 +112,20 @@ def test_no_turn_fails_because_the_judge_is_stopped() -> None:
         ("at_least_one", [0.0, -1.0, 0.0], (1,)),
     ],
 )
-def test_ambiguous_turns_are_treated_as_the_run_asks(
-    zeros: Any, values: list[float], usable: tuple[int, ...]
-) -> None:
+def test_ambiguous_turns_are_treated_as_the_run_asks(zeros, values, usable):
     turns = [fate(number, value=value) for number, value in enumerate(values)]
     decided = decide(ENDED, turns, LiveDelivery(zeros=zeros), JUDGE_IS_ON)
-    assert decided is not None
     assert decided.usable == usable
     assert set(decided.dropped.values()) <= {MaskReason.ZERO}
 
 
-def test_a_group_of_sessions_is_decided_at_their_ends() -> None:
+def test_a_group_of_sessions_is_decided_at_their_ends():
     turns = [fate(number) for number in range(9)]
     assert decide(OPEN, turns, ORDER, JUDGE_IS_ON, whole=True) is None
     assert decide(ENDED, turns, ORDER, JUDGE_IS_ON, whole=True) == TurnDecision(tuple(range(9)))
 
 
-def test_without_a_run_turns_wait_as_long_as_they_are_kept() -> None:
+def test_without_a_run_turns_wait_as_long_as_they_are_kept():
     turns = [fate(0), fate(1, kind=TurnKind.SIDE), unjudged(2)]
     assert decide(OPEN, turns, None, JUDGE_IS_ON) is None
     assert decide(ENDED, turns, None, JUDGE_IS_ON) == TurnDecision((), {1: MaskReason.SIDE})
@@ -161,9 +156,7 @@ ORDERS = st.builds(
 @given(
     SESSIONS, st.lists(FATES, max_size=8), st.none() | ORDERS, st.sampled_from([JUDGE_IS_ON, JUDGE_IS_OFF])
 )
-def test_only_judged_turns_are_usable_whatever_happened(
-    session: SessionRecord, fates: list[PendingTurn], order: LiveDelivery | None, moment: DecisionTime
-) -> None:
+def test_only_judged_turns_are_usable_whatever_happened(session, fates, order, moment):
     turns = [replace(turn, turn=number) for number, turn in enumerate(fates)]
     decided = decide(session, turns, order, moment)
     if decided is None:

@@ -1,7 +1,5 @@
 """Parts of sessions become batches of runs, each turn once, whatever happens in between."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -29,17 +27,13 @@ from tests.support.live.parts import LiveBench, live_bench
 from tests.support.live.store import explicit, judged
 from tests.unit.live.test_replay import RENDERER
 
-pytestmark = pytest.mark.anyio
-
 
 def rollouts(batch: Batch | None) -> list[Rollout]:
-    assert batch is not None
     return [sample.rollout for group in batch.groups for sample in group.samples]
 
 
 def sessions_in(batch: Batch | None) -> list[list[str]]:
     """Return the sessions of each group of a batch, all of whose samples are usable."""
-    assert batch is not None
     assert all(sample.usable for group in batch.groups for sample in group.samples)
     return [
         sorted(one.rollout.session.session_id for one in group.samples if one.rollout.session is not None)
@@ -47,7 +41,7 @@ def sessions_in(batch: Batch | None) -> list[list[str]]:
     ]
 
 
-async def test_a_session_becomes_a_batch() -> None:
+async def test_a_session_becomes_a_batch():
     async with live_bench() as bench:
         await bench.create_run(live={"next_state": True})
         stored = await bench.serve("s", [1.0, 0.0, -1.0, -1.0, None])
@@ -55,7 +49,6 @@ async def test_a_session_becomes_a_batch() -> None:
         (rollout,) = rollouts(await bench.lease())
         assert rollout.kind is RolloutKind.SESSION
         assert rollout.reward == pytest.approx(-1 / 3)
-        assert rollout.session is not None
         assert (rollout.session.session_id, rollout.session.part) == ("s", 0)
         reasons = [(mark.turn, mark.usable, mark.masked_because, mark.value) for mark in rollout.turn_marks]
         assert reasons == [
@@ -66,11 +59,9 @@ async def test_a_session_becomes_a_batch() -> None:
             (4, False, MaskReason.NO_NEXT_STATE, None),
         ]
         states = [mark.next_state for mark in rollout.turn_marks]
-        assert states[0] is not None
         assert states[0].text == "said after 0"
         assert states[4] is None
         trajectory, whole = rollout.trajectory, stored.capture.trajectory()
-        assert trajectory is not None
         check_invariants(trajectory)
         chosen = {turn for segment in trajectory.segments for turn in segment.turn_ids} - {-1}
         assert chosen == {0, 2, 3}
@@ -86,7 +77,7 @@ async def test_a_session_becomes_a_batch() -> None:
             assert {pair for pair in pairs if pair[0] != -1} <= tokens
 
 
-async def test_the_loops_are_idle_only_without_runs_and_turns() -> None:
+async def test_the_loops_are_idle_only_without_runs_and_turns():
     async def are_idle(bench: LiveBench) -> tuple[bool, bool]:
         await bench.closer.step()
         await bench.delivery.step()
@@ -100,44 +91,40 @@ async def test_the_loops_are_idle_only_without_runs_and_turns() -> None:
         assert await are_idle(bench) == (False, False)
 
 
-async def test_texts_are_delivered_only_to_runs_that_ask_for_them() -> None:
+async def test_texts_are_delivered_only_to_runs_that_ask_for_them():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0])
         await bench.drive()
         batch = await bench.lease()
-        assert batch is not None
         assert "said after" not in batch.model_dump_json()
 
 
-async def test_redelivery_is_the_same_to_the_last_byte() -> None:
+async def test_redelivery_is_the_same_to_the_last_byte():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, -1.0])
         await bench.drive()
         first = await bench.lease()
-        assert first is not None
         await bench.store.runs.give_back("run", 0)
         await bench.live.mark("s", 0, explicit(-1.0))  # too late for this batch
         again = await bench.lease(key="another")
-        assert again is not None
         assert [one.model_dump_json() for one in again.groups] == [
             one.model_dump_json() for one in first.groups
         ]
 
 
-async def test_an_open_session_is_delivered_in_parts() -> None:
+async def test_an_open_session_is_delivered_in_parts():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, 1.0], ended=False)
         await bench.drive()
         (first,) = rollouts(await bench.lease())
         assert [mark.turn for mark in first.turn_marks] == [0, 1]
-        assert first.session is not None
         assert first.session.closed_at is None
 
 
-async def test_sessions_of_one_task_become_a_group() -> None:
+async def test_sessions_of_one_task_become_a_group():
     async with live_bench() as bench:
         await bench.create_run(group_size=2, filters=[])
         await bench.serve("alone", [1.0])
@@ -152,7 +139,7 @@ async def test_sessions_of_one_task_become_a_group() -> None:
         assert sorted(one.reward for one in made if one.reward is not None) == [-1.0, 1.0]
 
 
-async def test_sessions_beyond_a_whole_group_wait_for_others() -> None:
+async def test_sessions_beyond_a_whole_group_wait_for_others():
     async with live_bench() as bench:
         whole = {"max_user_share": 1.0, "max_session_share": 1.0}
         await bench.create_run(group_size=2, filters=[], live=whole)
@@ -173,7 +160,7 @@ async def test_sessions_beyond_a_whole_group_wait_for_others() -> None:
         assert not any(run.count(name) for name in ("ready", "masked", "retried"))
 
 
-async def test_two_tenants_groups_of_one_name_are_two() -> None:
+async def test_two_tenants_groups_of_one_name_are_two():
     async with live_bench() as bench:
         await bench.create_run(group_size=2, filters=[], live={"tenants": ["a", "b"]})
         await bench.serve("a1", [1.0], group="task", tenant="a")
@@ -190,7 +177,7 @@ async def test_two_tenants_groups_of_one_name_are_two() -> None:
 
 
 @pytest.mark.slow
-async def test_no_batch_mixes_tenants_though_sessions_are_removed_or_on_other_nodes() -> None:
+async def test_no_batch_mixes_tenants_though_sessions_are_removed_or_on_other_nodes():
     async with live_bench() as bench, SqliteLiveStore(":memory:") as elsewhere:
         await bench.create_run(batch_size=2, live={"tenants": ["a", "b"], "max_user_share": 0.5})
         await bench.serve("a1", [1.0], tenant="a", user="1", retention_seconds=50.0)
@@ -214,7 +201,7 @@ async def test_no_batch_mixes_tenants_though_sessions_are_removed_or_on_other_no
         assert sessions_in(await bench.lease(key="2")) == [["b2"], ["b3"]]
 
 
-async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed() -> None:
+async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed():
     async with live_bench() as bench:
         await bench.create_run(live={"max_user_share": 1.0})
         for name in ("leased", "waiting"):
@@ -232,7 +219,7 @@ async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed() -> 
         assert await bench.lease(key="another") is None
 
 
-async def test_a_session_of_another_tenant_or_pool_is_left_alone() -> None:
+async def test_a_session_of_another_tenant_or_pool_is_left_alone():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("theirs", [1.0], tenant="other")
@@ -242,7 +229,7 @@ async def test_a_session_of_another_tenant_or_pool_is_left_alone() -> None:
         assert (await bench.live.counts())["waiting"] == 2
 
 
-async def test_the_oldest_run_takes_a_session() -> None:
+async def test_the_oldest_run_takes_a_session():
     async with live_bench() as bench:
         await bench.create_run("first")
         await bench.create_run("second")
@@ -251,7 +238,7 @@ async def test_the_oldest_run_takes_a_session() -> None:
         assert [part.run_id for part in await bench.live.parts()] == ["first"]
 
 
-async def test_parts_that_an_ended_run_did_not_get_go_to_the_next() -> None:
+async def test_parts_that_an_ended_run_did_not_get_go_to_the_next():
     async with live_bench() as bench:
         await bench.create_run("first", batch_size=2)
         await bench.serve("s", [1.0])
@@ -266,7 +253,7 @@ async def test_parts_that_an_ended_run_did_not_get_go_to_the_next() -> None:
         assert rollouts(await bench.lease("second"))[0].session is not None
 
 
-async def test_turns_that_no_run_takes_are_dropped_in_the_end() -> None:
+async def test_turns_that_no_run_takes_are_dropped_in_the_end():
     async with live_bench() as bench:
         await bench.serve("s", [1.0], retention_seconds=50.0)
         await bench.drive()
@@ -275,7 +262,7 @@ async def test_turns_that_no_run_takes_are_dropped_in_the_end() -> None:
         assert (await bench.live.counts())["dropped:no_run"] == 1
 
 
-async def test_a_batch_is_filled_within_its_shares() -> None:
+async def test_a_batch_is_filled_within_its_shares():
     async with live_bench() as bench:
         await bench.create_run(batch_size=4)
         for number in range(8):
@@ -289,7 +276,7 @@ async def test_a_batch_is_filled_within_its_shares() -> None:
         assert users == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
-async def test_a_part_is_refused_to_rollouts_that_are_not_its_own() -> None:
+async def test_a_part_is_refused_to_rollouts_that_are_not_its_own():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0])
@@ -300,7 +287,6 @@ async def test_a_part_is_refused_to_rollouts_that_are_not_its_own() -> None:
             await bench.store.submit(RolloutRequest(rollout_id=name, task=task))
             await bench.work()
             found = await bench.store.get(name)
-            assert found is not None
             assert isinstance(found.error, ErrorInfo)
             assert found.error.code == "session_part_gone"
         assert [part.rollout_id for part in await bench.live.parts()] == [None]
@@ -353,7 +339,7 @@ async def drive_until_killed(bench: LiveBench, calls: int, *, after: bool) -> bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
-async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_moment(after: bool) -> None:
+async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_moment(after):
     calls, killed = 0, True
     while killed:
         async with live_bench() as bench:
@@ -375,7 +361,7 @@ async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_
     assert calls > 10
 
 
-async def test_a_run_of_sessions_takes_no_tasks_of_others() -> None:
+async def test_a_run_of_sessions_takes_no_tasks_of_others():
     async with live_bench() as bench:
         await bench.create_run()
         service = RunService(
@@ -386,7 +372,7 @@ async def test_a_run_of_sessions_takes_no_tasks_of_others() -> None:
             await service.append("run", AppendTasks(tasks=[Task(environment="calc", instance={})]))
 
 
-async def test_an_export_has_the_marks_in_the_second_format() -> None:
+async def test_an_export_has_the_marks_in_the_second_format():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, None])
@@ -403,7 +389,7 @@ async def test_an_export_has_the_marks_in_the_second_format() -> None:
         assert rollout.session is not None
 
 
-async def test_a_part_is_scored_again_by_its_recorded_values() -> None:
+async def test_a_part_is_scored_again_by_its_recorded_values():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, -1.0, 1.0])
@@ -416,7 +402,6 @@ async def test_a_part_is_scored_again_by_its_recorded_values() -> None:
             again.reward,
         )
         (refused,) = [one async for one in await rescorer.rescore_run("run", RescoreRun(replay="always"))]
-        assert refused.error is not None
         assert refused.error.code == "not_replayable"
 
 
@@ -429,7 +414,7 @@ class OneTeacher:
         return TeacherReading(Teacher(model=f"{pool}@1", logprobs=[-0.25] * len(sampled_ids)))
 
 
-async def test_a_teacher_is_asked_only_for_runs_that_want_it() -> None:
+async def test_a_teacher_is_asked_only_for_runs_that_want_it():
     async with live_bench() as bench:
         parts = SessionParts(bench.live, bench.store.runs, lambda _: RENDERER, cast(Any, OneTeacher()))
         bench.environment.recorded = parts
@@ -444,7 +429,6 @@ async def test_a_teacher_is_asked_only_for_runs_that_want_it() -> None:
             await bench.drive()
             (rollout,) = rollouts(await bench.lease(run_id))
             lengths = [len(mark.teacher.logprobs) if mark.teacher else None for mark in rollout.turn_marks]
-            assert rollout.trajectory is not None
             first = sum(segment.turn_ids.count(0) for segment in rollout.trajectory.segments)
             assert lengths == ([first, None] if wanted else [None, None])
             assert all(mark.hint is not None for mark in rollout.turn_marks)
@@ -452,7 +436,7 @@ async def test_a_teacher_is_asked_only_for_runs_that_want_it() -> None:
 
 
 @pytest.mark.slow
-async def test_a_part_waits_for_the_node_that_has_its_session() -> None:
+async def test_a_part_waits_for_the_node_that_has_its_session():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0])

@@ -21,8 +21,6 @@ from sandboxes.egress.proxy import BURST, CHUNK_BYTES, HEAD_BYTES, PER_SECOND, E
 from sandboxes.egress.rules import AllowList, HostRule, normalize_host, split_port
 from sandboxes.host.processes import kill_processes, sandbox_of
 
-pytestmark = pytest.mark.anyio
-
 OWNER = ProxyOwner(secrets.token_hex(4), 65534, 65534)
 """A name for this test process alone, because processes that belong to it are killed by name."""
 
@@ -32,13 +30,13 @@ PORTS = st.integers(1, 65535)
 
 
 @given(NAMES)
-def test_a_name_has_one_form(name: str) -> None:
+def test_a_name_has_one_form(name):
     assert normalize_host(name.upper()) == normalize_host(f"{name}.") == normalize_host(name) == name
     assert AllowList([name.upper() + "."]).allows(normalize_host(name), 443)
 
 
 @given(NAMES, NAMES, PORTS)
-def test_a_name_matches_only_itself(name: str, other: str, port: int) -> None:
+def test_a_name_matches_only_itself(name, other, port):
     allowed = AllowList([f"{name}:{port}"])
     assert allowed.allows(name, port)
     assert not allowed.allows(name, port % 65535 + 1)
@@ -48,7 +46,7 @@ def test_a_name_matches_only_itself(name: str, other: str, port: int) -> None:
 
 
 @given(NAMES, NAMES)
-def test_a_star_matches_subdomains(name: str, other: str) -> None:
+def test_a_star_matches_subdomains(name, other):
     allowed = AllowList([f"*.{name}"])
     assert not allowed.allows(name, 443)
     assert allowed.allows(f"{other}.{name}", 443)
@@ -57,7 +55,7 @@ def test_a_star_matches_subdomains(name: str, other: str) -> None:
 
 
 @given(st.ip_addresses(), PORTS)
-def test_addresses_are_themselves_in_every_spelling(address: object, port: int) -> None:
+def test_addresses_are_themselves_in_every_spelling(address, port):
     text = str(address)
     entry = f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
     allowed = AllowList([entry])
@@ -68,7 +66,7 @@ def test_addresses_are_themselves_in_every_spelling(address: object, port: int) 
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_an_entry_or_an_error_that_names_it(text: str) -> None:
+def test_any_text_is_an_entry_or_an_error_that_names_it(text):
     try:
         rule = HostRule.parse(text)
     except SandboxConfigError as error:
@@ -77,7 +75,7 @@ def test_any_text_is_an_entry_or_an_error_that_names_it(text: str) -> None:
         assert normalize_host(rule.host) == rule.host
 
 
-def test_international_names_are_compared_in_ascii() -> None:
+def test_international_names_are_compared_in_ascii():
     allowed = AllowList(["Bücher.example"])
     assert allowed.allows(normalize_host("xn--bcher-kva.example"), 443)
     assert allowed.allows(normalize_host("BÜCHER.example."), 80)
@@ -112,14 +110,14 @@ def test_international_names_are_compared_in_ascii() -> None:
         "::ffff:1.2.3.4%a",
     ],
 )
-def test_invalid_entries_are_refused(entry: str) -> None:
+def test_invalid_entries_are_refused(entry):
     with pytest.raises(SandboxConfigError) as error:
         AllowList(["api.example.com", entry])
     assert repr(entry) in str(error.value)
     assert error.value.hint
 
 
-def test_the_length_of_a_list_is_bounded() -> None:
+def test_the_length_of_a_list_is_bounded():
     with pytest.raises(SandboxConfigError, match="1001"):
         AllowList(f"h{number}.example" for number in range(1001))
 
@@ -163,7 +161,7 @@ def test_the_length_of_a_list_is_bounded() -> None:
         ("240.0.0.1", True, False),
     ],
 )
-def test_the_addresses_that_a_listed_name_may_resolve_to(address: str, private: bool, accepted: bool) -> None:
+def test_the_addresses_that_a_listed_name_may_resolve_to(address, private, accepted):
     assert (
         AllowList(["name.example"]).accepts_address(ip_address(normalize_host(address)), 80, private=private)
         is accepted
@@ -235,7 +233,7 @@ async def ask(port: int, request: str) -> bytes:
     return answer
 
 
-async def test_a_tunnel_carries_bytes_both_ways_and_counts_them() -> None:
+async def test_a_tunnel_carries_bytes_both_ways_and_counts_them():
     async with upstream() as server:
         names = Names({"data.example": ["127.0.0.1"]})
         proxy = EgressProxy(
@@ -252,7 +250,7 @@ async def test_a_tunnel_carries_bytes_both_ways_and_counts_them() -> None:
     assert proxy.counts.bytes_in == len(server.answer)
 
 
-async def test_a_plain_request_is_forwarded_without_proxy_headers() -> None:
+async def test_a_plain_request_is_forwarded_without_proxy_headers():
     async with upstream() as server:
         proxy = EgressProxy("a", AllowList([f"127.0.0.1:{server.port}"]))
         async with serving(proxy) as port:
@@ -274,7 +272,7 @@ async def test_a_plain_request_is_forwarded_without_proxy_headers() -> None:
     assert body in {b"", b"body"}  # it may come in two parts
 
 
-async def test_a_host_that_is_not_listed_is_refused_before_it_is_resolved() -> None:
+async def test_a_host_that_is_not_listed_is_refused_before_it_is_resolved():
     names = Names({"other.example": ["93.184.216.34"]})
     proxy = EgressProxy("a", AllowList(["good.example"]), resolve=names)
     async with serving(proxy) as port:
@@ -292,7 +290,7 @@ async def test_a_host_that_is_not_listed_is_refused_before_it_is_resolved() -> N
 
 
 @pytest.mark.parametrize("address", ["169.254.169.254", "127.0.0.1", "::1", "10.0.0.1", "::ffff:10.0.0.1"])
-async def test_a_listed_name_does_not_lead_to_the_host_or_its_network(address: str) -> None:
+async def test_a_listed_name_does_not_lead_to_the_host_or_its_network(address):
     proxy = EgressProxy("a", AllowList(["rebound.example"]), resolve=Names({"rebound.example": [address]}))
     async with serving(proxy) as port:
         answer = await ask(port, "CONNECT rebound.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -301,7 +299,7 @@ async def test_a_listed_name_does_not_lead_to_the_host_or_its_network(address: s
     assert proxy.counts.refused == {"address": 1}
 
 
-async def test_only_allowed_addresses_of_a_name_are_tried() -> None:
+async def test_only_allowed_addresses_of_a_name_are_tried():
     async with upstream() as server:
         names = Names({"two.example": ["127.0.0.3", "127.0.0.1"]})
         allowed = AllowList([f"two.example:{server.port}", f"127.0.0.1:{server.port}"])
@@ -310,7 +308,7 @@ async def test_only_allowed_addresses_of_a_name_are_tried() -> None:
     assert answer.endswith(server.answer)
 
 
-async def test_unresolved_names_and_silent_hosts_are_different_refusals() -> None:
+async def test_unresolved_names_and_silent_hosts_are_different_refusals():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         free = closed.getsockname()[1]
     proxy = EgressProxy("a", AllowList(["gone.example", f"127.0.0.1:{free}"]), resolve=Names())
@@ -336,7 +334,7 @@ async def test_unresolved_names_and_silent_hosts_are_different_refusals() -> Non
         ("GET http://good.example/ HTTP/1.1\r\nHost: x\r\nA: " + "a" * (HEAD_BYTES + 1), 431),
     ],
 )
-async def test_malformed_requests_are_refused(request_text: str, status: int) -> None:
+async def test_malformed_requests_are_refused(request_text, status):
     proxy = EgressProxy("a", AllowList(["good.example"]), resolve=Names())
     async with serving(proxy) as port:
         answer = await ask(port, request_text)
@@ -344,7 +342,7 @@ async def test_malformed_requests_are_refused(request_text: str, status: int) ->
     assert proxy.counts.refused == {"bad_request": 1}
 
 
-async def test_silent_clients_are_disconnected() -> None:
+async def test_silent_clients_are_disconnected():
     limits = ProxyLimits(head_seconds=0.2, idle_seconds=0.3)
     async with upstream() as server:
         proxy = EgressProxy("a", AllowList([f"127.0.0.1:{server.port}"]), limits=limits)
@@ -354,7 +352,7 @@ async def test_silent_clients_are_disconnected() -> None:
     assert idle.startswith(b"HTTP/1.1 200")
 
 
-async def test_connections_are_bounded_and_the_next_waits() -> None:
+async def test_connections_are_bounded_and_the_next_waits():
     limits = ProxyLimits(connections=1)
     async with upstream() as server:
         proxy = EgressProxy("a", AllowList([f"127.0.0.1:{server.port}"]), limits=limits)
@@ -371,7 +369,7 @@ async def test_connections_are_bounded_and_the_next_waits() -> None:
     assert proxy.counts.connections == 2
 
 
-async def test_many_connections_in_a_row_are_slowed_down() -> None:
+async def test_many_connections_in_a_row_are_slowed_down():
     proxy = EgressProxy("a", AllowList([]))
     async with serving(proxy) as port:
         begun = time.monotonic()
@@ -380,14 +378,11 @@ async def test_many_connections_in_a_row_are_slowed_down() -> None:
     assert time.monotonic() - begun > 0.4, "half a second's connections beyond the burst"
 
 
-async def test_a_reader_that_stops_holds_up_its_writer() -> None:
+async def test_a_reader_that_stops_holds_up_its_writer():
     async with upstream() as server:
         server.answer = b"x" * (64 * 1024 * 1024)
         proxy = EgressProxy("a", AllowList([f"127.0.0.1:{server.port}"]))
-        async with (
-            serving(proxy) as port,
-            await anyio.connect_tcp("127.0.0.1", port) as client,
-        ):
+        async with serving(proxy) as port, await anyio.connect_tcp("127.0.0.1", port) as client:
             await client.send(f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: x\r\n\r\nx".encode())
             await client.receive(CHUNK_BYTES)
             before = -1
@@ -399,7 +394,7 @@ async def test_a_reader_that_stops_holds_up_its_writer() -> None:
 
 
 @pytest.mark.slow
-async def test_the_process_of_the_proxies_serves_counts_and_ends() -> None:
+async def test_the_process_of_the_proxies_serves_counts_and_ends():
     host = EgressHost()
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
@@ -419,11 +414,10 @@ async def test_the_process_of_the_proxies_serves_counts_and_ends() -> None:
 
 
 @pytest.mark.slow
-async def test_a_killed_process_is_one_error_and_is_then_replaced() -> None:
+async def test_a_killed_process_is_one_error_and_is_then_replaced():
     host = EgressHost()
     allowed = AllowList([])
     await host.open("a", allowed, False, socket.create_server(("127.0.0.1", 0)), OWNER)
-    assert host.process is not None
     host.process.kill()
     host.process.wait()
     with pytest.raises(SandboxStartError):
@@ -434,13 +428,10 @@ async def test_a_killed_process_is_one_error_and_is_then_replaced() -> None:
 
 
 @pytest.mark.slow
-async def test_the_process_is_marked_with_its_service_and_inherits_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_process_is_marked_with_its_service_and_inherits_nothing_else(monkeypatch):
     monkeypatch.setenv("SOME_KEY", "secret")
     host = EgressHost()
     await host.open("a", AllowList([]), False, socket.create_server(("127.0.0.1", 0)), OWNER)
-    assert host.process is not None
     assert sandbox_of(host.process.pid) == f"{OWNER.service}-egress"
     environment = await anyio.Path(f"/proc/{host.process.pid}/environ").read_bytes()
     assert b"SOME_KEY" not in environment

@@ -1,15 +1,11 @@
 """The metrics show the egress of sandboxes as it was last read."""
 
-import anyio
-import pytest
-
 from rollout_service.observability.telemetry.egress import EgressMeter
 from rollout_service.observability.telemetry.metrics import Metrics
 from sandboxes import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.contract import Sandbox
 from sandboxes.egress.messages import EgressCounts
-
-pytestmark = pytest.mark.anyio
+from tests.support.waiting import until
 
 
 class Counting(SandboxProvider):
@@ -37,15 +33,13 @@ class Counting(SandboxProvider):
         """Do nothing."""
 
 
-async def test_counts_are_read_repeatedly_and_shown() -> None:
+async def test_counts_are_read_repeatedly_and_shown():
     provider, metrics = Counting(), Metrics()
     meter = EgressMeter(provider, seconds=0.01)
     metrics.watch_egress(lambda: meter.counts)
     assert b"rollout_egress_connections_total 0.0" in metrics.render()
     async with meter.running():
-        with anyio.fail_after(10):
-            while provider.looked < 3:
-                await anyio.sleep(0.01)
+        await until(lambda: provider.looked >= 3, 10)
     shown = metrics.render()
     assert f"rollout_egress_connections_total {meter.counts.connections}.0".encode() in shown
     assert b'rollout_egress_bytes_total{direction="out"} 20.0' in shown

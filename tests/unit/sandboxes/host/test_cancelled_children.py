@@ -1,6 +1,5 @@
 """A cancelled child is always collected, whichever step of its start or life the cancellation hits."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -38,9 +37,7 @@ async def start_server(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("work", "steps"), [(read_export, 25), (start_engine, 25), (start_server, 10)])
-def test_a_cancellation_at_any_step_leaves_no_process(
-    work: Callable[[Path], object], steps: int, tmp_path: Path
-) -> None:
+def test_a_cancellation_at_any_step_leaves_no_process(work, steps, tmp_path):
     async def cancelled_after(step: int) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(work, tmp_path)
@@ -53,7 +50,7 @@ def test_a_cancellation_at_any_step_leaves_no_process(
             anyio.run(cancelled_after, step)
 
 
-def test_only_one_function_starts_children() -> None:
+def test_only_one_function_starts_children():
     """Every other start could lose its process to a cancellation."""
     root = Path(__file__).parents[4]
     modules = [

@@ -11,7 +11,6 @@ import pytest
 from sandboxes.host.children import LingeringChildren, end_process, wait_exit
 from tests.support.processes.children import held, killed
 
-pytestmark = pytest.mark.anyio
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 
 
@@ -19,13 +18,12 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(
 def started(code: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program, and wait for its first line."""
     with killed(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield process
 
 
 @pytest.mark.slow
-async def test_a_process_that_ignores_sigterm_is_killed() -> None:
+async def test_a_process_that_ignores_sigterm_is_killed():
     with started(STUBBORN) as process:
         begun = time.monotonic()
         assert await end_process(process, grace=0.1, kill_wait=4.0)
@@ -33,21 +31,21 @@ async def test_a_process_that_ignores_sigterm_is_killed() -> None:
         assert time.monotonic() - begun < 10
 
 
-async def test_a_process_that_ends_by_itself_gets_no_signal() -> None:
+async def test_a_process_that_ends_by_itself_gets_no_signal():
     with started("print(flush=True)") as process:
         assert await end_process(process, grace=10, kill_wait=1)
         assert process.returncode == 0
         assert await wait_exit(process, 0)
 
 
-async def test_waiting_is_bounded() -> None:
+async def test_waiting_is_bounded():
     with started(STUBBORN) as process:
         assert not await wait_exit(process, 0.05)
         process.kill()
         assert await wait_exit(process, 10)
 
 
-async def test_a_child_that_outlives_its_kill_is_kept_and_finished_once() -> None:
+async def test_a_child_that_outlives_its_kill_is_kept_and_finished_once():
     lingering, finished = LingeringChildren(), []
     with started(STUBBORN) as process:
         with held(process.pid):

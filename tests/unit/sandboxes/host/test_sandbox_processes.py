@@ -26,20 +26,18 @@ def started(code: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program, and wait for its first line."""
     command, environ = [sys.executable, "-c", code], {**os.environ, **env}
     with killed(subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield process
 
 
-def test_start_time_tells_processes_apart() -> None:
+def test_start_time_tells_processes_apart():
     with started(STUBBORN) as process:
         found = start_time(process.pid)
-        assert found is not None
         assert found >= (start_time(os.getpid()) or 0)
     assert start_time(process.pid) is None
 
 
-def test_marks_and_kills_only_what_matches() -> None:
+def test_marks_and_kills_only_what_matches():
     with started(STUBBORN, **{MARKER: "some-id"}) as process:
         assert sandbox_of(process.pid) == "some-id"
         assert processes_of({"some-id"}) == [process.pid]
@@ -50,7 +48,7 @@ def test_marks_and_kills_only_what_matches() -> None:
         assert not kill_if(process.pid, lambda pid: True)
 
 
-def test_kills_by_service_and_spares_the_neighbor() -> None:
+def test_kills_by_service_and_spares_the_neighbor():
     with (
         started(STUBBORN, **{MARKER: "0a0a0a0a-12"}) as mine,
         started(STUBBORN, **{MARKER: "0a0a0a0b-12"}) as neighbor,
@@ -61,13 +59,11 @@ def test_kills_by_service_and_spares_the_neighbor() -> None:
         assert neighbor.poll() is None
 
 
-def test_a_process_is_found_though_it_was_seen_before_it_became_a_launcher() -> None:
+def test_a_process_is_found_though_it_was_seen_before_it_became_a_launcher():
     launcher = f"[sys.executable, '-c', {STUBBORN!r}]"
     code = f"import os, sys; print(flush=True); input(); os.execve(sys.executable, {launcher}, {{'{MARKER}': 'late'}})"
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
     with killed(subprocess.Popen(command, stdin=pipe, stdout=pipe)) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdout.readline()
         assert processes_of({"late"}) == []
         process.stdin.write(b"\n")
@@ -77,14 +73,13 @@ def test_a_process_is_found_though_it_was_seen_before_it_became_a_launcher() -> 
         assert processes_of({"late"}) == [process.pid]  # now from memory
 
 
-def test_ended_processes_belong_to_no_sandbox() -> None:
+def test_ended_processes_belong_to_no_sandbox():
     assert sandbox_of(2**22 + 1) is None
 
 
-def test_a_sandbox_is_recognized_by_its_mounts() -> None:
+def test_a_sandbox_is_recognized_by_its_mounts():
     line = b"36 35 0:20 /rs-0/0a1b2c3d/17/pipes /run/rollout/pipes ro,nosuid - tmpfs tmpfs rw"
     found = FOLDERS.search(line)
-    assert found is not None
     assert found.groups() == (b"0a1b2c3d", b"17")
     for other in (b"/rs-0/0a1b2c3d4/17/pipes", b"/overlay2/0a1b2c3d/x/overlay", b"/0a1b2c3d/17/pipesx "):
         assert FOLDERS.search(other) is None

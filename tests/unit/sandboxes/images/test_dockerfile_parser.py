@@ -1,11 +1,19 @@
-"""The reader of Dockerfiles: lines, continuations, here-documents, flags, words."""
+"""Dockerfiles are read, their copied files chosen, and their steps planned, before anything is built."""
+
+import io
+import os
+import platform
+import tarfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.errors import DockerfileError
-from sandboxes.images.dockerfile.parser import Instruction, parse
+from sandboxes.errors import DockerfileError, ImageNotFoundError
+from sandboxes.images.dockerfile.context import BuildContext, IgnoreRules, digest, send
+from sandboxes.images.dockerfile.parser import KEYWORDS, Instruction, parse
+from sandboxes.images.dockerfile.plan import FLAGS, TREATMENT, BuildPlan, Mount, make_plan, parse_mount
 from sandboxes.images.dockerfile.words import expand, expand_heredoc, split_words
 
 TEXT = r"""# syntax=docker/dockerfile:1
@@ -39,7 +47,7 @@ def only(text: str) -> Instruction:
     return found
 
 
-def test_lines_continuations_heredocs_and_flags() -> None:
+def test_lines_continuations_heredocs_and_flags():
     found = parse(TEXT).instructions
     assert [(one.keyword, one.line) for one in found] == [
         ("ARG", 2),
@@ -65,7 +73,7 @@ def test_lines_continuations_heredocs_and_flags() -> None:
     assert found[8].array is None, "an array of strings, or no array"
 
 
-def test_the_escape_directive() -> None:
+def test_the_escape_directive():
     text = "# escape=`\nFROM windows\nRUN dir `\n  C:\\\nENV a=`$b"
     assert [one.text for one in parse(text).instructions] == ["windows", "dir   C:\\", "a=`$b"]
     assert only("\n# escape=`\nRUN a \\\n b").text == "a  b", "a directive comes first"
@@ -81,7 +89,7 @@ def test_the_escape_directive() -> None:
         ("RUN a <<EOF\nx\n", "Dockerfile:1: the here-document EOF has no end", "end it with a line EOF"),
     ],
 )
-def test_errors_have_a_line_and_a_hint(text: str, message: str, hint: str) -> None:
+def test_errors_have_a_line_and_a_hint(text, message, hint):
     with pytest.raises(DockerfileError) as caught:
         parse(text)
     assert str(caught.value) == message
@@ -107,7 +115,7 @@ VARIABLES = {"a": "1", "empty": "", "space": "x y", "quoted": "'"}
         ("trailing\\", "trailing\\"),
     ],
 )
-def test_words_are_expanded(text: str, expected: str) -> None:
+def test_words_are_expanded(text, expected):
     assert expand(text, VARIABLES) == expected
 
 
@@ -123,12 +131,12 @@ def test_words_are_expanded(text: str, expected: str) -> None:
         ("${}", "name is missing"),
     ],
 )
-def test_wrong_words_are_refused(text: str, message: str) -> None:
+def test_wrong_words_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         expand(text, VARIABLES)
 
 
-def test_heredocs_keep_their_quotes() -> None:
+def test_heredocs_keep_their_quotes():
     assert expand_heredoc('it\'s "$a" \\$a \\n\n', VARIABLES) == 'it\'s "1" $a \\n\n'
 
 
@@ -138,18 +146,18 @@ PLAIN = st.text(
 
 
 @given(st.lists(PLAIN, max_size=6), st.sampled_from([" ", "\t", "  "]))
-def test_words_without_quotes_are_what_split_makes(words: list[str], between: str) -> None:
+def test_words_without_quotes_are_what_split_makes(words, between):
     assert split_words(between.join(words)) == between.join(words).split()
 
 
 @given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="'\0")))
-def test_single_quotes_keep_everything(text: str) -> None:
+def test_single_quotes_keep_everything(text):
     assert expand(f"'{text}'", {}) == text
     assert split_words(f"a'{text}'b c") == [f"a'{text}'b", "c"]
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
-def test_any_text_is_parsed_or_refused_with_a_line(head: str, tail: str) -> None:
+def test_any_text_is_parsed_or_refused_with_a_line(head, tail):
     text = f"{head}\nFROM a\nRUN {tail}"
     try:
         found = parse(text).instructions
@@ -160,7 +168,203 @@ def test_any_text_is_parsed_or_refused_with_a_line(head: str, tail: str) -> None
 
 
 @given(st.lists(st.text(st.sampled_from("ab \t$"), min_size=1).map(str.strip).filter(bool), min_size=1))
-def test_continuations_lose_nothing(parts: list[str]) -> None:
+def test_continuations_lose_nothing(parts):
     joined = only("RUN x" + "".join(f" \\\n# comment\n\n {part}" for part in parts))
     assert joined.text.split() == " ".join(["x", *parts]).split()
     assert joined.line == 1
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "context"
+    for name in ("a.py", "b.py", "notes.md", "src/a.py", "src/deep/c.py", "src/deep/c.log", "node/x/y"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (folder / "inner").symlink_to("src/deep")
+    (folder / "outer").symlink_to("/etc")
+    (folder / "away").symlink_to("../../../../etc/passwd")
+    return folder
+
+
+def names(root: Path, *sources: str, unpack: bool = False) -> list[str]:
+    return [file.name for file in BuildContext(root).select(sources, unpack=unpack)]
+
+
+def test_files_folders_and_patterns(root):
+    assert names(root, "a.py") == names(root, "/a.py") == names(root, "./../a.py") == ["f/a.py"]
+    assert names(root, "*.py", "src/d*") == ["f/a.py", "f/b.py", "d", "d/c.log", "d/c.py"]
+    assert names(root, "[!a].py") == names(root, "[^a].py") == ["f/b.py"]
+    assert names(root, "s?c/deep/*.py") == ["f/c.py"]
+    assert names(root, "inner") == ["d", "d/c.log", "d/c.py"], "a link that is named is followed"
+    assert "d/inner" in names(root, "."), "one in a folder stays a link"
+
+
+@pytest.mark.parametrize("source", ["none", "*.txt", "outer", "outer/passwd", "away", "src/a.py/x"])
+def test_nothing_outside_is_found(root, source):
+    with pytest.raises(ImageNotFoundError, match="is not in the context"):
+        names(root, source)
+
+
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [
+        ("src\n", ["a.py", "b.py", "notes.md", "node/x/y"]),
+        ("*.py", ["notes.md", "src/a.py", "src/deep/c.py", "src/deep/c.log", "node/x/y"]),
+        ("**/*.py\n# notes.md\n\n", ["notes.md", "src/deep/c.log", "node/x/y"]),
+        ("*\n!src/deep\nsrc/deep/*.log", ["src/deep/c.py"]),
+        ("/src/deep/\n./node/../b.py", ["a.py", "notes.md", "src/a.py", "node/x/y"]),
+        ("**/deep/**", ["a.py", "b.py", "notes.md", "src/a.py", "node/x/y"]),
+        ("?.py\n[st]rc", ["notes.md", "node/x/y"]),
+        ("a\\.py", ["b.py", "notes.md", "src/a.py", "src/deep/c.py", "src/deep/c.log", "node/x/y"]),
+        ("**", []),
+        (
+            "\ufeffnode\n!node/x",
+            ["a.py", "b.py", "notes.md", "src/a.py", "src/deep/c.py", "src/deep/c.log", "node/x/y"],
+        ),
+    ],
+)
+def test_the_last_rule_that_matches_decides(root, rules, left):
+    (root / ".dockerignore").write_text(rules)
+    files = [one for one in BuildContext(root).select(["."]) if one.path and one.path.is_file()]
+    found = {one.name.removeprefix("d/") for one in files if one.path and not one.path.is_symlink()}
+    assert found - {".dockerignore"} == set(left)
+
+
+def test_rules_beside_a_dockerfile_come_first(root):
+    (root / ".dockerignore").write_text("a.py")
+    (root / "Dockerfile.dockerignore").write_text("b.py")
+    context = BuildContext(root, root / "Dockerfile")
+    assert [file.name for file in context.select(["a.py"])] == ["f/a.py"]
+    with pytest.raises(ImageNotFoundError, match="dockerignore leaves it out"):
+        context.select(["b.py"])
+
+
+def test_an_empty_rule_file_ignores_nothing():
+    assert not IgnoreRules("").ignores("a")
+    assert not IgnoreRules("!a").ignores("a")
+
+
+def test_a_digest_counts_content_and_modes_but_no_times(root):
+    def found() -> str:
+        return digest(BuildContext(root).select(["."]))
+
+    first = found()
+    os.utime(root / "a.py", (1, 1))
+    assert found() == first
+    (root / "a.py").chmod(0o700)
+    second = found()
+    (root / "inner").unlink()
+    (root / "inner").symlink_to("src")
+    third = found()
+    (root / "src/deep/c.py").rename(root / "src/deep/d.py")
+    assert len({first, second, third, found()}) == 4
+
+
+def test_what_is_sent_belongs_to_root_and_archives_are_unpacked(root):
+    with tarfile.open(root / "packed.tar.xz", "w:xz") as tar:
+        tar.add(root / "src", "../up")
+    pipe = io.BytesIO()
+    send(BuildContext(root).select(["a.py", "packed.tar.xz"], unpack=True), pipe)
+    pipe.seek(0)
+    with tarfile.open(fileobj=pipe) as archive:
+        members = archive.getmembers()
+    assert [member.name for member in members[:3]] == ["f/a.py", "d/up", "d/up/a.py"]
+    assert (members[0].uid, members[0].uname) == (0, "")
+    assert names(root, "packed.tar.xz") == ["f/packed.tar.xz"], "COPY copies it as it is"
+
+
+STAGES = """ARG TAG=12
+FROM debian:${TAG} AS Build
+RUN make
+FROM build AS other
+FROM python:3 AS unused
+RUN --mount=type=bind,from=nothing/here,target=/x true
+FROM scratch
+COPY --from=Build /a /a
+COPY --from=1 /b /b
+COPY --from=tools:1 /c /c
+"""
+
+
+def plan(text: str, target: str | None = None, **given: str) -> BuildPlan:
+    return make_plan(parse(text), given, target)
+
+
+def test_only_what_the_target_needs_is_built():
+    found = plan(STAGES)
+    assert [stage.name for stage in found.stages] == ["build", "other", "3"]
+    assert found.bases == {"debian:12": 2, "tools:1": 7}
+    assert [stage.base for stage in found.stages] == ["debian:12", "build", "scratch"]
+    assert [stage.name for stage in plan(STAGES, "BUILD").stages] == ["build"]
+    assert plan(STAGES, "unused", TAG="13").bases == {"python:3": 5, "nothing/here": 5}
+    assert plan(STAGES, TAG="13").stages[0].base == "debian:13"
+
+
+def test_arguments_that_nothing_declares_are_told():
+    assert plan("ARG A\nFROM a\nARG B=1", A="", B="", C="", HTTP_PROXY="").unused == ("C",)
+
+
+def test_every_instruction_has_a_treatment():
+    assert set(TREATMENT) == set(KEYWORDS)
+    assert set(FLAGS) <= set(KEYWORDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("", 1, "there is no FROM"),
+        ("RUN true\nFROM a", 1, "RUN comes before the first FROM"),
+        ("FROM a b", 1, "is not FROM BASE"),
+        ("FROM $X", 1, "is empty"),
+        ("FROM ${X:?say which}", 1, "say which"),
+        ("FROM a AS 9x", 1, "not a name for a stage"),
+        ("FROM a AS b\nFROM c AS B", 2, "two stages"),
+        ("FROM --platform=linux/mips a", 1, "cannot run here"),
+        ("FROM a\n\nADD https://example.org/x /x", 3, "ADD of the address"),
+        ("FROM a\nADD git@github.com:x/y.git /x", 2, "ADD of the address"),
+        ("FROM a\nADD --checksum=sha256:1 x /x", 2, "--checksum cannot be had"),
+        ("FROM a\nCOPY --parents x /x", 2, "--parents cannot be had"),
+        ("FROM a\nCOPY --chmod=u+x x /x", 2, "not an octal mode"),
+        ("FROM a\nCOPY --from=$X x /x", 2, "variables mean nothing"),
+        ("FROM a\nCOPY --from=3 x /x", 2, "no stage 3"),
+        ("FROM a\nCOPY x", 2, "a source and a destination"),
+        ("FROM a\nCOPY 'x y", 2, "no end"),
+        ("FROM a\nRUN --mount=type=secret,id=x true", 2, "type=secret cannot be had"),
+        ("FROM a\nRUN --mount=type=ssh true", 2, "type=ssh cannot be had"),
+        ("FROM a\nRUN --mount=type=cache,from=x,target=/c true", 2, "cannot have from"),
+        ("FROM a\nRUN --mount=type=cache true", 2, "needs a target"),
+        ("FROM a\nRUN --security=insecure true", 2, "--security cannot be had"),
+        ("FROM a\nRUN --network=weird true", 2, "--network=weird"),
+        ("FROM a\nONBUILD RUN true", 2, "no place"),
+        ("FROM a\nSHELL /bin/bash -c", 2, "needs an array"),
+        ("FROM a\nENV x", 2, "has no value"),
+        ("FROM a\nENV x=1 y z", 2, "is not NAME=VALUE"),
+        ("FROM a\nLABEL x=1 'y", 2, "no end"),
+        ("FROM a\nFROM b\nARG 'x", 3, "no end"),
+    ],
+)
+def test_what_cannot_be_had_is_named_with_its_line(text, line, message):
+    with pytest.raises(DockerfileError, match=f"^Dockerfile:{line}: .*") as caught:
+        plan(text)
+    assert message in str(caught.value)
+    assert caught.value.line == line
+
+
+def test_an_unknown_target_names_the_stages():
+    with pytest.raises(DockerfileError, match="no stage 'x'") as caught:
+        plan(STAGES, "x")
+    assert caught.value.hint == "its stages are build, other, unused, 3"
+
+
+def test_this_machine_is_a_platform():
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
+    assert plan(f"FROM --platform=linux/{machine} a").target.base == "a"
+    assert plan("FROM --platform=$BUILDPLATFORM a:$TARGETARCH").target.base == f"a:{machine}"
+
+
+def test_mounts():
+    assert parse_mount("type=cache,target=/c") == Mount("cache", "/c", "/c")
+    assert parse_mount("type=cache,target=/c,id=pip,sharing=locked") == Mount("cache", "/c", "pip")
+    assert parse_mount("target=/x,source=a/b,from=build") == Mount("bind", "/x", "a/b", "build")
+    assert parse_mount("type=tmpfs,dst=/t") == Mount("tmpfs", "/t", "/")

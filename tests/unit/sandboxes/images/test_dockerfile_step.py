@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from sandboxes.images.dockerfile.namespace import SCRIPT
 
 
 @pytest.mark.parametrize("path", sorted(SCRIPT.glob("*.py")), ids=lambda path: path.stem)
-def test_a_module_imports_the_library_and_its_neighbors(path: Path):
+def test_a_module_imports_the_library_and_its_neighbors(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             assert {name.name.split(".")[0] for name in node.names} <= sys.stdlib_module_names
@@ -24,7 +23,7 @@ def test_a_module_imports_the_library_and_its_neighbors(path: Path):
             assert (SCRIPT / f"{node.module}.py").is_file()
 
 
-def test_the_folder_runs_anywhere_without_hiding_the_library(tmp_path: Path):
+def test_the_folder_runs_anywhere_without_hiding_the_library(tmp_path):
     """A job that names no ids ends with that error, after every module has been imported."""
     copied = shutil.copytree(SCRIPT, tmp_path / "step")
     for name in ("json.py", "tarfile.py", "step/json.py", "step/tarfile.py"):

@@ -1,19 +1,22 @@
 """Facts are read from the files of any image, even a hostile one; unpacking and toolkits happen once."""
 
+import io
 import json
 import os
 import platform
 import shutil
 import struct
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.errors import ImageError
+from sandboxes.errors import ImageError, ImageNotFoundError
 from sandboxes.images import squashfs
+from sandboxes.images.archives import read_archive, single_image
 from sandboxes.images.facts import NEEDED_TOOLS, ImageFacts, read_facts
 from sandboxes.images.toolkit import INSIDE, assemble
 from sandboxes.images.tree import ELF_MACHINES, ImageTree
@@ -58,7 +61,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_full_image_has_everything(root: Path) -> None:
+def test_a_full_image_has_everything(root):
     facts = read_facts(root)
     assert (facts.bash, facts.python, facts.python_version) == ("5.2.15(1)", "/usr/bin/python3", "3.11")
     assert (facts.ipykernel, facts.needs_toolkit, facts.missing, facts.advice) == ("7.4.0", False, (), ())
@@ -67,7 +70,7 @@ def test_a_full_image_has_everything(root: Path) -> None:
     assert ImageFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
 
 
-def test_missing_programs_are_reported(root: Path) -> None:
+def test_missing_programs_are_reported(root):
     for name in ("bash", "tar", "python3"):
         (root / "usr" / "bin" / name).unlink()
     facts = read_facts(root)
@@ -90,7 +93,7 @@ def test_missing_programs_are_reported(root: Path) -> None:
         ("kernel", ""),
     ],
 )
-def test_a_python_that_cannot_run_is_not_used(root: Path, change: str, problem: str) -> None:
+def test_a_python_that_cannot_run_is_not_used(root, change, problem):
     python = root / "usr" / "bin" / "python3.11"
     if change in {"script", "empty"}:
         python.write_bytes(b"#!/bin/sh\nexit 1\n" if change == "script" else b"")
@@ -107,7 +110,7 @@ def test_a_python_that_cannot_run_is_not_used(root: Path, change: str, problem: 
     assert facts.advice
 
 
-def test_python_is_found_on_the_path_that_the_image_declares(root: Path) -> None:
+def test_python_is_found_on_the_path_that_the_image_declares(root):
     put(root, "/opt/conda/bin/python3.12", elf())
     (root / "opt/conda/bin/python3").symlink_to("python3.12")
     put(root, "/opt/conda/lib/python3.12/site-packages/ipykernel/kernelapp.py", b"#", 0o644)
@@ -120,7 +123,7 @@ def test_python_is_found_on_the_path_that_the_image_declares(root: Path) -> None
     assert facts.environment == {"PATH": "/opt/conda/bin:/usr/bin", "GREETING": "good day"}
 
 
-def test_a_virtual_environment_has_its_own_packages(root: Path) -> None:
+def test_a_virtual_environment_has_its_own_packages(root):
     (root / "venv" / "bin").mkdir(parents=True)
     (root / "venv/bin/python3").symlink_to("/usr/bin/python3")
     put(root, "/venv/lib/python3.11/site-packages/ipykernel/kernelapp.py", b"#", 0o644)
@@ -129,7 +132,7 @@ def test_a_virtual_environment_has_its_own_packages(root: Path) -> None:
     assert read_facts(root).ipykernel == "6.1"
 
 
-def test_no_link_leads_out_and_no_file_blocks(root: Path, tmp_path: Path) -> None:
+def test_no_link_leads_out_and_no_file_blocks(root, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text('PRETTY_NAME="secret"')
     (root / "etc" / "os-release").unlink()
@@ -144,7 +147,7 @@ def test_no_link_leads_out_and_no_file_blocks(root: Path, tmp_path: Path) -> Non
     assert ImageTree(root).read("/usr/lib/os-release") is None
 
 
-def test_malformed_labels_and_variables_are_ignored(root: Path) -> None:
+def test_malformed_labels_and_variables_are_ignored(root):
     put(root, "/.singularity.d/labels.json", b"[1, 2")
     put(root, "/.singularity.d/env/90-environment.sh", b'\xff\xfe export\nexport\nexport A B\nexport "C=\n=')
     facts = read_facts(root)
@@ -152,7 +155,7 @@ def test_malformed_labels_and_variables_are_ignored(root: Path) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_no_header_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_no_header_breaks_the_reader(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("root")
     for content in (data, elf()[:80] + data, b"\x7fELF\x02\x01" + data):
         put(root, "/program", content)
@@ -179,7 +182,7 @@ def image_of(root: Path, path: Path) -> Path:
     return path
 
 
-def test_an_image_is_unpacked_and_read_once(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+def test_an_image_is_unpacked_and_read_once(unpacked, root, tmp_path):
     image = image_of(root, tmp_path / "image.sif")
     first = unpacked.provide(image)
     assert first.facts.ipykernel == "7.4.0"
@@ -195,14 +198,14 @@ def test_an_image_is_unpacked_and_read_once(unpacked: UnpackedImages, root: Path
     assert unpacked.provide(image).folder != first.folder, "an image that is written again is another"
 
 
-def test_inspecting_an_image_leaves_it_packed(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+def test_inspecting_an_image_leaves_it_packed(unpacked, root, tmp_path):
     image = image_of(root, tmp_path / "image.sif")
     assert unpacked.facts(image).ipykernel == "7.4.0"
     assert unpacked.prune(0, grace_seconds=0) == []
     assert list((tmp_path / "cache/unpacked/drafts").iterdir()) == []
 
 
-def test_unpacked_images_stay_within_the_budget(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+def test_unpacked_images_stay_within_the_budget(unpacked, root, tmp_path):
     old, new = (image_of(root, tmp_path / f"{name}.sif") for name in ("old", "new"))
     folders = [unpacked.provide(image).folder for image in (old, new)]
     for folder, when in zip(folders, (1000, 2000), strict=True):
@@ -217,9 +220,7 @@ def test_unpacked_images_stay_within_the_budget(unpacked: UnpackedImages, root: 
     assert unpacked.provide(old).folder.exists()
 
 
-def test_images_that_are_gone_or_replaced_are_evicted_within_the_budget(
-    unpacked: UnpackedImages, root: Path, tmp_path: Path
-) -> None:
+def test_images_that_are_gone_or_replaced_are_evicted_within_the_budget(unpacked, root, tmp_path):
     gone, replaced, kept = (image_of(root, tmp_path / f"{name}.sif") for name in ("gone", "replaced", "kept"))
     folders = [unpacked.provide(image).folder for image in (gone, replaced, kept)]
     gone.unlink()
@@ -230,9 +231,7 @@ def test_images_that_are_gone_or_replaced_are_evicted_within_the_budget(
     assert [(one.useless, one.evicted) for one in decided] == [(True, True), (True, True), (False, False)]
 
 
-def test_a_full_disk_is_freed_of_what_nobody_uses(
-    unpacked: UnpackedImages, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_freed_of_what_nobody_uses(unpacked, root, tmp_path, monkeypatch):
     old, new = (image_of(root, tmp_path / f"{name}.sif") for name in ("old", "new"))
     folder = unpacked.provide(old).folder
     unpack = squashfs.unpack
@@ -253,16 +252,14 @@ def test_a_full_disk_is_freed_of_what_nobody_uses(
     assert not folder.exists()
 
 
-def test_mounted_images_are_not_evicted(
-    unpacked: UnpackedImages, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mounted_images_are_not_evicted(unpacked, root, tmp_path, monkeypatch):
     folder = unpacked.provide(image_of(root, tmp_path / "image.sif")).folder
     monkeypatch.setattr("sandboxes.images.unpacked.mounted_folders", lambda: {folder.name})
     (decided,) = unpacked.prune(0, grace_seconds=0)
     assert (decided.evicted, decided.kept) == (False, "a sandbox has it mounted")
 
 
-def test_a_file_that_is_not_an_image_is_refused(tmp_path: Path, unpacked: UnpackedImages) -> None:
+def test_a_file_that_is_not_an_image_is_refused(tmp_path, unpacked):
     fake = tmp_path / "fake.sif"
     fake.write_text("not an image")
     with pytest.raises(ImageError, match="could not be unpacked"):
@@ -272,7 +269,7 @@ def test_a_file_that_is_not_an_image_is_refused(tmp_path: Path, unpacked: Unpack
     assert list((tmp_path / "cache/unpacked/drafts").iterdir()) == []
 
 
-def test_a_toolkit_is_made_of_links(root: Path, tmp_path: Path, unpacked: UnpackedImages) -> None:
+def test_a_toolkit_is_made_of_links(root, tmp_path, unpacked):
     put(root, "/lib64/libc.so.6", b"library")
     image = image_of(root, tmp_path / "image.sif")
     toolkit = unpacked.toolkit(image)
@@ -288,7 +285,103 @@ def test_a_toolkit_is_made_of_links(root: Path, tmp_path: Path, unpacked: Unpack
     assert unpacked.toolkit(image).exists()
 
 
-def test_no_toolkit_is_made_from_an_image_without_ipykernel(root: Path, tmp_path: Path) -> None:
+def test_no_toolkit_is_made_from_an_image_without_ipykernel(root, tmp_path):
     shutil.rmtree(root / "usr" / "local")
     with pytest.raises(ImageError, match="no python3 with ipykernel"):
         assemble(root, read_facts(root), tmp_path)
+
+
+PASSWD = "root:x:0:0::/root:/bin/sh\napp:x:7:7::/home/app:/bin/sh\nodd:x:8:8::not-a-path:/bin/sh\nshort:x:9\n"
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("/app", "/app"),
+        ("/app/../b//", "/b"),
+        ("/", None),
+        ("", None),
+        ("app", None),
+        ("/a\nb", None),
+        ("/a\0", None),
+    ],
+)
+def test_working_folders(tmp_path, named, expected):
+    assert read_facts(tmp_path, {"WorkingDir": named}).workdir == expected
+
+
+@pytest.mark.parametrize(
+    ("named", "user", "home"),
+    [
+        ("app", "app", "/home/app"),
+        ("7:7", "app", "/home/app"),
+        ("0", None, None),
+        ("root:root", None, None),
+        ("", None, None),
+        ("1000", "1000", None),
+        ("odd", "odd", None),
+        ("short", "short", None),
+        ("a\nb", None, None),
+    ],
+)
+def test_users(tmp_path, named, user, home):
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text(PASSWD)
+    found = read_facts(tmp_path, {"User": named, "WorkingDir": 7})
+    assert (found.user, found.home) == (user, home)
+    assert found.user_env == ({} if user is None else {"HOME": home or "/", "USER": user, "LOGNAME": user})
+
+
+NAME = "org.opencontainers.image.ref.name"
+INDEX = {"manifests": [{"digest": "a", "annotations": {NAME: "one:1"}}, {"digest": "b"}]}
+SAVED = [{"Config": "c", "RepoTags": ["r.io/one:1", "one:latest"]}, {"Config": "d", "RepoTags": None}]
+
+
+def make(path: Path, mode: str = "w", prefix: str = "", **documents: object) -> Path:
+    with tarfile.open(path, mode) as tar:
+        for name, content in documents.items():
+            data = json.dumps(content).encode()
+            member = tarfile.TarInfo(f"{prefix}{name}.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_kinds_and_tags(tmp_path):
+    found = read_archive(make(tmp_path / "oci.tar", index=INDEX))
+    assert (found.kind, found.images, found.plain) == ("oci-archive", (("one:1",), ()), True)
+    found = read_archive(make(tmp_path / "docker.tar.gz", "w:gz", "./", manifest=SAVED, index=INDEX))
+    assert (found.kind, found.tags, found.plain) == ("docker-archive", ("r.io/one:1", "one:latest"), False)
+    assert (found.number_of("one:1"), found.number_of("one:latest")) == (0, 0)
+    with pytest.raises(ImageNotFoundError, match="has 2 images") as caught:
+        found.number_of(None)
+    assert caught.value.hint == "choose one with --tag; its tags are: r.io/one:1, one:latest"
+
+
+def test_one_image_is_copied_where_apptainer_needs_that(tmp_path):
+    file = make(tmp_path / "many.tar.gz", "w:gz", "./", manifest=SAVED, index=INDEX, repositories={})
+    copy = single_image(read_archive(file), "one:latest", tmp_path)
+    found = read_archive(copy)
+    assert (found.kind, found.images, found.plain) == (
+        "docker-archive",
+        (("r.io/one:1", "one:latest"),),
+        True,
+    )
+    assert single_image(found, None, tmp_path) == copy, "it is used as it is"
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"\x1f\x8b broken"])
+def test_other_files_are_refused(tmp_path, content):
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    with pytest.raises(ImageError):
+        read_archive(file)
+    with pytest.raises(ImageNotFoundError):
+        read_archive(tmp_path / "none")
+
+
+def test_an_archive_of_other_things_is_refused(tmp_path):
+    with pytest.raises(ImageError, match="neither index"):
+        read_archive(make(tmp_path / "x.tar", other={}))
+    with pytest.raises(ImageError, match="neither"):
+        read_archive(make(tmp_path / "y.tar", manifest=[], index={}))

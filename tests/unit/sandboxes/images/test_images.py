@@ -93,9 +93,7 @@ def drafts_of(store: ImageStore) -> list[Path]:
     return list((store.root / "drafts").glob("*"))
 
 
-def test_building_again_is_a_look_up(
-    store: ImageStore, builder: CountingBuilder, definition: Definition
-) -> None:
+def test_building_again_is_a_look_up(store, builder, definition):
     lines: list[str] = []
     first = store.provide(definition, "calc", progress=lines.append)
     again = store.provide(definition, "calc")
@@ -105,9 +103,7 @@ def test_building_again_is_a_look_up(
     assert first.size_bytes == first.path.stat().st_size > 0
 
 
-def test_force_replaces_the_image(
-    store: ImageStore, builder: CountingBuilder, definition: Definition
-) -> None:
+def test_force_replaces_the_image(store, builder, definition):
     first = store.provide(definition, "calc")
     mounted = first.path.open()
     after = store.provide(definition, "calc", force=True).path.read_text()
@@ -118,8 +114,8 @@ def test_force_replaces_the_image(
 
 
 def test_a_definition_with_arguments_begins_with_the_image_of_the_same_one_without(
-    store: ImageStore, builder: CountingBuilder, definition: Definition
-) -> None:
+    store, builder, definition
+):
     more = Definition(definition.path, {"A": "1"})
     store.provide(more, "early")
     plain = store.provide(definition, "calc").path.resolve()
@@ -132,9 +128,7 @@ def test_a_definition_with_arguments_begins_with_the_image_of_the_same_one_witho
 
 
 @pytest.mark.parametrize("change", ["definition", "arguments", "builder"])
-def test_any_change_of_the_source_gives_another_image(
-    store: ImageStore, builder: CountingBuilder, definition: Definition, change: str
-) -> None:
+def test_any_change_of_the_source_gives_another_image(store, builder, definition, change):
     first = store.provide(Definition(definition.path, {"A": "1"}))
     if change == "definition":
         definition.path.write_text("Bootstrap: localimage\n")
@@ -146,9 +140,7 @@ def test_any_change_of_the_source_gives_another_image(
     assert len(files_of(store)) == 2, "the image that no name has any more is removed"
 
 
-def test_two_names_of_the_same_image_share_it(
-    store: ImageStore, builder: CountingBuilder, definition: Definition
-) -> None:
+def test_two_names_of_the_same_image_share_it(store, builder, definition):
     assert store.provide(definition, "one").key == store.provide(definition, "two").key
     assert len(builder.calls) == 1
     store.remove("one")
@@ -159,9 +151,7 @@ def test_two_names_of_the_same_image_share_it(
 
 
 @pytest.mark.parametrize("there_before", [False, True])
-def test_a_failed_build_leaves_everything_as_it_was(
-    store: ImageStore, builder: CountingBuilder, definition: Definition, there_before: bool
-) -> None:
+def test_a_failed_build_leaves_everything_as_it_was(store, builder, definition, there_before):
     if there_before:
         store.provide(definition, "calc")
     before = files_of(store), [stored.path.read_text() for stored in store.list()]
@@ -172,9 +162,7 @@ def test_a_failed_build_leaves_everything_as_it_was(
     assert drafts_of(store) == []
 
 
-def test_two_builders_at_once_do_the_work_once(
-    tmp_path: Path, builder: CountingBuilder, definition: Definition
-) -> None:
+def test_two_builders_at_once_do_the_work_once(tmp_path, builder, definition):
     stores = [ImageStore(tmp_path / "images", builder) for _ in range(2)]
     builder.released.clear()
     waits = threading.Event()
@@ -188,9 +176,7 @@ def test_two_builders_at_once_do_the_work_once(
     assert len(builder.calls) == 1
 
 
-def test_an_image_in_the_making_is_not_collected(
-    tmp_path: Path, builder: CountingBuilder, definition: Definition
-) -> None:
+def test_an_image_in_the_making_is_not_collected(tmp_path, builder, definition):
     store = ImageStore(tmp_path / "images", builder)
     builder.released.clear()
     with ThreadPoolExecutor(1) as threads:
@@ -203,7 +189,7 @@ def test_an_image_in_the_making_is_not_collected(
     assert [stored.name for stored in store.list()] == ["quick", "slow"]
 
 
-def test_resolve_takes_names_paths_and_pulled_references(store: ImageStore, tmp_path: Path) -> None:
+def test_resolve_takes_names_paths_and_pulled_references(store, tmp_path):
     file = tmp_path / "mine.sif"
     file.touch()
     assert store.resolve(file) == file
@@ -225,7 +211,7 @@ def test_resolve_takes_names_paths_and_pulled_references(store: ImageStore, tmp_
         ("..", "lower-case letters"),
     ],
 )
-def test_the_error_for_a_missing_image_says_how_to_make_it(store: ImageStore, image: str, hint: str) -> None:
+def test_the_error_for_a_missing_image_says_how_to_make_it(store, image, hint):
     store.provide(Reference("docker://debian:11"), "here")
     with pytest.raises(ImageNotFoundError) as caught:
         store.resolve(image)
@@ -234,7 +220,7 @@ def test_the_error_for_a_missing_image_says_how_to_make_it(store: ImageStore, im
         assert "images here: here" in str(caught.value)
 
 
-def test_an_image_put_there_by_hand_has_its_name(store: ImageStore) -> None:
+def test_an_image_put_there_by_hand_has_its_name(store):
     store.root.mkdir()
     (store.root / "mine.sif").write_text("image")
     assert [(stored.name, stored.key) for stored in store.list()] == [("mine", "")]
@@ -242,7 +228,7 @@ def test_an_image_put_there_by_hand_has_its_name(store: ImageStore) -> None:
     assert store.list() == []
 
 
-def test_errors_are_typed(store: ImageStore, tmp_path: Path) -> None:
+def test_errors_are_typed(store, tmp_path):
     with pytest.raises(ImageNotFoundError, match="no built-in definition 'calc'; built in are: base"):
         packaged("calc")
     with pytest.raises(ImageNotFoundError, match="cannot read"):
@@ -260,7 +246,7 @@ def test_errors_are_typed(store: ImageStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("secret", ["docker://me:hush@ghcr.io/org/image:1", "docker://me:hush@image"])
-def test_a_password_in_a_reference_is_refused_and_not_repeated(store: ImageStore, secret: str) -> None:
+def test_a_password_in_a_reference_is_refused_and_not_repeated(store, secret):
     for act in (store.resolve, lambda text: store.provide(Reference(text))):
         with pytest.raises(ImageError, match="contains a password") as caught:
             act(secret)
@@ -268,9 +254,7 @@ def test_a_password_in_a_reference_is_refused_and_not_repeated(store: ImageStore
     assert store.resolve(store.provide(Reference("docker://debian:12@sha256:0123")).name)
 
 
-def test_a_changed_file_makes_a_tree_another_source(
-    store: ImageStore, builder: CountingBuilder, tmp_path: Path
-) -> None:
+def test_a_changed_file_makes_a_tree_another_source(store, builder, tmp_path):
     tree = tmp_path / "root"
     (tree / "bin").mkdir(parents=True)
     (tree / "bin" / "bash").write_text("bash")
@@ -282,7 +266,7 @@ def test_a_changed_file_makes_a_tree_another_source(
     assert len(builder.calls) == 2
 
 
-def test_a_rewritten_archive_is_another_source(store: ImageStore, tmp_path: Path) -> None:
+def test_a_rewritten_archive_is_another_source(store, tmp_path):
     plain = tmp_path / "tiny.tar"
     plain.write_text("one")
     reference = source_of_reference(f"oci-archive:{plain}")
@@ -320,9 +304,7 @@ while True:
 """
 
 
-def test_builders_killed_at_any_moment_leave_a_store_that_works(
-    tmp_path: Path, builder: CountingBuilder, definition: Definition
-) -> None:
+def test_builders_killed_at_any_moment_leave_a_store_that_works(tmp_path, builder, definition):
     root = tmp_path / "images"
     store = ImageStore(root, builder)
     command = [sys.executable, "-c", BUILDER, str(root), str(definition.path)]
@@ -330,7 +312,6 @@ def test_builders_killed_at_any_moment_leave_a_store_that_works(
         with ExitStack() as stack:
             builders = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
             for worker in [stack.enter_context(killed(started)) for started in builders]:
-                assert worker.stdout is not None
                 assert worker.stdout.readline() == b"begun\n"
             time.sleep(moment)  # any moment will do, since a builder is always in the middle of something
         for stored in store.list():
@@ -378,9 +359,7 @@ for number in range(40):
 """
 
 
-def test_nodes_that_see_no_locks_of_each_other_do_no_harm(
-    tmp_path: Path, store: ImageStore, definition: Definition
-) -> None:
+def test_nodes_that_see_no_locks_of_each_other_do_no_harm(tmp_path, store, definition):
     nodes = [
         subprocess.Popen(
             [sys.executable, "-c", NODE, str(store.root), str(definition.path), f"{number}f0f0f0f0f0f"],
@@ -398,9 +377,7 @@ def test_nodes_that_see_no_locks_of_each_other_do_no_harm(
     assert all(name.read_text().endswith("end") for name in names), "no name leads to nothing, or to half"
 
 
-def test_a_draft_of_another_machine_stays_until_it_is_silent(
-    store: ImageStore, definition: Definition
-) -> None:
+def test_a_draft_of_another_machine_stays_until_it_is_silent(store, definition):
     theirs = store.root / "drafts" / "0123~0f0f0f-4026531836-77-1234-abcd"
     theirs.mkdir(parents=True)
     store.provide(definition)
@@ -410,7 +387,7 @@ def test_a_draft_of_another_machine_stays_until_it_is_silent(
     assert not theirs.exists()
 
 
-def test_a_draft_whose_pid_was_reused_is_removed(store: ImageStore, definition: Definition) -> None:
+def test_a_draft_whose_pid_was_reused_is_removed(store, definition):
     with store._shared.draft("mine") as mine:
         machine, pid, start, rest = mine.name.rsplit("-", 3)
         left = mine.with_name(f"{machine}-{pid}-{int(start) - 1}-{rest}")
@@ -419,7 +396,7 @@ def test_a_draft_whose_pid_was_reused_is_removed(store: ImageStore, definition: 
         assert (mine.exists(), left.exists()) == (True, False)
 
 
-def test_a_file_that_another_node_uses_is_not_removed(store: ImageStore, definition: Definition) -> None:
+def test_a_file_that_another_node_uses_is_not_removed(store, definition):
     key = store.provide(definition, "calc").key
     stamp = store.root / "uses" / key / "other-0f0f0f0f"
     stamp.touch()
@@ -430,9 +407,7 @@ def test_a_file_that_another_node_uses_is_not_removed(store: ImageStore, definit
     assert files_of(store) == []
 
 
-def test_a_folder_that_cannot_be_locked_works(
-    store: ImageStore, definition: Definition, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_locked_works(store, definition, monkeypatch):
     def no_locks(_file: object, _operation: int) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -447,9 +422,7 @@ def test_a_folder_that_cannot_be_locked_works(
 # --- the budget ---------------------------------------------------------------------------------------------
 
 
-def test_the_budget_takes_pulled_images_first_and_the_least_recently_used_of_each(
-    store: ImageStore, definition: Definition
-) -> None:
+def test_the_budget_takes_pulled_images_first_and_the_least_recently_used_of_each(store, definition):
     store.provide(definition, "built")
     for number in range(3):
         store.provide(Reference(f"docker://debian:{number}"), f"pulled{number}")
@@ -471,7 +444,7 @@ def test_the_budget_takes_pulled_images_first_and_the_least_recently_used_of_eac
     assert [image.name for image in store.list()] == ["mine", "pulled1"]
 
 
-def test_a_recently_used_image_is_not_evicted(store: ImageStore, definition: Definition) -> None:
+def test_a_recently_used_image_is_not_evicted(store, definition):
     store.provide(definition, "calc")
     (decided,) = store.prune(0)
     assert (decided.evicted, decided.kept[:4]) == (False, "used")
@@ -480,7 +453,7 @@ def test_a_recently_used_image_is_not_evicted(store: ImageStore, definition: Def
     assert store.list() == []
 
 
-def test_pruning_a_missing_store_creates_nothing(tmp_path: Path, builder: CountingBuilder) -> None:
+def test_pruning_a_missing_store_creates_nothing(tmp_path, builder):
     assert list(ImageStore(tmp_path / "none", builder).prune(0)) == []
     assert not (tmp_path / "none").exists()
 
@@ -499,7 +472,7 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(0, 500))
-def test_no_more_is_evicted_than_the_budget_requires(ones: list[EvictionCandidate], budget: int) -> None:
+def test_no_more_is_evicted_than_the_budget_requires(ones, budget):
     decided = choose_evictions(ones, budget)
     gone = [one for one in decided if one.evicted]
     assert not any(one.kept for one in gone)
@@ -525,13 +498,11 @@ def test_no_more_is_evicted_than_the_budget_requires(ones: list[EvictionCandidat
         ("something else", "the builder's last lines"),
     ],
 )
-def test_failures_have_hints(said: str, hint: str) -> None:
+def test_failures_have_hints(said, hint):
     assert hint in hint_for(said)
 
 
-def test_a_definition_finds_the_programs_of_administrators(
-    definition: Definition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_definition_finds_the_programs_of_administrators(definition, tmp_path, monkeypatch):
     """One is `chroot` in /usr/sbin, which on Debian is not on an ordinary user's PATH."""
     program = tmp_path / "apptainer"
     program.write_text(
@@ -547,7 +518,7 @@ def test_a_definition_finds_the_programs_of_administrators(
     assert {"/usr/sbin", "/sbin"} <= set(path)
 
 
-def test_the_default_root_follows_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_root_follows_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ROLLOUT_IMAGES_DIR", raising=False)
     assert ImageStore().root == default_cache() / "images" == tmp_path / "rollout-service" / "images"
@@ -555,7 +526,7 @@ def test_the_default_root_follows_the_cache_folder(monkeypatch: pytest.MonkeyPat
     assert ImageStore().root == tmp_path / "elsewhere", "as the service's settings have it"
 
 
-def test_base_is_packaged_and_pins_what_the_lock_pins() -> None:
+def test_base_is_packaged_and_pins_what_the_lock_pins():
     assert "base" in packaged_names()
     text = packaged_definition("base").read_text()
     lock = (Path(__file__).parents[4] / "requirements.lock").read_text()
@@ -565,24 +536,24 @@ def test_base_is_packaged_and_pins_what_the_lock_pins() -> None:
     assert set(pins) <= locked
 
 
-def test_definitions_are_part_of_the_wheel() -> None:
+def test_definitions_are_part_of_the_wheel():
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert DEFINITIONS.parent.name in packages
 
 
 @given(st.lists(st.text(), min_size=1), st.lists(st.text(), min_size=1))
-def test_keys_are_equal_exactly_if_the_parts_are(first: list[str], second: list[str]) -> None:
+def test_keys_are_equal_exactly_if_the_parts_are(first, second):
     assert (_hash(*first) == _hash(*second)) == (first == second)
 
 
 @given(st.text(min_size=1))
-def test_names_of_references_are_names(text: str) -> None:
+def test_names_of_references_are_names(text):
     name = name_of_reference(f"docker://x{text}")
     assert NAME.fullmatch(name)
 
 
-def test_a_folder_that_cannot_be_written_is_named(definition: Definition, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(definition, tmp_path):
     (tmp_path / "file").touch()
     store = ImageStore(tmp_path / "file" / "images", CountingBuilder())
     with pytest.raises(ImageBuildError, match="cannot write to") as caught:
@@ -590,9 +561,7 @@ def test_a_folder_that_cannot_be_written_is_named(definition: Definition, tmp_pa
     assert "ROLLOUT_IMAGES_DIR" in caught.value.hint
 
 
-def test_an_existing_image_is_found_in_a_read_only_store(
-    store: ImageStore, definition: Definition, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_image_is_found_in_a_read_only_store(store, definition, monkeypatch):
     made = store.provide(definition, "calc")
 
     def refuse(*_arguments: object, **_named: object) -> None:

@@ -1,18 +1,21 @@
-"""A start that fails at any point leaves nothing: no process and no folder."""
+"""A start that fails leaves nothing, and the conformance command names the promises that a provider breaks."""
 
+import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
 import pytest
+from typer import Typer
+from typer.testing import CliRunner
 
-from sandboxes import LocalConfig, SandboxError, SandboxSpec
+from sandboxes import LocalConfig, SandboxError, SandboxProvider, SandboxSpec
+from sandboxes.conformance import CHECKS
+from sandboxes.conformance.__main__ import main
 from sandboxes.host.processes import find_processes
 from sandboxes.providers.local import LocalProvider
 from tests.support.processes.children import children, held
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -37,9 +40,7 @@ def left(run_dir: Path) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["_wait_until_ready", "_make_launched", "make_sandbox"])
-async def test_a_failure_after_the_launch_leaves_nothing(
-    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+async def test_a_failure_after_the_launch_leaves_nothing(provider, run_dir, monkeypatch, step):
     def fail(*_: object) -> None:
         raise RuntimeError("no thread can be started")
 
@@ -55,8 +56,8 @@ async def test_a_failure_after_the_launch_leaves_nothing(
 
 @pytest.mark.parametrize("step", ["plan", "_wait_until_ready"])
 async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
-    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+    provider, run_dir, monkeypatch, step
+):
     original, there, closed = getattr(provider, step), anyio.Event(), anyio.Event()
 
     async def held_up(*arguments: object) -> object:
@@ -79,9 +80,7 @@ async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
     assert left(run_dir) == []
 
 
-async def test_a_launcher_without_a_control_shell_is_collected(
-    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_launcher_without_a_control_shell_is_collected(provider, run_dir, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError("no reader can be added")
 
@@ -95,9 +94,7 @@ async def test_a_launcher_without_a_control_shell_is_collected(
     assert left(run_dir) == []
 
 
-async def test_a_launcher_that_outlives_its_kill_is_collected_by_a_later_release(
-    provider: LocalProvider, run_dir: Path
-) -> None:
+async def test_a_launcher_that_outlives_its_kill_is_collected_by_a_later_release(provider, run_dir):
     sandbox = await provider.start(SandboxSpec())
     assert sandbox.info.pid is not None
     with held(sandbox.info.pid):
@@ -110,9 +107,7 @@ async def test_a_launcher_that_outlives_its_kill_is_collected_by_a_later_release
     assert left(run_dir) == []
 
 
-async def test_the_end_of_a_provider_waits_for_a_launcher_that_outlives_its_kill(
-    provider: LocalProvider, run_dir: Path
-) -> None:
+async def test_the_end_of_a_provider_waits_for_a_launcher_that_outlives_its_kill(provider, run_dir):
     sandbox = await provider.start(SandboxSpec())
     assert sandbox.info.pid is not None
     async with anyio.create_task_group() as tasks:
@@ -128,3 +123,70 @@ async def test_the_end_of_a_provider_waits_for_a_launcher_that_outlives_its_kill
 def test_a_list_of_hosts_makes_a_kind_like_a_tuple():
     assert SandboxSpec(network=["a.example"]).network == ("a.example",)
     assert SandboxSpec(network=["a.example"]) == SandboxSpec(network=("a.example",))
+
+
+app = Typer()
+app.command()(main)
+HERE = "tests.unit.sandboxes.providers.test_sandbox_provider"
+
+
+class Claims(LocalProvider):
+    """Lists a failure that does not exist, and omits one that does."""
+
+    known_failures = {"exec_at_once": "it was so once"}  # type: ignore[assignment]
+
+
+def honest(state: Path) -> SandboxProvider:
+    return LocalProvider(LocalConfig(provider="local"), state)
+
+
+def dishonest(state: Path) -> SandboxProvider:
+    return Claims(LocalConfig(provider="local"), state)
+
+
+def no_provider(state: Path) -> str:
+    return "none"
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.output
+
+
+def test_a_custom_provider_is_checked(tmp_path):
+    report = tmp_path / "report.json"
+    checks = ("--check", "exec_at_once", "--check", "no_rights", "--check", "hidden_network")
+    code, output = run(f"{HERE}:honest", *checks, "--json", str(report))
+    assert code == 0, output
+    found = json.loads(report.read_text())
+    assert found["conforms"] is True
+    verdicts = {outcome["check"]: outcome["verdict"] for outcome in found["outcomes"]}
+    assert verdicts == {
+        "exec_at_once": "holds",
+        "hidden_network": "known failure",
+        "no_rights": "known failure",
+    }
+
+
+def test_an_undeclared_failure_fails_and_a_fixed_one_is_shown():
+    code, output = run(f"{HERE}:dishonest", "--check", "exec_at_once", "--check", "hidden_network")
+    assert code == 1
+    assert "holds now exec_at_once" in output
+    assert "fails hidden_network" in output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("local", "--check", "nope"), (f"{HERE}:nope",), ("no_module_of_this:x",), (f"{HERE}:no_provider",)],
+)
+def test_an_unusable_provider_or_check_is_not_a_failed_check(arguments):
+    code, _ = run(*arguments)
+    assert code == 2
+
+
+def test_the_list_names_every_check():
+    code, output = run("local", "--list")
+    assert code == 0
+    assert all(check.__name__ in output for check in CHECKS)
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
+    assert all(check.__doc__ for check in CHECKS)

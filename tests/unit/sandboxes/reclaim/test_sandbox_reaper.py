@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from sandboxes.reclaim.guard import Guard
 from sandboxes.reclaim.reaper import OWNER, ReclaimResult, reclaim, sweep, sweep_service
 from sandboxes.reclaim.run_folders import ServiceFolder
 from tests.support.processes.children import killed
+from tests.support.processes.service import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -47,16 +48,8 @@ def stack() -> Iterator[ExitStack]:
 def start_marked(stack: ExitStack, mark: str) -> subprocess.Popen[bytes]:
     started = subprocess.Popen(SLEEP, stdout=subprocess.PIPE, env={**os.environ, MARKER: mark})
     process = stack.enter_context(killed(started))
-    assert process.stdout is not None
     process.stdout.readline()
     return process
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -74,7 +67,7 @@ def service(base: Path) -> Iterator[ServiceFolder]:
     folder.close()
 
 
-def test_a_dead_service_is_swept_with_its_processes(base: Path, stack: ExitStack) -> None:
+def test_a_dead_service_is_swept_with_its_processes(base, stack):
     folder = dead_service(base, 2)
     process = start_marked(stack, f"{folder.name}-1")
     assert sweep(base) == ReclaimResult(2, 1)
@@ -83,7 +76,7 @@ def test_a_dead_service_is_swept_with_its_processes(base: Path, stack: ExitStack
     assert sweep(base) == ReclaimResult()
 
 
-def test_a_live_service_is_not_swept(base: Path, service: ServiceFolder, stack: ExitStack) -> None:
+def test_a_live_service_is_not_swept(base, service, stack):
     service.new().create(os.geteuid(), os.getegid())
     process = start_marked(stack, f"{service.name}-1")
     assert sweep(base) == ReclaimResult()
@@ -92,7 +85,7 @@ def test_a_live_service_is_not_swept(base: Path, service: ServiceFolder, stack: 
     assert (service.path / "1").exists()
 
 
-def test_other_entries_are_not_touched(base: Path) -> None:
+def test_other_entries_are_not_touched(base):
     for name in ("0123456", "0123456789", "ABCDEF01", "notes"):
         (base / name).mkdir()
     (base / "0000000f").symlink_to(base / "notes")
@@ -101,7 +94,7 @@ def test_other_entries_are_not_touched(base: Path) -> None:
     assert len(list(base.iterdir())) == 6
 
 
-def test_a_folder_of_another_host_is_not_touched(base: Path) -> None:
+def test_a_folder_of_another_host_is_not_touched(base):
     folder = dead_service(base)
     owner = json.loads((folder / OWNER).read_text())
     assert owner["host"] == socket.gethostname()
@@ -110,7 +103,7 @@ def test_a_folder_of_another_host_is_not_touched(base: Path) -> None:
     assert (folder / "1").exists()
 
 
-def test_a_folder_of_another_user_is_not_touched(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_not_touched(base, monkeypatch):
     folder = dead_service(base)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -126,9 +119,7 @@ JSON = st.recursive(
 
 
 @given(st.one_of(st.binary(), JSON.map(lambda value: json.dumps(value).encode())))
-def test_a_damaged_owner_file_does_not_stop_the_sweep(
-    tmp_path_factory: pytest.TempPathFactory, damage: bytes
-) -> None:
+def test_a_damaged_owner_file_does_not_stop_the_sweep(tmp_path_factory, damage):
     base = tmp_path_factory.mktemp("run")
     folder = dead_service(base)
     (folder / OWNER).write_bytes(damage)
@@ -136,7 +127,7 @@ def test_a_damaged_owner_file_does_not_stop_the_sweep(
     assert list(base.iterdir()) == []
 
 
-def test_control_groups_outside_the_hierarchy_are_ignored(base: Path, tmp_path: Path) -> None:
+def test_control_groups_outside_the_hierarchy_are_ignored(base, tmp_path):
     folder = dead_service(base)
     victim = tmp_path / f"rollout-{folder.name}-1"
     victim.mkdir()
@@ -150,20 +141,20 @@ def test_control_groups_outside_the_hierarchy_are_ignored(base: Path, tmp_path: 
     assert victim.exists()
 
 
-def test_a_service_killed_before_its_owner_file(base: Path) -> None:
+def test_a_service_killed_before_its_owner_file(base):
     (base / "0123abcd").mkdir()
     assert sweep(base) == ReclaimResult()
     assert list(base.iterdir()) == []
 
 
-def test_processes_are_ended_even_without_the_folder(base: Path, stack: ExitStack) -> None:
+def test_processes_are_ended_even_without_the_folder(base, stack):
     process = start_marked(stack, "0c0c0c0c-3")
     swept = sweep_service(base / "0c0c0c0c")
     assert swept == ReclaimResult(0, 1)
     assert process.wait() == -signal.SIGKILL
 
 
-def test_many_sweeps_at_once_do_no_harm(base: Path, service: ServiceFolder) -> None:
+def test_many_sweeps_at_once_do_no_harm(base, service):
     service.new().create(os.geteuid(), os.getegid())
     for _ in range(6):
         dead_service(base, 3)
@@ -179,7 +170,7 @@ def test_many_sweeps_at_once_do_no_harm(base: Path, service: ServiceFolder) -> N
     assert (service.path / "1/pipes").exists()
 
 
-def test_services_start_while_others_sweep(base: Path) -> None:
+def test_services_start_while_others_sweep(base):
     """A folder that is not locked yet looks dead; the service that loses the race takes another name."""
     stop = threading.Event()
 
@@ -203,9 +194,7 @@ def test_services_start_while_others_sweep(base: Path) -> None:
         one.close()
 
 
-def test_the_guard_is_small_and_ends_when_the_service_closes(
-    base: Path, service: ServiceFolder, stack: ExitStack
-) -> None:
+def test_the_guard_is_small_and_ends_when_the_service_closes(base, service, stack):
     guard = Guard(service.path, [])
     stack.enter_context(killed(guard.process))
     assert guard.alive
@@ -223,7 +212,7 @@ def test_the_guard_is_small_and_ends_when_the_service_closes(
     assert service.path.exists()
 
 
-def test_the_guard_sweeps_after_a_death(base: Path, stack: ExitStack) -> None:
+def test_the_guard_sweeps_after_a_death(base, stack):
     service = ServiceFolder(base)
     service.describe([])
     service.new().create(os.geteuid(), os.getegid())
@@ -237,7 +226,7 @@ def test_the_guard_sweeps_after_a_death(base: Path, stack: ExitStack) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_the_guard_spares_a_live_service_that_lost_its_pipe(base: Path, stack: ExitStack) -> None:
+def test_the_guard_spares_a_live_service_that_lost_its_pipe(base, stack):
     service = ServiceFolder(base)
     service.describe([])
     process = start_marked(stack, f"{service.name}-1")
@@ -253,21 +242,20 @@ def test_the_guard_spares_a_live_service_that_lost_its_pipe(base: Path, stack: E
     assert guard.process.wait(20) == 0
 
 
-def test_a_sweep_that_was_killed_is_finished_by_the_next(base: Path) -> None:
+def test_a_sweep_that_was_killed_is_finished_by_the_next(base):
     for delay in (0.0, 0.01, 0.03, 0.06, 0.1):
         folder = dead_service(base, 20)
         code = "import sys; from pathlib import Path; from sandboxes.reclaim.reaper import sweep; print(flush=True); "
         code += "sweep(Path(sys.argv[1]))"
         command = [sys.executable, "-c", code, str(base)]
         with killed(subprocess.Popen(command, stdout=subprocess.PIPE)) as sweeper:
-            assert sweeper.stdout is not None
             sweeper.stdout.readline()
             time.sleep(delay)
         assert sweep(base).failures == ()
         assert not folder.exists()
 
 
-def test_the_sweep_needs_only_the_standard_library(tmp_path: Path) -> None:
+def test_the_sweep_needs_only_the_standard_library(tmp_path):
     import sandboxes.reclaim.guard as module
 
     code = (

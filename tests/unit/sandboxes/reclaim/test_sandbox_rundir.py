@@ -12,13 +12,13 @@ from sandboxes.host.locks import try_lock
 from sandboxes.reclaim.run_folders import NOTES, ServiceFolder, remember, run_base, run_bases
 
 
-def test_a_long_path_is_refused_with_advice(tmp_path: Path) -> None:
+def test_a_long_path_is_refused_with_advice(tmp_path):
     with pytest.raises(SandboxConfigError, match="too long") as error:
         run_base(tmp_path / ("x" * 100))
     assert "run_dir" in error.value.hint
 
 
-def test_a_folder_of_others_is_refused_and_never_swept(tmp_path: Path) -> None:
+def test_a_folder_of_others_is_refused_and_never_swept(tmp_path):
     base = tmp_path / "open"
     base.mkdir()
     base.chmod(0o777)
@@ -27,8 +27,7 @@ def test_a_folder_of_others_is_refused_and_never_swept(tmp_path: Path) -> None:
     assert base not in run_bases(base, tmp_path)
 
 
-@pytest.mark.anyio
-async def test_a_provider_refuses_a_folder_of_others_at_its_start(tmp_path: Path) -> None:
+async def test_a_provider_refuses_a_folder_of_others_at_its_start(tmp_path):
     base = tmp_path / "open"
     base.mkdir()
     base.chmod(0o777)
@@ -38,7 +37,7 @@ async def test_a_provider_refuses_a_folder_of_others_at_its_start(tmp_path: Path
     await provider.close()
 
 
-def test_pipes_can_be_entered_but_not_listed(tmp_path: Path) -> None:
+def test_pipes_can_be_entered_but_not_listed(tmp_path):
     service = ServiceFolder(tmp_path)
     folder = service.new()
     folder.create(os.geteuid(), os.getegid())
@@ -50,7 +49,7 @@ def test_pipes_can_be_entered_but_not_listed(tmp_path: Path) -> None:
     service.close()
 
 
-def test_the_users_of_sandboxes_can_enter_whatever_the_umask_is() -> None:
+def test_the_users_of_sandboxes_can_enter_whatever_the_umask_is():
     """Batch systems hand on the umask of whoever submits, which is often 077."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         before = os.umask(0o077)
@@ -65,7 +64,7 @@ def test_the_users_of_sandboxes_can_enter_whatever_the_umask_is() -> None:
         service.close()
 
 
-def test_a_service_folder_is_locked_until_it_is_closed(tmp_path: Path) -> None:
+def test_a_service_folder_is_locked_until_it_is_closed(tmp_path):
     service = ServiceFolder(tmp_path)
     handle = os.open(service.path, os.O_RDONLY)
     assert not try_lock(handle)
@@ -74,7 +73,7 @@ def test_a_service_folder_is_locked_until_it_is_closed(tmp_path: Path) -> None:
     os.close(handle)
 
 
-def test_a_removed_service_folder_is_noticed(tmp_path: Path) -> None:
+def test_a_removed_service_folder_is_noticed(tmp_path):
     service = ServiceFolder(tmp_path)
     assert service.intact
     service.path.rmdir()
@@ -84,12 +83,12 @@ def test_a_removed_service_folder_is_noticed(tmp_path: Path) -> None:
     service.close()
 
 
-def test_a_missing_base_is_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
+def test_a_missing_base_is_an_error_and_not_an_endless_search(tmp_path):
     with pytest.raises(FileNotFoundError):
         ServiceFolder(tmp_path / "missing")
 
 
-def test_former_run_folders_are_remembered(tmp_path: Path) -> None:
+def test_former_run_folders_are_remembered(tmp_path):
     state, former = tmp_path / "state", tmp_path / "former"
     assert former not in run_bases(None, state)
     former.mkdir(mode=0o711)

@@ -32,7 +32,7 @@ def tree(tmp_path: Path) -> Path:
     return folder
 
 
-def test_links_are_not_followed(tree: Path, outside: Path) -> None:
+def test_links_are_not_followed(tree, outside):
     (tree / "folder").symlink_to(outside)
     (tree / "file").symlink_to(outside / "file")
     (tree / "loop").symlink_to("loop")
@@ -42,7 +42,7 @@ def test_links_are_not_followed(tree: Path, outside: Path) -> None:
     assert (outside / "file").read_text() == "kept"
 
 
-def test_a_link_in_place_of_the_tree_is_removed_alone(tree: Path, outside: Path) -> None:
+def test_a_link_in_place_of_the_tree_is_removed_alone(tree, outside):
     tree.rmdir()
     tree.symlink_to(outside)
     assert remove_tree(tree) is None
@@ -50,7 +50,7 @@ def test_a_link_in_place_of_the_tree_is_removed_alone(tree: Path, outside: Path)
     assert (outside / "file").exists()
 
 
-def test_ten_thousand_levels(tree: Path) -> None:
+def test_ten_thousand_levels(tree):
     handle = os.open(tree, os.O_RDONLY)
     for _ in range(10_000):
         os.mkdir("d" * 50, dir_fd=handle)
@@ -62,7 +62,7 @@ def test_ten_thousand_levels(tree: Path) -> None:
     assert not tree.exists()
 
 
-def test_folders_without_rights(tree: Path) -> None:
+def test_folders_without_rights(tree):
     (tree / "a/b/c").mkdir(parents=True)
     (tree / "a/b/c/file").touch()
     for name in ("a/b/c", "a/b", "a"):
@@ -72,7 +72,7 @@ def test_folders_without_rights(tree: Path) -> None:
     assert not tree.exists()
 
 
-def test_special_files_and_odd_names(tree: Path) -> None:
+def test_special_files_and_odd_names(tree):
     os.mkfifo(tree / "pipe")
     (tree / "line\nbreak").mkdir()
     (tree / "line\nbreak" / "-rf").touch()
@@ -82,14 +82,14 @@ def test_special_files_and_odd_names(tree: Path) -> None:
     assert not tree.exists()
 
 
-def test_many_files(tree: Path) -> None:
+def test_many_files(tree):
     for number in range(20_000):
         (tree / f"{number}").touch()
     assert remove_tree(tree) is None
     assert not tree.exists()
 
 
-def test_the_time_is_bounded_and_leftovers_are_reported(tree: Path) -> None:
+def test_the_time_is_bounded_and_leftovers_are_reported(tree):
     (tree / "a/b").mkdir(parents=True)
     problem = remove_tree(tree, time.monotonic() - 1)
     assert problem is not None
@@ -97,7 +97,7 @@ def test_the_time_is_bounded_and_leftovers_are_reported(tree: Path) -> None:
     assert remove_tree(tree) is None
 
 
-def test_a_missing_tree_counts_as_removed(tmp_path: Path) -> None:
+def test_a_missing_tree_counts_as_removed(tmp_path):
     assert remove_tree(tmp_path / "nothing") is None
     assert remove_tree(tmp_path / "nothing" / "below") is None
 
@@ -117,7 +117,7 @@ assert not tree.exists()
 """
 
 
-def test_mounts_are_unmounted_and_not_entered(tree: Path, outside: Path) -> None:
+def test_mounts_are_unmounted_and_not_entered(tree, outside):
     """Run the removal in separate namespaces, as the user who runs the tests."""
     namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "private", "--"]
     script = [sys.executable, "-c", MOUNTED, str(tree), str(outside)]
@@ -136,7 +136,7 @@ assert (tree / "here" / "file").exists()
 """
 
 
-def test_a_mount_that_stays_keeps_the_tree(tree: Path, outside: Path) -> None:
+def test_a_mount_that_stays_keeps_the_tree(tree, outside):
     """A mount of a namespace with more rights cannot be unmounted, and the files below it are not ours."""
     (tree / "here").mkdir()
     namespaces = "unshare --user --map-root-user --mount --propagation private --"
@@ -170,7 +170,7 @@ def build(path: Path, node: "str | dict[str, object]", outside: Path) -> None:
 
 
 @given(NODES)
-def test_any_tree_is_removed_and_nothing_else(node: "str | dict[str, object]") -> None:
+def test_any_tree_is_removed_and_nothing_else(node):
     with tempfile.TemporaryDirectory() as place:
         outside = Path(place) / "outside"
         outside.mkdir()

@@ -1,17 +1,31 @@
-"""Messages to the control shell arrive whole, whatever happens to their senders."""
+"""Messages, output and pipes of the control shell are whole and bounded, whatever happens at their ends."""
 
+import os
 import socket
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sandboxes import SandboxClosedError
 from sandboxes.runtime import control
 from sandboxes.runtime.control import ControlShell
+from sandboxes.runtime.pipes import (
+    INPUT,
+    NAMES,
+    OUTPUT,
+    OutputBuffer,
+    Pipes,
+    Reader,
+    StatusLines,
+    read_some,
+    write_all,
+)
 
-pytestmark = pytest.mark.anyio
 LARGE = "x" * 4_000_000
 
 
@@ -34,9 +48,7 @@ def read_all(end: socket.socket) -> bytes:
             return b"".join(parts)
 
 
-async def test_a_cancelled_sender_sends_the_rest_of_what_it_began(
-    ends: tuple[ControlShell, socket.socket],
-) -> None:
+async def test_a_cancelled_sender_sends_the_rest_of_what_it_began(ends):
     shell, theirs = ends
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(shell.send, "spawn", LARGE)
@@ -49,9 +61,7 @@ async def test_a_cancelled_sender_sends_the_rest_of_what_it_began(
     assert read == b"2\0spawn\0" + LARGE.encode() + b"\0" + b"1\0end\0"
 
 
-async def test_a_shell_that_accepts_nothing_is_given_up(
-    ends: tuple[ControlShell, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_shell_that_accepts_nothing_is_given_up(ends, monkeypatch):
     shell, _ = ends
     monkeypatch.setattr(control, "SEND_TIMEOUT", 0.1)
     with pytest.raises(SandboxClosedError, match="accepted no more messages"):
@@ -61,9 +71,7 @@ async def test_a_shell_that_accepts_nothing_is_given_up(
         await shell.send("end")
 
 
-async def test_a_field_cannot_end_a_message_and_begin_another(
-    ends: tuple[ControlShell, socket.socket],
-) -> None:
+async def test_a_field_cannot_end_a_message_and_begin_another(ends):
     shell, theirs = ends
     with pytest.raises(ValueError, match="NUL"):
         await shell.send("spawn", "X=\0end\0")
@@ -71,9 +79,7 @@ async def test_a_field_cannot_end_a_message_and_begin_another(
     assert read_all(theirs) == b"1\0end\0"
 
 
-async def test_an_answer_to_a_cancelled_caller_is_not_taken_by_the_next(
-    ends: tuple[ControlShell, socket.socket],
-) -> None:
+async def test_an_answer_to_a_cancelled_caller_is_not_taken_by_the_next(ends):
     shell, theirs = ends
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(shell.wait_until_done)
@@ -92,3 +98,115 @@ async def test_an_answer_to_a_cancelled_caller_is_not_taken_by_the_next(
 def token_of(end: socket.socket) -> bytes:
     """Return the answer that the shell gives."""
     return end.recv(1000).split(b"\0")[2] + b"\n"
+
+
+@given(st.lists(st.binary(max_size=40), max_size=40), st.integers(1, 100))
+def test_keeps_everything_or_both_ends(parts, limit):
+    buffer = OutputBuffer(limit)
+    for part in parts:
+        buffer.add(part)
+    whole = b"".join(parts)
+    assert buffer.total == len(whole)
+    assert buffer.truncated == (len(whole) > limit)
+    if not buffer.truncated:
+        assert buffer.bytes() == whole
+        return
+    head, tail = (limit + 1) // 2, limit // 2
+    note = f"\n[... {len(whole) - limit} bytes left out ...]\n".encode()
+    assert buffer.bytes() == whole[:head] + note + whole[len(whole) - tail :]
+
+
+def test_memory_does_not_grow_with_the_stream():
+    buffer = OutputBuffer(1000)
+    for _ in range(10_000):
+        buffer.add(b"x" * 65536)
+    assert sum(map(len, buffer._tail)) <= 500 + 65536
+    assert buffer.total == 10_000 * 65536
+
+
+def test_many_small_reads_are_kept_in_bounds():
+    buffer = OutputBuffer(10)
+    for number in range(10_000):
+        buffer.add(str(number % 10).encode())
+    assert len(buffer._tail) <= 6
+    assert buffer.bytes().endswith(b"56789")
+
+
+def test_invalid_utf8_is_replaced():
+    buffer = OutputBuffer(100)
+    buffer.add(b"caf\xc3")
+    buffer.add(b"\xa9 \xff")
+    assert buffer.text() == "café \ufffd"
+
+
+async def test_names_are_removed_once_opened(tmp_path):
+    pipes = Pipes(tmp_path / "token")
+    inside = os.open(tmp_path / "token.in", os.O_RDONLY | os.O_NONBLOCK)
+    pipes.mark_opened()
+    assert not any((tmp_path / f"token.{name}").exists() for name in NAMES)
+    assert await write_all(pipes.fds[INPUT], b"hello")
+    assert read_some(inside) == b"hello"
+    os.close(inside)
+    assert not await write_all(pipes.fds[INPUT], b"nobody reads")
+    pipes.close()
+    pipes.close()
+
+
+def test_nothing_is_left_if_a_pipe_cannot_be_made(tmp_path):
+    (tmp_path / "token.err").touch()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(FileExistsError):
+        Pipes(tmp_path / "token")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+async def test_a_writer_that_never_rests_does_not_prolong_the_end(tmp_path):
+    pipes = Pipes(tmp_path / "token")
+    writer = os.open(tmp_path / "token.out", os.O_WRONLY | os.O_NONBLOCK)
+    reader, got = Reader(pipes.fds[OUTPUT]), bytearray()
+    os.write(writer, b"first")
+
+    def take(data: bytes) -> None:
+        got.extend(data)
+        os.write(writer, b"more")  # as a flood would, whenever there is room
+
+    reader.start(take)
+    reader.stop()
+    assert bytes(got) == b"first"
+    reader.stop()
+    os.close(writer)
+    pipes.unlink()
+    pipes.close()
+
+
+@given(lines=st.lists(st.text("ab 1", max_size=8), max_size=8), cuts=st.lists(st.integers(0, 80), max_size=6))
+def test_status_lines_survive_any_split(lines, cuts):
+    data = "".join(f"{line}\n" for line in lines).encode()
+    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+
+    async def check() -> None:
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        status = StatusLines(reading)
+        for start, end in pairwise(edges):
+            os.write(writing, data[start:end])
+            await anyio.lowlevel.checkpoint()
+        os.close(writing)
+        found = []
+        while (line := await status.next()) is not None:
+            found.append(line)
+        os.close(reading)
+        assert found == lines
+
+    anyio.run(check)
+
+
+async def test_a_line_without_end_ends_the_stream():
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    status = StatusLines(reading)
+    os.write(writing, b"x" * 10_000)
+    with anyio.fail_after(10):
+        assert await status.next() is None
+    os.close(writing)
+    os.close(reading)

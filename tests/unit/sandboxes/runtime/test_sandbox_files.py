@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
+from sandboxes import LocalConfig, SandboxSpec, make_provider
 from sandboxes.errors import FileMissingError, FileTooLargeError, SandboxFileError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 NAMES = st.binary(min_size=1, max_size=60).filter(
     lambda name: b"/" not in name and b"\0" not in name and name not in {b".", b".."}
@@ -30,7 +30,7 @@ async def pieces(data: bytes, size: int = 4096) -> AsyncIterator[bytes]:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=NAMES, data=st.binary(max_size=10_000), piece=st.integers(1, 5000))
 @example(name=b"-", data=b"", piece=1)
-def test_any_bytes_under_any_name_come_back(tmp_path_factory, name: bytes, data: bytes, piece: int) -> None:
+def test_any_bytes_under_any_name_come_back(tmp_path_factory, name, data, piece):
     async def round_trip() -> None:
         provider = make_provider(LocalConfig(provider="local"), tmp_path_factory.mktemp("state"))
         async with await provider.start(SandboxSpec()) as sandbox:
@@ -46,7 +46,7 @@ def test_any_bytes_under_any_name_come_back(tmp_path_factory, name: bytes, data:
     anyio.run(round_trip)
 
 
-async def test_a_file_keeps_its_mode_and_a_link_is_written_through(local_sandbox: Sandbox) -> None:
+async def test_a_file_keeps_its_mode_and_a_link_is_written_through(local_sandbox):
     folder = Path(local_sandbox.workdir)
     (folder / "run").write_text("old")
     (folder / "run").chmod(0o751)
@@ -59,7 +59,7 @@ async def test_a_file_keeps_its_mode_and_a_link_is_written_through(local_sandbox
     assert stat.S_IMODE((folder / "fresh").stat().st_mode) & 0o600 == 0o600
 
 
-async def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(local_sandbox: Sandbox) -> None:
+async def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(local_sandbox):
     folder = Path(local_sandbox.workdir)
     await local_sandbox.write_file("f", "old")
 
@@ -82,7 +82,7 @@ async def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(local_san
     assert os.listdir(folder) == ["f"]  # noqa: PTH208
 
 
-async def test_a_reader_inside_never_sees_half_a_file(local_sandbox: Sandbox) -> None:
+async def test_a_reader_inside_never_sees_half_a_file(local_sandbox):
     path = Path(local_sandbox.workdir) / "f"
     sizes = set()
     path.write_bytes(b"a" * 300_000)
@@ -103,7 +103,7 @@ async def test_a_reader_inside_never_sees_half_a_file(local_sandbox: Sandbox) ->
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "device", "missing"])
-async def test_an_unreadable_path_is_a_typed_error(local_sandbox: Sandbox, kind: str) -> None:
+async def test_an_unreadable_path_is_a_typed_error(local_sandbox, kind):
     path = Path(local_sandbox.workdir) / "p"
     expected: type[Exception] = SandboxFileError
     match kind:
@@ -125,9 +125,7 @@ async def test_an_unreadable_path_is_a_typed_error(local_sandbox: Sandbox, kind:
         assert os.listdir(path.parent) == ["p"]  # noqa: PTH208
 
 
-async def test_a_file_that_grows_is_read_up_to_its_size_and_one_that_shrinks_is_an_error(
-    local_sandbox: Sandbox,
-) -> None:
+async def test_a_file_that_grows_is_read_up_to_its_size_and_one_that_shrinks_is_an_error(local_sandbox):
     path = Path(local_sandbox.workdir) / "f"
     size = 8 * 1024 * 1024
     path.write_bytes(b"x" * size)
@@ -149,7 +147,7 @@ async def test_a_file_that_grows_is_read_up_to_its_size_and_one_that_shrinks_is_
         await shrink()
 
 
-async def test_limits_of_reading(local_sandbox: Sandbox) -> None:
+async def test_limits_of_reading(local_sandbox):
     await local_sandbox.write_file("f", b"x" * 1000)
     assert len(await local_sandbox.read_file("f", limit=1000)) == 1000
     with pytest.raises(FileTooLargeError):
@@ -158,7 +156,7 @@ async def test_limits_of_reading(local_sandbox: Sandbox) -> None:
         [part async for part in local_sandbox.read_stream("f", limit=10)]
 
 
-async def test_a_large_folder_is_listed_at_once(local_sandbox: Sandbox) -> None:
+async def test_a_large_folder_is_listed_at_once(local_sandbox):
     folder = Path(local_sandbox.workdir)
     for number in range(3000):
         (folder / f"{number:04}").touch()
@@ -167,7 +165,7 @@ async def test_a_large_folder_is_listed_at_once(local_sandbox: Sandbox) -> None:
     assert [entry.name for entry in entries] == [f"{number:04}" for number in range(3000)]
 
 
-async def test_a_stream_that_is_left_early_ends_its_program(local_sandbox: Sandbox) -> None:
+async def test_a_stream_that_is_left_early_ends_its_program(local_sandbox):
     (Path(local_sandbox.workdir) / "f").write_bytes(bytes(10_000_000))
     async with aclosing(local_sandbox.read_stream("f")) as parts:
         async for part in parts:
@@ -176,7 +174,7 @@ async def test_a_stream_that_is_left_early_ends_its_program(local_sandbox: Sandb
     assert await local_sandbox.read_file("f") == bytes(10_000_000)
 
 
-async def test_kernel_files_without_a_size_are_read(local_sandbox: Sandbox) -> None:
+async def test_kernel_files_without_a_size_are_read(local_sandbox):
     assert b"Linux version" in await local_sandbox.read_file("/proc/version")
 
 
@@ -216,6 +214,6 @@ anyio.run(main)
 
 
 @pytest.mark.timeout(170)
-async def test_a_gibibyte_goes_through_a_few_mebibytes(tmp_path: Path) -> None:
+async def test_a_gibibyte_goes_through_a_few_mebibytes(tmp_path):
     done = await anyio.run_process([sys.executable, "-c", GIBIBYTE, str(tmp_path)], check=False)
     assert done.returncode == 0, done.stderr.decode()

@@ -25,8 +25,6 @@ from sandboxes.scheduling.pressure import (
     memory_reserve,
 )
 
-pytestmark = pytest.mark.anyio
-
 CONFIG = PressureConfig()
 CALM = HostMetrics(
     cpus=2,
@@ -74,9 +72,7 @@ METRICS = st.builds(
     ceiling=st.integers(2, 64),
     cpus=st.integers(1, 64),
 )
-def test_the_target_is_always_between_one_and_the_ceiling(
-    steps: list[tuple[HostMetrics, int, int]], ceiling: int, cpus: int
-) -> None:
+def test_the_target_is_always_between_one_and_the_ceiling(steps, ceiling, cpus):
     controller = PressureController(CONFIG, ceiling, cpus)
     assert 1 <= controller.decision.target <= ceiling
     for metrics, used, waiting in steps:
@@ -90,7 +86,7 @@ def test_the_target_is_always_between_one_and_the_ceiling(
 
 @pytest.mark.slow
 @given(st.lists(METRICS, max_size=30), st.integers(2, 300))
-def test_after_any_pressure_the_ceiling_is_reached_again(past: list[HostMetrics], ceiling: int) -> None:
+def test_after_any_pressure_the_ceiling_is_reached_again(past, ceiling):
     controller = PressureController(CONFIG, ceiling, cpus=2)
     for metrics in past:
         controller.update(metrics, used=controller.decision.target, waiting=0)
@@ -100,7 +96,7 @@ def test_after_any_pressure_the_ceiling_is_reached_again(past: list[HostMetrics]
     assert controller.decision.hold_reasons == ()
 
 
-def test_the_target_grows_only_while_it_is_used() -> None:
+def test_the_target_grows_only_while_it_is_used():
     controller = PressureController(CONFIG, 1_000, cpus=2)
     first = controller.decision.target
     assert first == 2 * FIRST_PER_CPU
@@ -108,7 +104,7 @@ def test_the_target_grows_only_while_it_is_used() -> None:
     assert controller.update(CALM, used=first, waiting=0).target > first
 
 
-def test_a_scarce_resource_throttles_at_once_and_ended_sandboxes_are_not_replaced() -> None:
+def test_a_scarce_resource_throttles_at_once_and_ended_sandboxes_are_not_replaced():
     controller = PressureController(CONFIG, 100, cpus=2)
     decision = controller.update(FULL, used=10, waiting=3)
     assert decision.target == 10
@@ -119,7 +115,7 @@ def test_a_scarce_resource_throttles_at_once_and_ended_sandboxes_are_not_replace
     assert controller.update(FULL, used=0, waiting=3).target == 1
 
 
-def test_busy_processors_cut_the_target_step_by_step_to_a_floor() -> None:
+def test_busy_processors_cut_the_target_step_by_step_to_a_floor():
     controller = PressureController(CONFIG, 100, cpus=2)
     assert controller.update(BUSY, used=16, waiting=0).target == 16
     targets = [controller.update(BUSY, used=controller.decision.target, waiting=9).target for _ in range(50)]
@@ -128,7 +124,7 @@ def test_busy_processors_cut_the_target_step_by_step_to_a_floor() -> None:
     assert targets[-1] == 2 * FLOOR_PER_CPU
 
 
-def test_throttling_lasts_until_well_below_the_threshold() -> None:
+def test_throttling_lasts_until_well_below_the_threshold():
     controller = PressureController(CONFIG, 100, cpus=2)
     for stall, held in [(94.0, False), (95.0, True), (80.0, True), (75.0, False), (94.0, False)]:
         decision = controller.update(HostMetrics(cpus=2, cpu_stall=stall), used=16, waiting=1)
@@ -138,24 +134,24 @@ def test_throttling_lasts_until_well_below_the_threshold() -> None:
     assert easing.hold_reasons[0].text == "cpu: some avg10 80 %, not yet below 76 %"
 
 
-def test_the_load_counts_only_without_psi() -> None:
+def test_the_load_counts_only_without_psi():
     loaded = HostMetrics(cpus=2, load=40.0)
     assert [pressure.ratio for pressure in measure_pressure(loaded, CONFIG)] == [2.5]
     told = measure_pressure(HostMetrics(cpus=2, load=40.0, cpu_stall=1.0), CONFIG)
     assert all(pressure.ratio < 1 for pressure in told)
 
 
-def test_a_switch_turns_it_off() -> None:
+def test_a_switch_turns_it_off():
     controller = PressureController(PressureConfig(enabled=False), 50, cpus=2)
     assert controller.update(FULL, used=1, waiting=1).target == 50
 
 
-def test_a_tenth_of_the_memory_is_kept_and_at_most_four_gib() -> None:
+def test_a_tenth_of_the_memory_is_kept_and_at_most_four_gib():
     assert memory_reserve(10 * GIB) == GIB
     assert memory_reserve(500 * GIB) == memory_reserve(None) == 4 * GIB
 
 
-def test_this_host_can_be_read_in_milliseconds(tmp_path: Path) -> None:
+def test_this_host_can_be_read_in_milliseconds(tmp_path):
     reader = HostReader([tmp_path / "missing" / "too"])
     metrics = reader.read()
     assert metrics.memory_available is not None
@@ -170,7 +166,7 @@ def test_this_host_can_be_read_in_milliseconds(tmp_path: Path) -> None:
     assert (time.process_time() - began) / 20 < 0.005  # 0.5 ms on a quiet machine
 
 
-def test_a_folder_that_was_removed_is_on_the_disk_that_it_was_on(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_is_on_the_disk_that_it_was_on(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     reader = HostReader([folder])
@@ -180,7 +176,7 @@ def test_a_folder_that_was_removed_is_on_the_disk_that_it_was_on(tmp_path: Path)
     assert (after.path, after.total_bytes) == (before.path, before.total_bytes)
 
 
-def test_open_files_are_counted(tmp_path: Path) -> None:
+def test_open_files_are_counted(tmp_path):
     reader = HostReader()
     before = reader.read().descriptors_free
     held = [os.open("/", os.O_PATH) for _ in range(50)]
@@ -211,7 +207,7 @@ PROC = {
 }
 
 
-def test_a_group_of_version_2_takes_precedence(tmp_path: Path) -> None:
+def test_a_group_of_version_2_takes_precedence(tmp_path):
     proc = host(tmp_path / "proc", **PROC, self__cgroup="0::/pod/service\n")
     groups = host(
         tmp_path / "groups",
@@ -232,7 +228,7 @@ def test_a_group_of_version_2_takes_precedence(tmp_path: Path) -> None:
     assert metrics.load == 1.5
 
 
-def test_a_group_of_version_1_has_a_limit_too(tmp_path: Path) -> None:
+def test_a_group_of_version_1_has_a_limit_too(tmp_path):
     proc = host(tmp_path / "proc", **PROC, self__cgroup="4:memory:/job\n8:pids:/\n0::/\n")
     groups = host(
         tmp_path / "groups",
@@ -249,7 +245,7 @@ def test_a_group_of_version_1_has_a_limit_too(tmp_path: Path) -> None:
     assert metrics.processes_free == 9_100
 
 
-def test_a_host_without_metrics_is_not_throttled(tmp_path: Path) -> None:
+def test_a_host_without_metrics_is_not_throttled(tmp_path):
     metrics = HostReader(proc=tmp_path, cgroups=tmp_path).read()
     assert metrics.memory_available is metrics.cpu_stall is metrics.load is metrics.processes_free is None
     assert PressureController(CONFIG, 10, cpus=1).update(metrics, used=1, waiting=0).hold_reasons == ()
@@ -268,7 +264,7 @@ async def admitted(it: AdmissionController, purpose: Purpose) -> Ticket:
         return await it.admit(purpose)
 
 
-async def test_the_last_place_is_for_graders() -> None:
+async def test_the_last_place_is_for_graders():
     seen: list[str] = []
     it = make_admission(3, seen.append)
     agents = [await admitted(it, Purpose.AGENT) for _ in range(2)]
@@ -284,7 +280,7 @@ async def test_the_last_place_is_for_graders() -> None:
     assert it.used == 0
 
 
-async def test_one_agent_and_one_grader_continue_under_pressure() -> None:
+async def test_one_agent_and_one_grader_continue_under_pressure():
     it = make_admission(50)
     it.observe(FULL)
     assert it.target == 1
@@ -296,7 +292,7 @@ async def test_one_agent_and_one_grader_continue_under_pressure() -> None:
     assert scope.cancelled_caught
 
 
-async def test_waiters_are_admitted_when_the_pressure_ends_graders_first() -> None:
+async def test_waiters_are_admitted_when_the_pressure_ends_graders_first():
     it = make_admission(50)
     it.observe(FULL)
     held = [await admitted(it, purpose) for purpose in Purpose]
@@ -316,7 +312,7 @@ async def test_waiters_are_admitted_when_the_pressure_ends_graders_first() -> No
     assert it.used == 3 + len(held)
 
 
-async def test_warm_sandboxes_give_way_to_pressure_and_to_waiters() -> None:
+async def test_warm_sandboxes_give_way_to_pressure_and_to_waiters():
     it = make_admission(50)
     assert it.headroom(10) == 6
     await admitted(it, Purpose.AGENT)
@@ -325,7 +321,7 @@ async def test_warm_sandboxes_give_way_to_pressure_and_to_waiters() -> None:
     assert it.headroom(3) == 0
 
 
-async def test_the_pressure_is_followed_while_it_runs() -> None:
+async def test_the_pressure_is_followed_while_it_runs():
     readings = iter([FULL, CALM])
     controller = PressureController(CONFIG, 50, cpus=2)
     it = AdmissionController(controller, lambda: next(readings, CALM), ceiling=50, period=0.001)
@@ -346,7 +342,7 @@ ACTIONS = st.lists(
 
 @settings(deadline=None)
 @given(ACTIONS, st.integers(2, 12))
-async def test_nobody_is_lost_and_the_ceiling_holds(actions: list[tuple[str, int]], ceiling: int) -> None:
+async def test_nobody_is_lost_and_the_ceiling_holds(actions, ceiling):
     it = make_admission(ceiling)
     tickets: list[Ticket] = []
     scopes: list[anyio.CancelScope] = []

@@ -1,9 +1,8 @@
 """The warm pool keeps its guarantees over a provider whose sandboxes are only names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -27,8 +26,8 @@ from sandboxes import (
 )
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
-
-pytestmark = pytest.mark.anyio
+from tests.support.clocks import ManualClock
+from tests.support.waiting import until
 
 
 class NamedSandbox(Sandbox):
@@ -145,16 +144,6 @@ class Seen:
         self.failures += 1
 
 
-class Clock:
-    """A clock that moves only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 SPEC = SandboxSpec(image="base", sessions=frozenset({"bash", "python"}), label="first")
 
 
@@ -162,7 +151,7 @@ class Bench:
     """A pool over named sandboxes, with a record of its events."""
 
     def __init__(self, ceiling: int = 10, **config: Any) -> None:
-        self.provider, self.seen, self.clock = NamedProvider(), Seen(), Clock()
+        self.provider, self.seen, self.clock = NamedProvider(), Seen(), ManualClock(100.0)
         self.spare: int | None = None
         self.pool = WarmPool(
             self.provider,
@@ -179,17 +168,11 @@ class Bench:
         assert isinstance(sandbox, NamedSandbox)
         return sandbox
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the pool has brought about a condition."""
-        with anyio.fail_after(10):
-            while not condition():
-                await anyio.sleep(0.001)
-
     async def warmed(self, count: int = 1) -> None:
-        await self.until(lambda: self.pool.warm == count and len(self.provider.alive) >= count)
+        await until(lambda: self.pool.warm == count and len(self.provider.alive) >= count)
 
 
-async def test_the_second_start_is_warm_with_its_sessions_open() -> None:
+async def test_the_second_start_is_warm_with_its_sessions_open():
     bench = Bench()
     async with bench.pool.running():
         first = await bench.take()
@@ -219,7 +202,7 @@ async def test_the_second_start_is_warm_with_its_sessions_open() -> None:
         replace(SPEC, lifetime_seconds=60.0),
     ],
 )
-async def test_another_kind_is_started_cold(other: SandboxSpec) -> None:
+async def test_another_kind_is_started_cold(other):
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -228,7 +211,7 @@ async def test_another_kind_is_started_cold(other: SandboxSpec) -> None:
         assert bench.seen.starts == [False, False]
 
 
-async def test_equal_specifications_are_of_one_kind_whatever_their_collections() -> None:
+async def test_equal_specifications_are_of_one_kind_whatever_their_collections():
     bench = Bench()
     async with bench.pool.running():
         spec = SandboxSpec(env={"A": "1", "B": "2"}, read_only_binds=[Bind("/a", "/b")], network=("a", "b"))
@@ -238,7 +221,7 @@ async def test_equal_specifications_are_of_one_kind_whatever_their_collections()
         assert bench.seen.starts == [False, True]
 
 
-async def test_a_rebuilt_image_is_never_served_stale() -> None:
+async def test_a_rebuilt_image_is_never_served_stale():
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -247,13 +230,13 @@ async def test_a_rebuilt_image_is_never_served_stale() -> None:
         bench.provider.image = "second"
         await bench.take()
         assert bench.seen.starts == [False, False]
-        await bench.until(lambda: old not in bench.provider.alive)
+        await until(lambda: old not in bench.provider.alive)
         await bench.warmed()
         await bench.take()
         assert bench.seen.starts[-1] is True
 
 
-async def test_a_warm_sandbox_that_died_is_not_handed_out() -> None:
+async def test_a_warm_sandbox_that_died_is_not_handed_out():
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -262,27 +245,27 @@ async def test_a_warm_sandbox_that_died_is_not_handed_out() -> None:
         bench.provider.alive[warm].well = False
         taken = await bench.take()
         assert taken.id != warm
-        await bench.until(lambda: warm not in bench.provider.alive)
+        await until(lambda: warm not in bench.provider.alive)
 
 
 @pytest.mark.slow
-async def test_a_kind_without_demand_is_ended() -> None:
+async def test_a_kind_without_demand_is_ended():
     bench = Bench(idle_seconds=60.0)
     async with bench.pool.running():
         taken = await bench.take()
         await bench.warmed()
         bench.clock.now += 61.0
-        await bench.until(lambda: bench.pool.warm == 0)
-        await bench.until(lambda: bench.provider.alive.keys() == {taken.id})
+        await until(lambda: bench.pool.warm == 0)
+        await until(lambda: bench.provider.alive.keys() == {taken.id})
 
 
-async def test_the_least_recently_wanted_kind_gives_way() -> None:
+async def test_the_least_recently_wanted_kind_gives_way():
     bench = Bench(max_kinds=2)
     async with bench.pool.running():
         for image in ("a", "b", "c"):
             await bench.take(SandboxSpec(image=image))
-            await bench.until(lambda: bench.pool.warm > 0)
-        await bench.until(
+            await until(lambda: bench.pool.warm > 0)
+        await until(
             lambda: (
                 {bench.provider.alive[i.id].spec.image for i in bench.pool.live() if i.state == "warm"}
                 == {"b", "c"}
@@ -290,7 +273,7 @@ async def test_the_least_recently_wanted_kind_gives_way() -> None:
         )
 
 
-async def test_a_cold_start_at_the_ceiling_ends_a_warm_one() -> None:
+async def test_a_cold_start_at_the_ceiling_ends_a_warm_one():
     bench = Bench(ceiling=2)
     async with bench.pool.running():
         first = await bench.take()
@@ -302,12 +285,12 @@ async def test_a_cold_start_at_the_ceiling_ends_a_warm_one() -> None:
             await bench.take()
 
 
-async def test_a_start_that_waits_for_a_place_takes_the_one_that_comes_up_warm() -> None:
+async def test_a_start_that_waits_for_a_place_takes_the_one_that_comes_up_warm():
     bench = Bench(ceiling=2)
     async with bench.pool.running():
         await bench.take()
         bench.provider.hold()
-        await bench.until(lambda: bench.pool._starting == 1)
+        await until(lambda: bench.pool._starting == 1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(bench.take)
             await anyio.wait_all_tasks_blocked()
@@ -316,7 +299,7 @@ async def test_a_start_that_waits_for_a_place_takes_the_one_that_comes_up_warm()
         assert bench.provider.most == 2
 
 
-async def test_nothing_is_started_ahead_without_headroom() -> None:
+async def test_nothing_is_started_ahead_without_headroom():
     bench = Bench()
     bench.spare = 1
     async with bench.pool.running():
@@ -328,10 +311,10 @@ async def test_nothing_is_started_ahead_without_headroom() -> None:
         await bench.warmed()
         bench.spare = 0
         bench.pool._notify()
-        await bench.until(lambda: bench.pool.warm == 0)
+        await until(lambda: bench.pool.warm == 0)
 
 
-async def test_nothing_is_started_ahead_while_a_cold_start_is_under_way() -> None:
+async def test_nothing_is_started_ahead_while_a_cold_start_is_under_way():
     bench = Bench()
     bench.provider.hold()
     async with bench.pool.running(), anyio.create_task_group() as tasks:
@@ -342,12 +325,12 @@ async def test_nothing_is_started_ahead_while_a_cold_start_is_under_way() -> Non
         await bench.warmed()
 
 
-async def test_failures_ahead_are_counted_and_tried_again_later() -> None:
+async def test_failures_ahead_are_counted_and_tried_again_later():
     bench = Bench()
     async with bench.pool.running():
         bench.provider.broken_python = True
         await bench.take()
-        await bench.until(lambda: bench.seen.failures == 1)
+        await until(lambda: bench.seen.failures == 1)
         await anyio.wait_all_tasks_blocked()
         assert bench.seen.failures == 1
         assert len(bench.provider.alive) == 1  # the one without a kernel was closed
@@ -357,7 +340,7 @@ async def test_failures_ahead_are_counted_and_tried_again_later() -> None:
         await bench.warmed()
 
 
-async def test_a_cancelled_start_takes_nothing() -> None:
+async def test_a_cancelled_start_takes_nothing():
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -369,7 +352,7 @@ async def test_a_cancelled_start_takes_nothing() -> None:
         assert (bench.pool.warm, len(bench.provider.alive)) == (1, 2)
 
 
-async def test_without_a_size_nothing_is_kept() -> None:
+async def test_without_a_size_nothing_is_kept():
     bench = Bench(size=0)
     async with bench.pool.running():
         await bench.take()
@@ -377,7 +360,7 @@ async def test_without_a_size_nothing_is_kept() -> None:
         assert (bench.pool.warm, bench.provider.started) == (0, 1)
 
 
-async def test_closing_the_pool_closes_everything() -> None:
+async def test_closing_the_pool_closes_everything():
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -388,7 +371,7 @@ async def test_closing_the_pool_closes_everything() -> None:
 
 
 @pytest.mark.slow
-async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path: Path) -> None:
+async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path):
     provider = make_provider(LocalConfig(provider="local"), tmp_path)
     pool = WarmPool(provider, ceiling=4)
     async with pool.running():
@@ -407,7 +390,7 @@ async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path: Path) -> None:
+async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path):
     provider = make_provider(LocalConfig(provider="local"), tmp_path)
     try:
         sandbox = await provider.start(SandboxSpec())
@@ -415,9 +398,7 @@ async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path: Path) -> None
         assert sandbox.healthy
         pid = (await kernel.execute("import os; os.getpid()")).result
         await sandbox.exec(["bash", "-c", f"kill -9 {pid}"])
-        with anyio.fail_after(10):
-            while sandbox.healthy:
-                await anyio.sleep(0.01)
+        await until(lambda: not sandbox.healthy, 10)
     finally:
         await provider.close()
 

@@ -1,5 +1,6 @@
-"""An interrupter takes its steps in order, accepts only reports with its nonce, and knows when a shell is dead."""
+"""Interrupts are taken in order, and messages of kernels and reports are untrusted."""
 
+import json
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -8,13 +9,16 @@ from pathlib import Path
 
 import anyio
 import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sandboxes.errors import SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.pipes import Pipes
 from sandboxes.sessions.bash import REPORT, Interrupter, InterruptTiming
-
-pytestmark = pytest.mark.anyio
+from sandboxes.sessions.kernel import Cell, _open_socket, make_connection_info
+from sandboxes.sessions.kernel_wire import DELIM, Wire, decode, make_context, make_session
 
 SHORT = InterruptTiming(
     interrupt_steps=(("INT", 0.05),),
@@ -90,13 +94,13 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         made.close()
 
 
-async def test_a_report_counts_only_with_its_nonce(bench: Bench) -> None:
+async def test_a_report_counts_only_with_its_nonce(bench):
     command = bench.interrupter.begin()
     bench.report("other 5", f"{command.nonce} x", f"{command.nonce} 3")
     assert await bench.interrupter.read_report(command.nonce) == 3
 
 
-async def test_the_jobs_of_the_report_before_are_spared(bench: Bench) -> None:
+async def test_the_jobs_of_the_report_before_are_spared(bench):
     command = bench.interrupter.begin()
     bench.report("17", "23", "99999999999", "no job")
     with pytest.raises(TimeoutError):
@@ -106,7 +110,7 @@ async def test_the_jobs_of_the_report_before_are_spared(bench: Bench) -> None:
     assert stop == ["stop", "42", "INT", str(command.since), "1", "17", "23"]
 
 
-async def test_a_time_out_goes_through_its_steps_and_nudges_the_shell_in_between(bench: Bench) -> None:
+async def test_a_time_out_goes_through_its_steps_and_nudges_the_shell_in_between(bench):
     command = bench.interrupter.begin()
     assert await bench.interrupter.end_overdue(command) is None
     messages = bench.messages()
@@ -116,14 +120,14 @@ async def test_a_time_out_goes_through_its_steps_and_nudges_the_shell_in_between
     assert bench.questions() > 0
 
 
-async def test_the_report_of_an_interrupted_command_ends_the_steps(bench: Bench) -> None:
+async def test_the_report_of_an_interrupted_command_ends_the_steps(bench):
     command = bench.interrupter.begin()
     bench.report(f"{command.nonce} 130")
     assert await bench.interrupter.end_overdue(command) == 130
     assert [message[2] for message in bench.messages() if message[0] == "stop"] == ["INT"]
 
 
-async def test_a_request_stops_the_wait_for_a_report_and_is_answered_at_the_end(bench: Bench) -> None:
+async def test_a_request_stops_the_wait_for_a_report_and_is_answered_at_the_end(bench):
     command = bench.interrupter.begin()
     events = []
 
@@ -142,7 +146,7 @@ async def test_a_request_stops_the_wait_for_a_report_and_is_answered_at_the_end(
     assert not bench.interrupter.is_requested
 
 
-async def test_a_request_gives_up_when_its_steps_are_over(bench: Bench) -> None:
+async def test_a_request_gives_up_when_its_steps_are_over(bench):
     bench.interrupter.begin()
     await bench.interrupter.request()
     assert bench.interrupter.is_requested
@@ -173,15 +177,196 @@ async def settle(bench: Bench, *, answers: bool = False) -> list[str]:
     return ended
 
 
-async def test_a_shell_that_answers_has_settled(bench: Bench) -> None:
+async def test_a_shell_that_answers_has_settled(bench):
     assert await settle(bench, answers=True) == ["settled"]
 
 
-async def test_a_shell_that_does_not_answer_is_dead(bench: Bench) -> None:
+async def test_a_shell_that_does_not_answer_is_dead(bench):
     assert await settle(bench) == ["the shell did not settle after it was interrupted"]
     assert bench.questions() == 2
 
 
-async def test_a_shell_that_ends_while_it_settles_is_dead(bench: Bench) -> None:
+async def test_a_shell_that_ends_while_it_settles_is_dead(bench):
     bench.end_shell()
     assert await settle(bench) == ["the shell ended while the command ran"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(["text", "data", "ename", "evalue", "traceback", "execution_state", "text/plain"])
+
+
+@given(
+    st.sampled_from(["stream", "display_data", "execute_result", "error", "status", "other"]),
+    st.dictionaries(FIELDS, JSON, max_size=5),
+)
+def test_any_message_is_survived(kind, content):
+    cell = Cell(100)
+    cell.add_message(kind, content)
+    assert isinstance(cell.output.text(), str)
+    assert cell.result is None or isinstance(cell.result, str)
+
+
+def test_colors_are_removed_and_long_values_cut():
+    cell = Cell(100)
+    cell.add_message(
+        "error", {"ename": "E", "evalue": "v" * 1000, "traceback": ["\x1b[31mred\x1b[0m", "end"]}
+    )
+    assert cell.error.traceback == "red\nend"
+    assert "left out" in cell.error.evalue
+    assert cell.truncated
+
+
+def test_only_sockets_are_opened_and_no_link_is_followed(tmp_path):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    target = tmp_path / "host.sock"
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(str(target))
+        server.listen()
+        (inside / "planted").symlink_to(target)
+        (inside / "file").touch()
+        os.mkfifo(inside / "fifo")
+        for name in ("planted", "missing", "file", "fifo"):
+            assert _open_socket(inside / name) is None
+        os.link(target, inside / "real")
+        held = _open_socket(inside / "real")
+        assert held is not None
+        (inside / "real").unlink()
+        (inside / "real").symlink_to("/dev/null")
+        client.connect(f"/proc/self/fd/{held}")  # the checked socket, whatever has its name by now
+        os.close(held)
+
+
+def test_connection_info_names_all_channels():
+    info = make_connection_info("/x/y")
+    assert info["ip"] == "/x/y"
+    assert sorted(value for key, value in info.items() if key.endswith("_port")) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_the_smallest_limits(limit):
+    cell = Cell(limit)
+    cell.add_message("stream", {"text": "abcdef"})
+    assert cell.output.truncated
+
+
+def frames(kind: str, content: object, parent: object = None) -> list[bytes]:
+    parts = (
+        {"msg_id": "answer", "msg_type": kind, "version": "5.3"},
+        parent or {"msg_id": "request"},
+        {},
+        content,
+    )
+    return [b"topic", DELIM, b"", *(json.dumps(part).encode() for part in parts)]
+
+
+def test_an_answer_is_decoded():
+    assert decode(make_session(), frames("stream", {"text": "hello"}), "request") == (
+        "stream",
+        {"text": "hello"},
+    )
+
+
+@pytest.mark.parametrize("parent", [{"msg_id": "another"}, ["request"], "request", 7])
+def test_an_answer_to_another_request_is_dropped(parent):
+    assert decode(make_session(), frames("stream", {}, parent), "request") is None
+
+
+def test_invalid_utf8_and_json_are_survived():
+    message = frames("stream", {})
+    message[-1] = b'{"text": "\xff", "number": NaN}'
+    found = decode(make_session(), message, "request")
+    assert found[1]["text"] == "\ufffd"
+
+
+@given(st.lists(st.binary(max_size=8) | st.just(DELIM) | st.just(b"{}"), max_size=8))
+def test_any_frames_are_survived(message):
+    assert decode(make_session(), message, "request") is None
+
+
+@pytest.mark.parametrize("part", [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"null", b""])
+def test_any_part_is_survived(part):
+    for place in (-4, -3, -1):
+        message = frames("stream", {})
+        message[place] = part
+        found = decode(make_session(), message, "request")
+        assert found is None or found[1] == {} or place == -4
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("k")
+
+
+async def test_a_request_and_a_flood_of_answers(folder):
+    """Everything arrives in order, nothing before `listen` and nothing after `stop`."""
+    context = make_context()
+    try:
+        with context.socket(zmq.ROUTER) as shell, context.socket(zmq.XPUB) as iopub:
+            iopub.setsockopt(zmq.SNDHWM, 0)
+            shell.bind(f"ipc://{folder}/shell")
+            iopub.bind(f"ipc://{folder}/iopub")
+            wire = Wire(context, folder / "shell", folder / "iopub", make_session())
+            request = wire.execute("1 + 1")
+            with anyio.fail_after(20):
+                _, _, _, header, _, _, content = await anyio.to_thread.run_sync(shell.recv_multipart)
+                await anyio.to_thread.run_sync(iopub.recv)  # the subscription
+                assert json.loads(header)["msg_id"] == request
+                assert json.loads(content)["code"] == "1 + 1"
+                seen: list[str] = []
+                done = anyio.Event()
+
+                def take(kind: str, content: dict[str, object]) -> None:
+                    seen.append(str(content["text"])[:8])
+                    if len(seen) == 500:
+                        done.set()
+
+                wire.listen(request, take)  # type: ignore[arg-type]
+                for number in range(500):
+                    text = f"{number:08}" + "x" * 10_000
+                    iopub.send_multipart(frames("stream", {"text": text}, {"msg_id": request}))
+                await done.wait()
+                wire.stop()
+                iopub.send_multipart(frames("stream", {"text": "late"}, {"msg_id": request}))
+                await anyio.sleep(0.05)
+            assert seen == [f"{number:08}" for number in range(500)]
+            wire.close()
+            wire.close()
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_a_kernel_that_reads_nothing_cannot_hold_a_caller(folder):
+    context = make_context()
+    try:
+        wire = Wire(context, folder / "shell", folder / "iopub", make_session())
+
+        def flood() -> None:
+            for _ in range(100_000):
+                wire.execute("1")
+
+        with pytest.raises(BlockingIOError):
+            flood()
+        wire.close()
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("code", ["'\ud800'", "print('ä')", "a\0b"])
+async def test_any_text_can_be_sent(folder, code):
+    context = make_context()
+    try:
+        with context.socket(zmq.ROUTER) as shell:
+            shell.bind(f"ipc://{folder}/shell")
+            wire = Wire(context, folder / "shell", folder / "iopub", make_session())
+            wire.execute(code)
+            with anyio.fail_after(20):
+                content = (await anyio.to_thread.run_sync(shell.recv_multipart))[-1]
+            assert json.loads(content)["code"] == code
+            wire.close()
+    finally:
+        context.destroy(linger=0)
