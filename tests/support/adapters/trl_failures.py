@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from rollouts import TASK, rollout, segment  # of this folder: a trainer installs a package `tests`
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from api_schemas.rollouts import RolloutState
 from rollout_client.adapters.submit import RolloutSubmitter
 from rollout_client.adapters.trl import RolloutHook, rows, service_reward
-from tests.support.adapters.rollouts import TASK, rollout, segment
 
 POLICY = Path(__file__).parents[3] / "rollout_service" / "engines" / "checkpoints" / "calc-base"
 REWARDS = json.loads(f"[{','.join(sys.argv[1:])}]")
