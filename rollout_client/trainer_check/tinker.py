@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from api_schemas.tasks import Task
+from rollout_client.adapters import tinker as adapter
 from rollout_client.adapters.submit import RolloutSubmitter
-from rollout_client.adapters.tinker import RolloutGroup, ServiceStrategy
 from rollout_client.trainer_check.check import Row, Trainer, run_together
 
 
@@ -26,7 +26,7 @@ class Tinker(Trainer):
         super().__init__(submitter, policy, group)
         from tinker_cookbook.rl.rollout_strategy import rollout_strategy_from_config
 
-        self.strategy = rollout_strategy_from_config(ServiceStrategy())
+        self.strategy = rollout_strategy_from_config(adapter.ServiceStrategy())
 
     def collect(self, tasks: Sequence[Task]) -> list[Row]:
         from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages
@@ -41,7 +41,7 @@ class Tinker(Trainer):
             enable_logging=False,
             strategy=self.strategy,
         )
-        groups = [RolloutGroup(task, self.group, self.submitter) for task in tasks]
+        groups = [adapter.RolloutGroup(task, self.group, self.submitter) for task in tasks]
         results = run_together(self.submitter, [partial(collect, group) for group in groups])
         kept = [result for result in results if result is not None]
         data, _ = assemble_training_data(kept, compute_advantages(kept))
@@ -63,7 +63,7 @@ class Tinker(Trainer):
         from tinker_cookbook.completers import TokenCompleter
         from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 
-        groups = _Groups([RolloutGroup(task, 1, self.submitter) for task in tasks])
+        groups = _Groups([adapter.RolloutGroup(task, 1, self.submitter) for task in tasks])
         evaluator = RLTestSetEvaluator(groups, max_tokens=1024, strategy=self.strategy)
         (metrics,) = run_together(self.submitter, [partial(evaluator.eval_token_completer, TokenCompleter())])
         return float(metrics["test/env/all/reward/total"])
