@@ -10,7 +10,7 @@ embedded engine and Apptainer sandboxes, on the same tasks of `calc` in every st
 - `wrong_advantages`: rows whose advantage, as the trainer computed it, is not that of an independent computation;
   `wrong_rows`: rows that are not a segment of a rollout;
 - `rising`: trainers with a higher reward in the last step than in the first;
-- `NAME_max_logprob_diff`, `NAME_reward_before`, `NAME_reward_after`, `NAME_seconds`: the same for each trainer.
+- `*_max_logprob_diff`, `*_reward_before`, `*_reward_after`, `*_seconds`: the same for each trainer.
 """
 
 from __future__ import annotations
