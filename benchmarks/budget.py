@@ -41,7 +41,8 @@ BUDGET = HERE / "budget.json"
 FEW, MANY = 5, 45
 IDLE_SECONDS = 2.0
 TOLERANCE = 1.1
-SLACK = {"turn": 100, "rollout": 3_000, "idle": 5_000}
+TRACED_START_SECONDS = 4 * START_SECONDS
+SLACK = {"turn": 100, "rollout": 8_000, "idle": 5_000}  # what runs by the clock varies with the load
 """The instructions that a part may be over its budget in any case."""
 PARTS: Sequence[tuple[str, str]] = (
     ("rollout_service/engines/routing/", "routing"),
@@ -201,7 +202,7 @@ def start_counted(folder: Path, engine_url: str) -> subprocess.Popen[str]:
 async def address_of(process: subprocess.Popen[str], folder: Path) -> str:
     """Return the service's URL once it listens."""
     address = anyio.Path(folder / "address")
-    with anyio.fail_after(START_SECONDS):
+    with anyio.fail_after(TRACED_START_SECONDS):
         while not await address.exists():
             if process.poll() is not None:
                 raise RuntimeError("the service did not start")
@@ -211,7 +212,7 @@ async def address_of(process: subprocess.Popen[str], folder: Path) -> str:
 
 async def ready(client: RolloutClient) -> None:
     """Wait until the service serves."""
-    with anyio.fail_after(START_SECONDS):
+    with anyio.fail_after(TRACED_START_SECONDS):
         while True:
             if (await client.readiness()).ready:
                 return
