@@ -35,8 +35,6 @@ class VersionWatch:
     def __init__(self, pool: str) -> None:
         self.changes = 0
         """How often a backend had another version than before, or a new one another than the pool."""
-        self.external: int | None = None
-        """The version of weights that the trainer loads itself, which engines need not report; None for others."""
         self._pool = pool
         self._last: int | None = None
         self._seen: dict[str, int] = {}
@@ -80,6 +78,8 @@ class BackendHandle:
     slow_start: float
     """Seconds over which a backend that has joined grows to its fair share."""
     versions: VersionWatch
+    external_version: Callable[[], int | None]
+    """Returns the version of weights that the trainer loads itself, which engines need not report; None for others."""
     clock: Callable[[], float] = time.monotonic
     max_in_flight: int | None = None
     """The most requests that it is given at once."""
@@ -140,7 +140,7 @@ class BackendHandle:
         self.in_flight += 1
         scope = anyio.CancelScope()
         self._calls[scope] = self.clock()
-        external = self.versions.external
+        external = self.external_version()
         try:
             with scope:
                 part = await self.backend.generate(request, on_tokens and self._counting(on_tokens, external))

@@ -63,7 +63,7 @@ class BackendPool:
         self._on_change = on_change
         self._observer = observer
         self._registry = BackendRegistry(name, router.forget, self._changed)
-        self._controller = PoolController(self._registry, self._versions, exclusive)
+        self._controller = PoolController(self._registry, exclusive)
         self._health = HealthChecks(self._registry, self._controller, self._options)
         self._stalls = StallDetector(self._registry, router, self._options)
         self._dispatcher = Dispatcher(
@@ -158,7 +158,13 @@ class BackendPool:
             is_tried = not self.paused or version == info.weight_version
             info = replace(info, weight_version=version)
             handle = known or BackendHandle(
-                backend, kind, info, self._options.slow_start, self._versions, self._clock
+                backend,
+                kind,
+                info,
+                self._options.slow_start,
+                self._versions,
+                self._controller.external_version,
+                self._clock,
             )
             handle.bring_back(info, is_tried=is_tried)
             handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend

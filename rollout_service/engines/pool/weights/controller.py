@@ -29,7 +29,7 @@ from rollout_service.engines.errors import (
     InferenceError,
     NoBackendError,
 )
-from rollout_service.engines.pool.backend_handle import BackendHandle, VersionWatch
+from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.probe import try_weights
 from rollout_service.engines.pool.registry import BackendRegistry
 from rollout_service.engines.pool.weights.outcomes import OUT_OF_SERVICE, FanOut, PoolCommand
@@ -48,11 +48,8 @@ Exclusive = Callable[[str], AbstractAsyncContextManager[None]]
 class PoolController:
     """Runs commands on all backends of a registry; `lock` is held while one runs."""
 
-    def __init__(
-        self, registry: BackendRegistry, versions: VersionWatch, exclusive: Exclusive | None = None
-    ) -> None:
+    def __init__(self, registry: BackendRegistry, exclusive: Exclusive | None = None) -> None:
         """Pass `exclusive` if other services command the same backends: in its block, none of them does."""
-        self._versions = versions
         self.lock = anyio.Lock()
         self._exclusive = exclusive
         self._registry = registry
@@ -65,6 +62,10 @@ class PoolController:
     def is_shared(self) -> bool:
         """Whether other services command the same backends."""
         return self._exclusive is not None
+
+    def external_version(self) -> int | None:
+        """Return the version of the weights if the trainer loads them itself, or None."""
+        return self._weights.external_version
 
     @asynccontextmanager
     async def joining(self) -> AsyncIterator[None]:
@@ -108,7 +109,6 @@ class PoolController:
         """Bring this pool to the state that another service left it in; its backends have their commands already."""
         present = WeightSet(state.source, state.version) if state.source is not None else None
         self._weights.replace(present, state.kept_kv, state.unknown)
-        self._versions.external = self._weights.external_version
         self._groups.replace(state.groups)
         for handle in self._registry:
             if handle.id in state.versions:
@@ -223,7 +223,6 @@ class PoolController:
         for handle in handles:
             handle.has_weights(weights.version)
             self._weights.mark_known(handle.id)
-        self._versions.external = self._weights.external_version
         return self._outcome(FanOut(handles), changed=True, version=weights.version)
 
     def _addressed(self) -> list[BackendHandle]:
@@ -253,7 +252,6 @@ class PoolController:
         has_changed = any(record.error is None for record in fan_out.records.values())
         if has_changed:
             self._weights.adopt(weights, kv)
-            self._versions.external = self._weights.external_version
         for handle, record in fan_out.records.items():
             if record.error is None:
                 handle.has_weights(weights.version)
