@@ -66,9 +66,12 @@ class TrainerEngines:
             ClientError: The service refuses an engine, or cannot be reached.
         """
         wanted = sorted({_normal(address) for address in addresses})
-        if wanted and (wanted != list(self._backends) or version != self.version):
+        if wanted and not self._follows(wanted, version):
             await to_thread.run_sync(self._follow, wanted, version)
         return self.submitter
+
+    def _follows(self, wanted: list[str], version: int | None) -> bool:
+        return wanted == list(self._backends) and version in (None, self.version)
 
     def close(self) -> None:
         """Remove the engines from the service; idempotent."""
@@ -90,6 +93,8 @@ class TrainerEngines:
 
     def _follow(self, wanted: list[str], version: int | None) -> None:
         with self._lock:
+            if self._follows(wanted, version):  # another rollout saw to it meanwhile
+                return
             if not self._backends and self.submitter.pool == "policy":
                 digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:8]
                 self.submitter = replace(self.submitter, pool=f"{self._name}-{digest}")
@@ -118,13 +123,15 @@ class TrainerEngines:
 
     def _note(self, client: SyncRolloutClient, version: int) -> None:
         """Tell the service the version; the first one replaces whatever the engines report."""
-        is_first = self.version is None
-        weights = ExternalWeights(type="external")
         try:
-            client.update_weights(weights, version, pool=self.submitter.pool, force=is_first)
+            self._tell(client, version, force=self.version is None)
         except ConflictError as error:  # another process of the trainer is ahead of this one
             log.info("the service has a later version than %d: %s", version, error)
         self.version = version
+
+    def _tell(self, client: SyncRolloutClient, version: int, *, force: bool) -> None:
+        weights = ExternalWeights(type="external")
+        client.update_weights(weights, version, pool=self.submitter.pool, force=force)
 
     def _renew(self) -> None:
         while not self._ended.wait(self._lease_seconds / 3):
@@ -141,9 +148,7 @@ class TrainerEngines:
         except NotFoundError:  # the service was away, or started anew, for longer than the lease
             self._register(client, url)
             if self.version is not None:
-                client.update_weights(
-                    ExternalWeights(type="external"), self.version, pool=self.submitter.pool, force=True
-                )
+                self._tell(client, self.version, force=True)
 
     def _client(self, patience_seconds: float) -> SyncRolloutClient:
         return SyncRolloutClient(self.submitter.url, self.submitter.key, patience_seconds=patience_seconds)

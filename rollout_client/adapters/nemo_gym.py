@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from api_schemas.rollouts import Rollout
-from rollout_client.adapters.samples import Sample, count_left_out, largest_sample, samples_of
+from rollout_client.adapters.samples import Sample, count_left_out, largest_sample, samples_of, turns_of
 from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, read_sampling
 
 
@@ -113,26 +113,22 @@ def texts_of(rollout: Rollout) -> list[str]:
 
 def output_items(sample: Sample, texts: Sequence[str]) -> list[dict[str, Any]]:
     """Return an assistant's message for each turn of a row, with its ids."""
-    items = []
-    for turn in sorted({turn for turn in sample.turn_ids if turn >= 0}):
-        start = sample.turn_ids.index(turn)
-        end = start + sample.turn_ids.count(turn)
-        items.append(
-            {
-                "id": f"{sample.rollout_id}-{turn}",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [
-                    {
-                        "type": "output_text",
-                        "text": texts[turn] if turn < len(texts) else "",
-                        "annotations": [],
-                    }
-                ],
-                "prompt_token_ids": sample.prompt_ids + sample.response_ids[:start],
-                "generation_token_ids": sample.response_ids[start:end],
-                "generation_log_probs": sample.logprobs[start:end],
-            }
-        )
-    return items
+    return [
+        {
+            "id": f"{sample.rollout_id}-{turn.number}",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [
+                {
+                    "type": "output_text",
+                    "text": texts[turn.number] if turn.number < len(texts) else "",
+                    "annotations": [],
+                }
+            ],
+            "prompt_token_ids": turn.prompt_ids,
+            "generation_token_ids": turn.sampled_ids,
+            "generation_log_probs": turn.logprobs,
+        }
+        for turn in turns_of(sample)
+    ]

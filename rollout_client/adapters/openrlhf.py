@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from api_schemas.rollouts import Rollout, StopReason
-from rollout_client.adapters.samples import count_left_out, largest_sample, samples_of
+from api_schemas.rollouts import Rollout
+from rollout_client.adapters.samples import CUT_OFF, count_left_out, largest_sample, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, parse_task, read_sampling
 
-CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from api_schemas.rollouts import Rollout
+from api_schemas.rollouts import Rollout, StopReason
 from api_schemas.trajectories import Segment
+
+CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
+"""The reasons to stop with which a token limit ended a rollout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,22 +14,15 @@ raised.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import anyio
-
-from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
+from api_schemas.rollouts import Rollout, RolloutRequest
 from rollout_client.adapters.engines import TrainerEngines
-from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
-
-if sys.version_info < (3, 11):
-    from exceptiongroup import ExceptionGroup
-
-CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
+from rollout_client.adapters.samples import CUT_OFF, Sample, count_left_out, only_largest, samples_of
+from rollout_client.adapters.submit import RolloutSubmitter, read_sampling, run_in_order
 
 
 def generator(
@@ -62,25 +55,15 @@ class BatchGenerator:
         submitter = await self.engines.follow(
             addresses, int(self.engine_client.weight_version) if addresses else None
         )
-        requests = list(_requests(submitter, input_batch))
-        rollouts: list[Rollout | None] = [None] * len(requests)
-        seconds = [0.0] * len(requests)
-        places = anyio.CapacityLimiter(submitter.concurrency)
 
-        async def one(number: int, request: RolloutRequest) -> None:
-            async with places:
-                start = time.monotonic()
-                rollouts[number] = await submitter.run_scored(request)
-                seconds[number] = time.monotonic() - start
+        async def timed(request: RolloutRequest) -> tuple[Rollout, float]:
+            start = time.monotonic()
+            return await submitter.run_scored(request), time.monotonic() - start
 
-        try:
-            async with anyio.create_task_group() as tasks:
-                for number, request in enumerate(requests):
-                    tasks.start_soon(one, number, request)
-        except ExceptionGroup as group:  # SkyRL should see what happened, not how it was waited for
-            raise group.exceptions[0] from group
-        ended = [rollout for rollout in rollouts if rollout is not None]
-        return columns(ended, input_batch.get("trajectory_ids"), seconds, step_wise=self.step_wise)
+        calls = [partial(timed, request) for request in _requests(submitter, input_batch)]
+        ended = await run_in_order(calls, concurrency=submitter.concurrency)
+        rollouts, seconds = [rollout for rollout, _ in ended], [each for _, each in ended]
+        return columns(rollouts, input_batch.get("trajectory_ids"), seconds, step_wise=self.step_wise)
 
 
 def _requests(submitter: RolloutSubmitter, batch: Mapping[str, Any]) -> Sequence[RolloutRequest]:

@@ -23,16 +23,17 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Any
 
+import anyio
 import httpx
 
-from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
+from api_schemas.rollouts import Rollout, RolloutRequest
 from rollout_client.adapters.engines import TrainerEngines
-from rollout_client.adapters.samples import Sample, samples_of
+from rollout_client.adapters.samples import CUT_OFF, Sample, samples_of
 from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter, read_sampling
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,6 @@ log = logging.getLogger(__name__)
 SCALED = ("grpo", "gspo", "cispo")
 CENTERED = (*SCALED, "reinforce_plus_plus_baseline")
 """The estimators for which slime divides rewards by their deviation, and those for which it subtracts their mean."""
-CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
-
-
 ROUTER_SECONDS = 10.0
 """How long the router's list of engines is used."""
 
@@ -60,20 +58,24 @@ class Router:
     url: str
     addresses: Sequence[str] = ()
     asked_at: float = -math.inf
+    asking: anyio.Lock = field(default_factory=anyio.Lock)
 
     async def ask(self) -> Sequence[str]:
         """Return the addresses of the engines."""
-        if time.monotonic() - self.asked_at > ROUTER_SECONDS:
-            self.asked_at = time.monotonic()
-            async with httpx.AsyncClient(base_url=self.url) as client:
-                answer = await client.get("/workers")
-                if (
-                    answer.status_code == httpx.codes.NOT_FOUND
-                ):  # slime's own router, and older ones of SGLang
-                    self.addresses = (await client.get("/list_workers")).raise_for_status().json()["urls"]
-                else:
-                    self.addresses = [one["url"] for one in answer.raise_for_status().json()["workers"]]
+        async with self.asking:  # nobody gets the old list while a new one is on its way
+            if time.monotonic() - self.asked_at > ROUTER_SECONDS:
+                self.addresses = await self._addresses()
+                self.asked_at = time.monotonic()
         return self.addresses
+
+    async def _addresses(self) -> Sequence[str]:
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            answer = await client.get("/workers")
+            if answer.status_code != httpx.codes.NOT_FOUND:
+                return [one["url"] for one in answer.raise_for_status().json()["workers"]]
+            # slime's own router, and older ones of SGLang
+            answer = await client.get("/list_workers")
+            return list(answer.raise_for_status().json()["urls"])
 
 
 @lru_cache(maxsize=8)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import anyio
 from anyio.from_thread import start_blocking_portal
 from pydantic import JsonValue, ValidationError
 
@@ -22,6 +25,9 @@ from api_schemas.rollouts import Rollout, RolloutRequest, Sampling
 from api_schemas.tasks import Limits, Task
 from rollout_client.adapters.samples import samples_of
 from rollout_client.client import RolloutClient, with_id
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import ExceptionGroup
 
 T = TypeVar("T")
 
@@ -103,6 +109,26 @@ def read_sampling(params: Mapping[str, Any], base: Sampling | None = None) -> Sa
     if stop:
         given["stop"] = [stop] if isinstance(stop, str) else list(stop)
     return Sampling.model_validate((base or Sampling()).model_dump() | given)
+
+
+async def run_in_order(
+    calls: Sequence[Callable[[], Awaitable[T]]], *, concurrency: float = math.inf
+) -> list[T]:
+    """Run calls at once, at most so many, and return their results in order; the first error cancels the others."""
+    results: dict[int, T] = {}
+    places = anyio.CapacityLimiter(concurrency)
+
+    async def one(number: int, call: Callable[[], Awaitable[T]]) -> None:
+        async with places:
+            results[number] = await call()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for number, call in enumerate(calls):
+                tasks.start_soon(one, number, call)
+    except ExceptionGroup as group:  # a trainer should see what happened, not how it was waited for
+        raise group.exceptions[0] from group
+    return [results[number] for number in range(len(calls))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,31 +26,30 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import anyio
-
-from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
+from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
-from rollout_client.adapters.samples import Sample, samples_of
+from rollout_client.adapters.samples import CUT_OFF, Sample, samples_of
 from rollout_client.adapters.submit import (
     NoRewardError,
     RolloutSubmitter,
     TaskRowError,
     read_sampling,
+    run_in_order,
     task_text,
 )
-from rollout_client.adapters.trl import WeightsFolder
+from rollout_client.adapters.trl import WeightsFolder, keep_up
 from rollout_client.errors import ClientError
 
 log = logging.getLogger(__name__)
 
 TEMPLATE = "rollout_service"
 """The name of the plugin's template, in which a sample is its tokens and nothing else."""
-CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 ENGINE = {
     "engine_type": "AsyncLLMEngine",
     "enable_multi_turn": True,
@@ -109,28 +108,11 @@ async def infer(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> list[di
     asked = body["infer_requests"]
     config = body.get("request_config") or {}
     requests = [request_of(submitter, one, config) for one in asked]
-    rollouts: list[Rollout | None] = [None] * len(requests)
-    failures: list[Exception] = []
-    places = anyio.CapacityLimiter(submitter.concurrency)
-
-    async with anyio.create_task_group() as tasks:
-
-        async def one(number: int, request: RolloutRequest) -> None:
-            async with places:
-                try:
-                    rollouts[number] = await submitter.run_scored(request)
-                except (NoRewardError, ClientError) as error:
-                    failures.append(error)
-                    tasks.cancel_scope.cancel()  # swift takes all or nothing
-
-        for number, request in enumerate(requests):
-            tasks.start_soon(one, number, request)
-    if failures:
-        raise failures[0]
+    calls = [partial(submitter.run_scored, request) for request in requests]
+    rollouts = await run_in_order(calls, concurrency=submitter.concurrency)  # swift takes all or nothing
     return [
         output(sample, rollout, given.get("uuid") or rollout.rollout_id)
         for given, rollout in zip(asked, rollouts, strict=True)
-        if rollout is not None
         for sample in samples_of(rollout)
     ]
 
@@ -254,21 +236,10 @@ def install(*, weights: str | Path | None, submitter: RolloutSubmitter | None = 
         if self.args.async_generate and not skip_async_check:
             self._wait_queue()
         if folder is not None:
-            push(folder, self)
+            keep_up(folder, self)
 
     VLLMClient.init_communicator = no_communicator
     RolloutTrainerMixin._move_model_to_vllm = move_weights
-
-
-def push(folder: WeightsFolder, trainer: Any) -> None:
-    """Load the trainer's weights into the engines; all processes take part in saving, and one calls the service."""
-    step = int(trainer.state.global_step)
-    if trainer.accelerator.is_main_process:
-        folder.push(step, trainer.save_model)
-    else:
-        trainer.save_model(str(folder.path(step)))
-        folder.step = step
-    trainer.accelerator.wait_for_everyone()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -66,7 +66,7 @@ class RolloutHook:
     def __call__(self, prompts: Sequence[object], trainer: Any) -> dict[str, list[Any]]:
         """Return a completion for each of TRL's prompts, which TRL has already repeated for each group."""
         if self.weights is not None:
-            self._keep_up(self.weights, trainer)
+            keep_up(self.weights, trainer)
         sampling = read_sampling({name: getattr(trainer.args, name, None) for name in SAMPLING})
         step = int(trainer.state.global_step)
         requests = [
@@ -80,18 +80,6 @@ class RolloutHook:
         ]
         rollouts = self.submitter.run_all_blocking(requests)
         return columns(rollouts, trainer.processing_class.eos_token_id)
-
-    def _keep_up(self, weights: WeightsFolder, trainer: Any) -> None:
-        """Push the weights if TRL's step has changed; all processes take part in saving, and one calls the service."""
-        step = int(trainer.state.global_step)
-        if weights.step == step:
-            return
-        if trainer.accelerator.is_main_process:
-            weights.push(step, trainer.save_model)
-        else:
-            trainer.save_model(str(weights.path(step)))
-            weights.step = step
-        trainer.accelerator.wait_for_everyone()
 
 
 def columns(rollouts: Sequence[Rollout], end: int) -> dict[str, list[Any]]:
@@ -180,3 +168,19 @@ class WeightsFolder:
                 raise
             log.warning("%s", error)
             return error.outcome
+
+
+def keep_up(weights: WeightsFolder, trainer: Any) -> None:
+    """Push the weights of a Hugging Face trainer if its step has changed.
+
+    All processes take part in saving, and one calls the service.
+    """
+    step = int(trainer.state.global_step)
+    if weights.step == step:
+        return
+    if trainer.accelerator.is_main_process:
+        weights.push(step, trainer.save_model)
+    else:
+        trainer.save_model(str(weights.path(step)))
+        weights.step = step
+    trainer.accelerator.wait_for_everyone()

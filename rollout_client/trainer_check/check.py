@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -11,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +20,9 @@ from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Segment
 from rollout_client.adapters.samples import Sample, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, task_text
+from rollout_client.adapters.submit import RolloutSubmitter, run_in_order, task_text
 from rollout_client.client import RolloutClient
 from rollout_client.sync import SyncRolloutClient
-
-if sys.version_info < (3, 11):
-    from exceptiongroup import ExceptionGroup
 
 T = TypeVar("T")
 
@@ -144,7 +141,7 @@ class Step:
     """The most segments of a rollout."""
     sampled_tokens: int
     max_logprob_diff: float
-    """Of the engine and the trainer's weights, over the sampled tokens."""
+    """The largest difference between the engine and the trainer's weights at a sampled token."""
     wrong_rows: int
     """Rows that no rollout has, or with another mask or other log-probabilities."""
     wrong_advantages: int
@@ -275,23 +272,14 @@ def _train(make: MakeTrainer, submitter: RolloutSubmitter, plan: Plan, policy: P
 
 def run_together(submitter: RolloutSubmitter, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Run calls at once in an event loop, close the submitter's connections, and return the results in order."""
-    results: dict[int, T] = {}
 
-    async def one(number: int) -> None:
-        results[number] = await calls[number]()
-
-    async def main() -> None:
+    async def main() -> list[T]:
         try:
-            async with anyio.create_task_group() as tasks:
-                for number in range(len(calls)):
-                    tasks.start_soon(one, number)
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from group
+            return await run_in_order(calls)
         finally:
             await submitter.aclose()
 
-    anyio.run(main)
-    return [results[number] for number in range(len(calls))]
+    return anyio.run(main)
 
 
 def _recorder(submitter: RolloutSubmitter, failing: Task | None = None) -> Recorder:
@@ -418,9 +406,7 @@ def _line(step: Step) -> str:
 
 
 def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "unknown"

@@ -30,6 +30,9 @@ class Queue:
         self.rows: dict[str, dict[str, Any]] = {}
         self.statuses: dict[str, str] = {}
 
+    def init(self, *_: object, **__: object) -> None:
+        """Do nothing: there is nothing to connect to."""
+
     async def async_kv_put(self, key: str, partition_id: str, tag: Mapping[str, Any]) -> None:
         """Keep the status of a group."""
         del partition_id
@@ -71,7 +74,10 @@ class Verl(Trainer):
 
     def __init__(self, submitter: RolloutSubmitter, policy: str, group: int) -> None:
         super().__init__(submitter, policy, group)
-        self.config = _config(policy, group)
+        self._folder = tempfile.TemporaryDirectory()
+        loops = Path(self._folder.name) / "agent_loops.yaml"
+        loops.write_text(LOOP)
+        self.config = _config(policy, group, loops)
         self.queue = Queue()
 
     def collect(self, tasks: Sequence[Task]) -> list[Row]:
@@ -93,7 +99,6 @@ class Verl(Trainer):
         from verl.trainer.ppo.v1 import agent_loop_tq
 
         self.queue = agent_loop_tq.tq = Queue()
-        self.queue.init = lambda *_, **__: None  # type: ignore[attr-defined]
         worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class(self.config, None)
         engines = TrainerEngines("verl", self.submitter)
         adapter.engines_at = lambda *_: engines  # type: ignore[assignment]
@@ -157,13 +162,11 @@ def _row(row: Mapping[str, Any]) -> Row:
     )
 
 
-def _config(policy: str, group: int) -> Any:
+def _config(policy: str, group: int, loops: Path) -> Any:
     """Return verl's own configuration with the adapter in it."""
     import verl
     from hydra import compose, initialize_config_dir
 
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as loops:
-        loops.write(LOOP)
     agent = "actor_rollout_ref.rollout.agent"
     folder = str(Path(verl.__file__).parent / "trainer" / "config")
     with initialize_config_dir(folder, version_base=None):
@@ -172,7 +175,7 @@ def _config(policy: str, group: int) -> Any:
             overrides=[
                 f"actor_rollout_ref.model.path={policy}",
                 "actor_rollout_ref.rollout.name=vllm",
-                f"{agent}.agent_loop_config_path={loops.name}",
+                f"{agent}.agent_loop_config_path={loops}",
                 f"{agent}.default_agent_loop=rollout_service",
                 "actor_rollout_ref.rollout.calculate_log_probs=True",
                 "actor_rollout_ref.rollout.prompt_length=1024",

@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -87,7 +86,7 @@ def run_check(python: str, name: str, flags: list[str], environ: dict[str, str])
             os.close(writing)
         with process:
             try:
-                for line in _lines(pipe):
+                for line in map(json.loads, pipe):
                     report = line.get("report", report)
                     if "progress" in line:
                         common.err().print(line["progress"])
@@ -102,11 +101,6 @@ def run_check(python: str, name: str, flags: list[str], environ: dict[str, str])
                 hint=f"The environment of {python} needs the trainer, torch, transformers and rollout-client.",
             )
     return report
-
-
-def _lines(pipe: IO[str]) -> Iterator[dict[str, Any]]:
-    for line in pipe:
-        yield json.loads(line)
 
 
 def _show(report: dict[str, Any]) -> None:

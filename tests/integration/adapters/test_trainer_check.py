@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.adapters.real_trainers import QUIET
 from tests.support.adapters.service import service
 
 ROOT = Path(__file__).parents[3]
 CUDA_ONLY = ROOT / "tests" / "support" / "adapters" / "cuda_only"
 PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
-QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 DROPS = "drops its group; {} rows of the other one are left"
 ENDS = "ends the step with NoRewardError"
 
@@ -32,7 +33,12 @@ def check(url: str, name: str, *flags: str, **environ: str) -> tuple[int, dict, 
     command = [sys.executable, "-m", "rollout_service.cli", "trainer", "check", name, "--json", "--url", url]
     command += ["--python", str(PYTHON), *flags]
     done = subprocess.run(
-        command, env=os.environ | QUIET | environ, capture_output=True, text=True, check=False, timeout=550
+        command,
+        env=os.environ | QUIET | EAGER | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=550,
     )
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from api_schemas.rollouts import RolloutState, StopReason
 from rollout_client.adapters import swift
 from rollout_client.adapters.submit import parse_task
+from rollout_client.adapters.trl import keep_up
 from tests.support.adapters.modules import modules
 from tests.support.adapters.rollouts import TASK, FakeClient, rollout, segment
 
@@ -101,8 +102,8 @@ def trainer(*, main: bool = True) -> Any:
 
 def test_all_processes_save_and_one_pushes():
     folder, first, other = Folder(), trainer(), trainer(main=False)
-    swift.push(folder, first)
-    swift.push(folder, other)
+    keep_up(folder, first)
+    keep_up(folder, other)
     assert (folder.pushed, first.saved, other.saved) == ([3], ["all"], ["step-3", "all"])
 
 
