@@ -49,7 +49,7 @@ APART = {
     "textarena",
     "verifiers",
 }
-"""What is installed in an environment of its own: the libraries of bridges, and Harbor, which imports `sandboxes`."""
+"""Packages that are installed apart: the libraries of bridges, and Harbor, which imports `sandboxes`."""
 
 
 def project(folder: Path) -> dict:

@@ -1,4 +1,4 @@
-"""What the trainer is taught, asks of a run, and compares: environments, data, arms and controls."""
+"""The reference trainer's environments, data, arms and controls."""
 
 import importlib.util
 import random

@@ -1,4 +1,4 @@
-"""What the trainer learns from live sessions, and what its demonstration shows of it."""
+"""The trainer learns from live sessions, and its demonstration shows how."""
 
 import importlib.util
 import sys

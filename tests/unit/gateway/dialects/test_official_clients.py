@@ -185,7 +185,7 @@ def test_a_full_context_is_an_error_that_each_library_raises(server):
 
 MANY = 40_000
 SECONDS = 20.0
-"""What grows with the square of `MANY` takes longer, and what does not takes about one."""
+"""Work that grows with the square of `MANY` takes longer; linear work takes about one second."""
 
 
 def in_time(work: Callable[[], Any]) -> Any:
