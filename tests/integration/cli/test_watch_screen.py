@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.support.processes.service import Running, eventually, scripted_engine, service
+from tests.support.processes.service import Running, scripted_engine, service
 from tests.support.terminal.terminal import Terminal, terminal
 
 ALTERNATE, ORDINARY, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
@@ -17,7 +17,7 @@ ALTERNATE, ORDINARY, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("watched")
     with scripted_engine(folder, delay=0.0) as engine, service(folder, engine.url) as running:
-        eventually(lambda: httpx.get(f"{running.url}/ready").is_success, running.log_file)
+        running.wait_until_ready()
         yield running
 
 
@@ -97,19 +97,17 @@ def test_no_color_is_obeyed_on_a_terminal(server, command):
 
 
 def test_a_server_that_is_gone_is_said_to_be(tmp_path):
-    with (
-        scripted_engine(tmp_path, delay=0.0) as engine,
-        service(tmp_path, engine.url) as own,
-        terminal(watch(own)) as shown,
-    ):
-        shown.until(lambda: "q quit" in shown.frame)
-        own.stop()
-        own.ended(30)
-        shown.until(lambda: "no answer for" in shown.frame)
-        assert "evaluate" in shown.frame  # what was known last stays
-        shown.type("q")
-        assert shown.ended() == 0
-        assert is_restored(shown)
+    with scripted_engine(tmp_path, delay=0.0) as engine, service(tmp_path, engine.url) as own:
+        own.wait_until_ready()
+        with terminal(watch(own)) as shown:
+            shown.until(lambda: "q quit" in shown.frame)
+            own.stop()
+            own.ended(30)
+            shown.until(lambda: "no answer for" in shown.frame)
+            assert "evaluate" in shown.frame  # what was known last stays
+            shown.type("q")
+            assert shown.ended() == 0
+            assert is_restored(shown)
 
 
 def test_the_tokens_of_a_rollout_are_shown(server):

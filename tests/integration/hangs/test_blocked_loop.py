@@ -79,7 +79,7 @@ def events(server: Running, kind: str) -> Iterator[dict[str, Any]]:
 def test_a_grader_that_sleeps_on_the_loop(tmp_path):
     state = tmp_path / "state"
     with scripted_engine(tmp_path, delay=0.01) as engine, service(tmp_path, engine.url) as server:
-        eventually(lambda: server.ready().is_success, server.log_file)
+        server.wait_until_ready()
         code, printed = doctor(server, state)
         assert (code, "Nothing is stuck, slow or held back." in printed) == (0, True), printed
         order = {"rollout_id": "r", "task": {"environment": "blocking", "instance": {}}}

@@ -14,7 +14,7 @@ import pytest
 from rollout_service.base.errors import StoreError
 from rollout_service.http.drain import FAILED
 from rollout_service.store.sqlite.thread import DatabaseThread
-from tests.support.processes.service import Running, eventually, scripted_engine, service
+from tests.support.processes.service import Running, scripted_engine, service
 
 READING_SECONDS = 2.5
 """Time for at least two readings of the host's pressure, which is read every second."""
@@ -53,7 +53,7 @@ def test_a_state_folder_that_is_renamed(folder, engine):
         httpx.post(f"{server.url}/v1/backends", json={"url": engine}).raise_for_status()
         assert "the backends cannot be remembered" in server.log
         (folder / "elsewhere").rename(folder / "state")
-        eventually(lambda: server.ready().is_success, server.log_file)
+        server.wait_until_ready()
         assert completes(server, "after"), server.log
 
 

@@ -64,7 +64,7 @@ def test_an_outage_of_redis_is_reported_and_survived(folder, engine, own_redis, 
         with broken(own_redis, way):
             if hint is not None:
                 eventually(lambda: is_reported(server, hint), server)
-        eventually(lambda: server.ready().is_success, server)
+        server.wait_until_ready()
         eventually(lambda: all(server.state(f"r{number}") == "completed" for number in range(1, 12)), server)
         assert server.submit("r100", wait=60).json()["state"] == "completed"
         assert server.process.poll() is None
@@ -99,7 +99,7 @@ def test_the_log_has_one_line_for_the_beginning_of_each_outage_and_one_for_its_e
             eventually(lambda: server.ready().status_code == 503, server)
             time.sleep(5)  # many calls are repeated
             own_redis.start()
-            eventually(lambda: server.ready().is_success, server)
+            server.wait_until_ready()
             last = 20 * outage + 19
             eventually(lambda last=last: server.state(f"r{last}") == "completed", server)
         assert server.said_of_the_store() == ["the store fails", "the store works again"] * 2

@@ -99,7 +99,7 @@ def test_a_rollout_is_one_trace_that_continues_the_callers(tmp_path, engine, spa
 def test_a_crash_and_a_restart_continue_the_trace(tmp_path, engine, spans, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{spans.url}/v1/traces")
     with service(tmp_path, None, config(engine)) as server:
-        eventually(lambda: httpx.get(f"{server.url}/ready").is_success, server.log_file)
+        server.wait_until_ready()
         engine.latency = 600.0
         sent = httpx.post(f"{server.url}/v1/rollouts", json=order("r-1"), headers=HEADERS)
         assert sent.status_code == 202

@@ -55,6 +55,10 @@ class Running:
     def ready(self) -> httpx.Response:
         return httpx.get(f"{self.url}/ready", timeout=60)
 
+    def wait_until_ready(self) -> None:
+        """Wait until rollouts can begin: a service listens before it has its engine."""
+        eventually(lambda: self.ready().is_success, self)
+
     def submit(self, name: str, environment: str = "echo", *, wait: float = 0) -> httpx.Response:
         """Submit a rollout, whose instance is the number at the end of its name."""
         number = int(re.sub(r"\D", "", name) or 1)
