@@ -106,17 +106,17 @@ def is_well(server: Running) -> None:
 
 
 def names(server: Running, cause: str, *allowed: str, when: Callable[[], object] = lambda: None) -> None:
-    """Check that the doctor names a cause in time, and that everything it names is of the allowed parts."""
+    """Check that the doctor and the dashboard name a cause in time, and that all the doctor names is of these parts."""
     deadline = time.monotonic() + NAMED_WITHIN
     while True:
         when()
         code, report = doctor(server)
-        if code == 1 and cause in json.dumps(report):
+        overview = server.get("/v1/overview")
+        shown = cause in json.dumps([overview[part] for part in SHOWN])
+        if code == 1 and cause in json.dumps(report) and shown:
             break
-        assert time.monotonic() < deadline, (report, server.log[-4_000:])
+        assert time.monotonic() < deadline, (report, overview, server.log[-4_000:])
     assert sections(report) <= set(allowed), report
-    overview = server.get("/v1/overview")
-    assert cause in json.dumps([overview[part] for part in SHOWN]), overview
 
 
 def readiness(server: Running) -> dict[str, Any]:
