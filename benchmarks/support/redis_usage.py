@@ -21,11 +21,8 @@ from redis.exceptions import ConnectionError as NoConnectionError
 from rollout_service.cli.server_child import stop
 from sandboxes.host.children import start_process
 
-_ANSWERED_COMMANDS = ("fcall", "fcall_ro")
+_ANSWERED_COMMANDS = ("fcall", "fcall_ro", "ssubscribe", "sunsubscribe")
 """The commands that services send; others are those that functions call inside Redis."""
-
-
-_EVENTS_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +31,9 @@ class RedisUsage:
 
     memory_bytes: int
     calls: int
-    """Functions that services called."""
+    """Functions that services called, and topics that they began or ceased to follow."""
     commands: int
     """Commands that ran, those inside functions included."""
-    reads_of_events: int
-    """Times that services asked for new events."""
     log_bytes: int
     """The size of the append-only file."""
     network_bytes: int
@@ -70,7 +65,6 @@ class MeasuredRedis:
             memory_bytes=memory["used_memory"],
             calls=sum(calls.get(name, 0) for name in _ANSWERED_COMMANDS),
             commands=sum(calls.values()),
-            reads_of_events=calls.get("xread", 0),
             log_bytes=persistence.get("aof_current_size", 0),
             network_bytes=network["total_net_input_bytes"] + network["total_net_output_bytes"],
             cpu_seconds=cpu["used_cpu_user_main_thread"] + cpu["used_cpu_sys_main_thread"],
@@ -89,16 +83,6 @@ class MeasuredRedis:
                 taken[name] = statistics.median(times)
             await client.delete("probe")
         return max(0.0, taken["set"] - taken["get"])
-
-    async def event_seconds(self, stream: str, reads: int = 100) -> float:
-        """Return the CPU time that Redis takes to send one event of a stream in an answer with many."""
-        before = (await self.usage()).cpu_seconds
-        sent = 0
-        async with redis.asyncio.Redis(unix_socket_path=str(self._folder / "redis.sock")) as client:
-            for _ in range(reads):
-                [(_, events)] = await client.xread({stream: "0"}, count=_EVENTS_AT_ONCE)
-                sent += len(events)
-        return ((await self.usage()).cpu_seconds - before) / sent
 
     async def events(self, stream: str) -> list[dict[bytes, bytes]]:
         """Return the fields of all events of a stream, oldest first."""

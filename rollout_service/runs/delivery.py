@@ -80,7 +80,7 @@ class Delivery:
     async def _leased(self, request: BatchLeaseRequest) -> BatchLease:
         """Wait for a batch. Cancellation takes effect while it waits, never between a lease and its return."""
         while True:
-            seen = self._runs.deliveries
+            seen = self._runs.deliveries(request.run_id)
             with anyio.CancelScope(shield=True):
                 leased = await self._runs.lease(request)
             if isinstance(leased, BatchLease):
@@ -91,7 +91,7 @@ class Delivery:
                 await self._manager.mask_stale(request.run_id)
                 continue
             with anyio.move_on_after(max(0.0, leased.due_in)):
-                await self._runs.wait_for_delivery(seen)
+                await self._runs.wait_for_delivery(request.run_id, seen)
 
     async def as_json(self, leased: BatchLease) -> AsyncIterator[bytes]:
         """Yield the JSON of a leased batch, with all its tokens, in pieces; one group at a time is in memory."""

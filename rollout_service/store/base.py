@@ -22,7 +22,6 @@ from api_schemas.trajectories import Trajectory
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder, SummaryPage
 from rollout_service.base.errors import InvalidFieldError, NotFoundError, StoreError
 from rollout_service.base.ids import BatchId
-from rollout_service.base.signals import MonotonicCounter
 from rollout_service.store import rules
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as codec
@@ -152,34 +151,8 @@ class BaseStore(Store):
         return await self._page(state, int(cursor or 0), limit)
 
 
-class RunSignals:
-    """Wakes those who wait for runs."""
-
-    def __init__(self) -> None:
-        self.changes = MonotonicCounter(1)
-        self.deliveries = MonotonicCounter(1)
-
-    def changed(self) -> None:
-        """Wake everyone: what a lease returns may have changed."""
-        self.changes.increment()
-        self.deliveries.increment()
-
-
 class BaseRuns(RunStore):
     """The runs of a store."""
-
-    def __init__(self, signals: RunSignals) -> None:
-        self._signals = signals
-
-    @property
-    def deliveries(self) -> int:
-        return self._signals.deliveries.value
-
-    async def wait_for_delivery(self, after: int) -> int:
-        return await self._signals.deliveries.wait_above(after)
-
-    async def wait_for_change(self, after: int) -> int:
-        return await self._signals.changes.wait_above(after)
 
     async def group_page(
         self,

@@ -428,15 +428,14 @@ class RunStore(RunLists, Protocol):
         """
         ...
 
-    @property
-    def deliveries(self) -> int:
-        """A number that grows with every change, other than of time, that may change what `lease` returns."""
+    def deliveries(self, run_id: str) -> int:
+        """Return a number that grows with every change, other than of time, that may change what `lease` returns."""
         ...
 
-    async def wait_for_delivery(self, after: int) -> int:
-        """Wait until `deliveries` is above `after`, then return it."""
+    async def wait_for_delivery(self, run_id: str, after: int) -> int:
+        """Wait until `deliveries` may be above `after`, then return it."""
         ...
 
     async def wait_for_change(self, after: int) -> int:
-        """Wait until a rollout has ended or a run has changed since the call that returned `after`; start with 0."""
+        """Wait until a run or a rollout of one has changed since the call that returned `after`; start with 0."""
         ...

@@ -83,7 +83,7 @@ def sub_agents_run_at_once_and_in_turn(found: Figures, _: Mapping[str, Any]) -> 
 
 def the_model_goes_on(found: Figures, settings: Mapping[str, Any]) -> None:
     assert found["model_error"] == max(map(abs, settings["model_errors"].values()))
-    assert found["redis_commands_per_rollout"] > found["redis_ops_per_rollout"]
+    assert found["redis_commands_per_rollout"] > found["requests_per_rollout_8"]
     assert [row["nodes"] for row in settings["model"]] == [16, 32, 64, 128, 256, 512, 1_000]
     assert settings["limits"][settings["first_bottleneck"]] == found["limit_nodes"]
 
@@ -179,7 +179,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
                     "efficiency_2",
                     "efficiency_4",
                     "efficiency_8",
-                    "redis_ops_per_rollout",
+                    "requests_per_rollout_8",
                     "redis_bytes_per_rollout",
                 ),
                 the_model_goes_on,

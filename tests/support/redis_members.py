@@ -2,13 +2,11 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
-
-from pydantic_core import from_json
 
 from api_schemas.events import Event
+from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.redis import RedisConfig, RedisConnection
-from rollout_service.store.redis.reader import decode_entry
+from rollout_service.store.redis.rollout_reading import event_row
 from rollout_service.store.redis.store import RedisCluster
 
 
@@ -21,17 +19,7 @@ class RedisMembers:
 
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
         found = await self.connection.command("XRANGE", self.connection.key("events"), "-", "+")
-        entries = [decode_entry(entry) for entry in found]
-        whole = [
-            Event(
-                event_id=one.event_id,
-                time=datetime.fromtimestamp(one.time, UTC),
-                kind=one.kind,
-                subject=one.subject,
-                data=from_json(one.data),
-            )
-            for one in entries
-        ]
+        whole = [codec.decode_event(event_row(entry)) for entry in found]
         return [event for event in whole if event.event_id > after][:limit]
 
 

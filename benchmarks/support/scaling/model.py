@@ -2,7 +2,7 @@
 
 It has the stations through which a rollout goes: the places of its node, the one thread of the node's process, the
 cores of its host, and Redis, whose one thread runs all calls that wait, flushes their writes to its disk together, and
-wakes the readers of events at every node. The model decides nothing: all times are given, as `Costs`. It knows neither
+answers. The model decides nothing: all times are given, as `Costs`. It knows neither
 what the network between hosts takes nor what one engine takes from another.
 
 A place is taken for an agent's turns alone. The set-up and the evaluation of other rollouts go on beside it, as in the
@@ -39,25 +39,23 @@ class Costs:
     service: float
     """CPU time of the node's process for a rollout of its own."""
     listening: float = 0.0
-    """CPU time of each node's process for a rollout of any node, whose events it reads."""
+    """CPU time of each node's process for a rollout of any node."""
     sandboxes: float = 0.0
     """CPU time of a rollout's processes beside the service's."""
     idle: float = 0.0
     """CPU time of a node per second, whatever it works on."""
     redis: float
-    """CPU time of Redis's thread for a rollout, without telling other nodes."""
-    wake: float = 0.0
-    """CPU time of Redis's thread for one answer to one node's reader of events, without the events in it."""
-    event: float = 0.0
-    """CPU time of Redis's thread for each event in such an answer."""
+    """CPU time of Redis's thread for a rollout."""
+    telling: float = 0.0
+    """What a rollout takes of it more for each node."""
     redis_idle: float = 0.0
     """CPU time of Redis's thread per second for each node, whatever it works on."""
     flush: float = 0.0
     """Time of one flush to Redis's disk, during which its thread does nothing else."""
     redis_bytes: float = 0.0
-    """Bytes between Redis and the services for a rollout, without telling other nodes."""
-    event_bytes: float = 0.0
-    """Bytes to each node for a rollout of any node."""
+    """Bytes between Redis and the services for a rollout."""
+    telling_bytes: float = 0.0
+    """What a rollout takes of them more for each node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +94,7 @@ class Prediction:
     cores: float
     """The same of a host's cores, on average."""
     redis: float
-    """The same of Redis's thread; it shares fewer answers among more events as it fills up."""
+    """The same of Redis's thread."""
     disk: float
     """The share of the time in which Redis flushes."""
 
@@ -136,8 +134,7 @@ def predict(cluster: Cluster, costs: Costs, *, rounds: int = 1) -> Prediction:
 def demands(cluster: Cluster, costs: Costs, *, link_bytes: float) -> dict[str, float]:
     """Return what share of each station the cluster needs for its full rate; what is above 1 cannot be had.
 
-    Answers to readers of events are counted as if each had many events, as when Redis is busy, since nothing less will
-    do. The disk is left out: the writes that wait share one flush.
+    The disk is left out: the writes that wait share one flush.
 
     Args:
         cluster: the size.
@@ -150,8 +147,8 @@ def demands(cluster: Cluster, costs: Costs, *, link_bytes: float) -> dict[str, f
     return {
         "node_process": process,
         "node_cores": cluster.nodes_on_host * (process + each * costs.sandboxes) / cluster.cores,
-        "redis_thread": nodes * costs.redis_idle + rate * (costs.redis + STATES * nodes * costs.event),
-        "redis_network": rate * (costs.redis_bytes + nodes * costs.event_bytes) / link_bytes,
+        "redis_thread": nodes * costs.redis_idle + rate * (costs.redis + nodes * costs.telling),
+        "redis_network": rate * (costs.redis_bytes + nodes * costs.telling_bytes) / link_bytes,
     }
 
 
@@ -187,35 +184,32 @@ class _Host:
 
 
 class _Redis:
-    """One thread: it runs all calls that wait, flushes, tells the readers of events, and answers."""
+    """One thread: it runs all calls that wait, flushes, and answers."""
 
-    def __init__(self, env: simpy.Environment, costs: Costs, readers: int) -> None:
-        self._env, self._costs, self._readers = env, costs, readers
-        self._waiting: list[tuple[float, int, simpy.Event]] = []
+    def __init__(self, env: simpy.Environment, flush: float) -> None:
+        self._env, self._flush = env, flush
+        self._waiting: list[tuple[float, simpy.Event]] = []
         self._called = env.event()
         self.busy = self.flushing = 0.0
         env.process(self._work())
 
-    def call(self, seconds: float, *, events: int) -> simpy.Event:
+    def call(self, seconds: float) -> simpy.Event:
         answered = self._env.event()
-        self._waiting.append((seconds, events, answered))
+        self._waiting.append((seconds, answered))
         if not self._called.triggered:
             self._called.succeed()
         return answered
 
     def _work(self) -> Process:
-        costs = self._costs
         while True:
             yield self._called
             self._called = self._env.event()
             batch, self._waiting = self._waiting, []
-            events = sum(count for _, count, _ in batch)
-            telling = self._readers * (costs.wake + events * costs.event) if events else 0.0
-            seconds = sum(one for one, _, _ in batch) + telling
-            yield self._env.timeout(seconds + costs.flush)
+            seconds = sum(one for one, _ in batch)
+            yield self._env.timeout(seconds + self._flush)
             self.busy += seconds
-            self.flushing += costs.flush
-            for _, _, answered in batch:
+            self.flushing += self._flush
+            for _, answered in batch:
                 answered.succeed()
 
 
@@ -249,13 +243,13 @@ class _Node:
         self.busy += seconds
 
     def _change(self) -> simpy.Event:
-        return self._redis.call(self._costs.redis / STATES, events=1)
+        return self._redis.call((self._costs.redis + self._cluster.nodes * self._costs.telling) / STATES)
 
     def _background(self, after: float) -> Process:
         yield self._env.timeout(after)
         while True:
             yield from self._compute(self._costs.idle * BACKGROUND_SECONDS)
-            yield self._redis.call(self._costs.redis_idle * BACKGROUND_SECONDS, events=0)
+            yield self._redis.call(self._costs.redis_idle * BACKGROUND_SECONDS)
             yield self._env.timeout(BACKGROUND_SECONDS)
 
     def _set_up(self) -> Process:
@@ -292,7 +286,7 @@ class _Simulation:
         self.cluster, self.costs = cluster, costs
         self.env = simpy.Environment()
         self.ends: list[float] = []
-        self.redis = _Redis(self.env, costs, cluster.nodes)
+        self.redis = _Redis(self.env, costs.flush)
         count = -(-cluster.nodes // cluster.nodes_on_host)
         self.hosts = [_Host(self.env, cluster.cores) for _ in range(count)]
         self.nodes = [_Node(self, self.hosts[n // cluster.nodes_on_host]) for n in range(cluster.nodes)]

@@ -30,7 +30,7 @@ from rollout_service.store.redis.config import Durability, RedisConfig
 # The library is the files of `lua/`, in the order of `FILES`, as one chunk: each file exports one local table, and
 # registers its functions with `common.register`.
 
-FILES = ("common", "schema", "cluster", "engines", "segments", "index", "rollouts", "runs", "lists")
+FILES = ("common", "schema", "idle", "cluster", "engines", "segments", "index", "rollouts", "runs", "lists")
 """The files of `lua/`; a file may use the tables of those before it."""
 LIBRARY_NAMES = "rollouts_*"
 """The pattern of the names of this program's libraries, of whichever release."""

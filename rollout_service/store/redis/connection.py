@@ -32,10 +32,12 @@ from rollout_service.store.redis.problems import (
     is_unknown_function,
     too_few_replicas,
 )
-from rollout_service.store.redis.reader import EventReader
+from rollout_service.store.redis.topics import TopicReader
 
 REPLICA_SECONDS = 2.0
 """How long replicas may take to have a write."""
+LOOK_SECONDS = 10.0
+"""How old the size of Redis's memory may be, and the last look whether it still has the store."""
 
 Argument = str | bytes | int | float
 
@@ -49,7 +51,7 @@ class RedisConnection(JobThread[_RedisJob]):
     """A store's connection, from `open` to `close`.
 
     `call` runs a function that writes, `read` one that does not, and `command` any other command that does not.
-    `events` passes on the events of all services. Answers are those of redis-py: texts are bytes.
+    `topics` passes on the changes that somebody here waits for. Answers are those of redis-py: texts are bytes.
     """
 
     def __init__(self, config: RedisConfig, *, clock: Callable[[], float] | None = None) -> None:
@@ -63,7 +65,8 @@ class RedisConnection(JobThread[_RedisJob]):
         """How often it has connected again: the Redis there may then be another, which lacks the last writes."""
         self.health = RedisHealth(config.address)
         self._identity = checks.StoreIdentity()
-        self.events = EventReader(config, self._library, self._identity, self.health, self._die)
+        self.topics = TopicReader(config, self._library, self._identity, self.health, self._die)
+        self._used_memory, self._looked_at = 0, -LOOK_SECONDS
 
     @classmethod
     async def open(cls, config: RedisConfig, *, clock: Callable[[], float] | None = None) -> RedisConnection:
@@ -78,7 +81,7 @@ class RedisConnection(JobThread[_RedisJob]):
         try:
             with anyio.CancelScope(shield=True):
                 await connection.start()
-                await connection.events.start()
+                await connection.topics.start()
         except BaseException:
             await connection.close()
             raise
@@ -96,7 +99,7 @@ class RedisConnection(JobThread[_RedisJob]):
 
     def size_bytes(self) -> int:
         """Return the memory that Redis uses for all its data, as of a few seconds ago."""
-        return self.events.used_memory
+        return self._used_memory
 
     async def call(self, function: str, *arguments: Argument) -> Any:
         """Run a function that writes, and return its answer; cancelling the caller does not stop it.
@@ -165,7 +168,7 @@ class RedisConnection(JobThread[_RedisJob]):
         """Run the remaining calls, disconnect and end the threads; idempotent."""
         self._refuse()
         with anyio.CancelScope(shield=True):
-            await self.events.close()
+            await self.topics.close()
             await super().close()
 
     def _function(self, name: str, arguments: Sequence[Argument]) -> tuple[Any, ...]:
@@ -214,7 +217,9 @@ class RedisConnection(JobThread[_RedisJob]):
         return answers
 
     def _pipeline(self, batch: list[_RedisJob]) -> list[Any]:
-        pipeline = self._connect().pipeline(transaction=False)
+        client = self._connect()
+        self._look(client)
+        pipeline = client.pipeline(transaction=False)
         for job in batch:
             checks.execute(pipeline, *job.command)
         waits = self.config.replicas > 0 and any(job.writes for job in batch)
@@ -224,6 +229,13 @@ class RedisConnection(JobThread[_RedisJob]):
         if waits and (few := too_few_replicas(answers.pop(), self.config)) is not None:
             return [few if job.writes else answer for job, answer in zip(batch, answers, strict=True)]
         return answers
+
+    def _look(self, client: redis.Redis) -> None:
+        """Look now and then whether Redis still has the store, and how much memory it uses."""
+        if time.monotonic() - self._looked_at >= LOOK_SECONDS:
+            self._identity.check(checks.store_id(client, self.config), self.config)
+            self._used_memory = int(checks.execute(client, "INFO", "memory")["used_memory"])
+            self._looked_at = time.monotonic()
 
     def _answer(self, job: _RedisJob, answer: Any) -> JobResult[_RedisJob]:
         if isinstance(answer, Exception):
@@ -268,7 +280,7 @@ class RedisConnection(JobThread[_RedisJob]):
 
     def _connected_again(self) -> None:
         self.reconnects += 1
-        self.events.look_anew()
+        self.topics.look_anew()
 
 
 def _as_store_error(error: ServiceError) -> StoreError:

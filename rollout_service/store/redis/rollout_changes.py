@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+import anyio
 from pydantic import JsonValue
 from pydantic_core import to_json
 
@@ -60,7 +61,9 @@ class RedisRollouts(RolloutReads):
         """By owner, the first claim whose answer was lost since the last one that arrived."""
         self._lost_results: set[tuple[str, int]] = set()
         """The leases whose results may have been written, since the answer was lost."""
-        connection.events.listen(self._signals.listen)
+        self._owners: set[str] = set()
+        """The owners whose topics are followed."""
+        connection.topics.listen("cluster", self._signals.cluster_changed)
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
         if request.rollout_id is None:
@@ -69,11 +72,7 @@ class RedisRollouts(RolloutReads):
         outcome, *rest = await self._connection.call("rollouts_submit", *values)
         if outcome == b"conflict":
             raise id_taken("rollout", request.rollout_id)
-        row, newest = rest
-        if outcome == b"new":
-            self._signals.work.happened(newest)
-            self._connection.events.newest.advance(newest)
-        return codec.decode_rollout(decode_row(row)), outcome == b"new"
+        return codec.decode_rollout(decode_row(rest[0])), outcome == b"new"
 
     async def claim(
         self,
@@ -86,12 +85,13 @@ class RedisRollouts(RolloutReads):
     ) -> list[Lease]:
         if (problem := self._place.problem) is not None:  # begin nothing whose result would have to wait
             raise StoreError(str(problem), hint=problem.hint)
+        await self._follow(owner)
         self._claims += 1
         of_pools = b"" if pools is None else to_json(sorted(pools))
         of_environments = b"" if waits is None else to_json(dict(waits))
         number, since = self._claims, self._lost_since.get(owner, 0)
         try:
-            due, newest, rows, ended = await self._connection.call(
+            due, wake, rows = await self._connection.call(
                 "rollouts_claim",
                 owner,
                 limit,
@@ -108,12 +108,11 @@ class RedisRollouts(RolloutReads):
             raise
         if since:
             self._lost_since.pop(owner, None)
-        self._signals.work.looked(newest)
+        self._signals.work.looked(wake)
         self._signals.claimed(due_in=float(due) if due else math.inf, lease_seconds=lease_seconds)
         leases = [lease for lease in [await self._lease(row, owner) for row in rows] if lease is not None]
         if len(rows) >= limit or len(leases) < len(rows):
             self._signals.work.forget()  # there may be more
-        self._ended(ended)
         return leases
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
@@ -159,13 +158,11 @@ class RedisRollouts(RolloutReads):
             delay_seconds,
             int(keep_turns),
         )
-        return self._requeued(
-            lease, await self._connection.call("rollouts_retry", *_held(lease, owner), *values)
-        )
+        return bool(await self._connection.call("rollouts_retry", *_held(lease, owner), *values))
 
     async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
         values = (*_held(lease, owner), codec.encode_spans(spans))
-        return self._requeued(lease, await self._connection.call("rollouts_restart", *values))
+        return bool(await self._connection.call("rollouts_restart", *values))
 
     async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
         saved = 0
@@ -207,11 +204,7 @@ class RedisRollouts(RolloutReads):
                 await self._place.abandon(stored)
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
-        state, ended, newest = await self._connection.call("rollouts_cancel", rollout_id)
-        if ended:
-            self._ended([rollout_id.encode()])
-        elif state:
-            self._signals.cancels.happened(newest)
+        state = await self._connection.call("rollouts_cancel", rollout_id)
         return RolloutState(state.decode()) if state else None
 
     async def cancel_requested(self, owner: str) -> list[str]:
@@ -221,7 +214,6 @@ class RedisRollouts(RolloutReads):
 
     async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:
         event_id, now = await self._connection.call("events_record", kind, subject, to_json(data))
-        self._connection.events.newest.advance(event_id)
         return Event(event_id=event_id, time=codec.when(float(now)), kind=kind, subject=subject, data=data)
 
     async def wait_for_work(self) -> None:
@@ -231,23 +223,21 @@ class RedisRollouts(RolloutReads):
         await self._signals.cancels.wait()
 
     async def wait_for_events(self, *, after: int) -> int:
-        newest = self._connection.events.newest
-        while True:
-            changed = newest.next_change
-            if newest.value > after:
-                return newest.value
-            # Reading the events may have been faster than the reader that counts them.
-            if newest.value < after and (last := await self.last_event()) != after:
-                return last
-            await changed.wait()
+        async with self._connection.topics.watching("events") as changes:
+            while True:
+                seen = changes.value
+                if (newest := await self.last_event()) != after:
+                    return newest
+                await changes.wait_above(seen)
 
     async def wait_for_result(self, rollout_id: str) -> Rollout | None:
-        while True:
-            ended = self._signals.results.get(rollout_id)  # before reading, so that no change is missed
-            rollout = await self.get(rollout_id)
-            if rollout is None or rollout.state.terminal:
-                return rollout
-            await ended.wait()
+        async with self._connection.topics.watching(f"rollout:{rollout_id}") as changes:
+            while True:
+                seen = changes.value
+                rollout = await self.get(rollout_id)
+                if rollout is None or rollout.state.terminal:
+                    return rollout
+                await changes.wait_above(seen)
 
     async def delete_expired(self, seconds: float) -> int:
         """Delete some of the rollouts of no run that ended this long ago; return 0 once none is left."""
@@ -272,6 +262,14 @@ class RedisRollouts(RolloutReads):
 
     # -- parts -------------------------------------------------------------------
 
+    async def _follow(self, owner: str) -> None:
+        """Follow the topic of an owner, before anything is published on it."""
+        if owner not in self._owners:
+            self._owners.add(owner)
+            self._connection.topics.listen(f"owner:{owner}", self._signals.told)
+            with anyio.CancelScope(shield=True):  # as the claim that comes next
+                await self._connection.topics.confirmed(f"owner:{owner}")
+
     async def _lease(self, reply: Sequence[Any], owner: str) -> Lease | None:
         """Return the lease of a claimed row; a rollout whose record is damaged ends as failed."""
         row = decode_row(reply)
@@ -286,20 +284,7 @@ class RedisRollouts(RolloutReads):
 
     async def _take_back(self, owner: str, ids: Sequence[str] | None, *, counted: bool) -> int:
         given = b"" if ids is None else to_json(ids)
-        taken, ended, newest = await self._connection.call(
-            "rollouts_take_back", owner, int(not counted), given
-        )
-        self._ended(ended)
-        self._signals.work.happened(newest)
-        return int(taken)
-
-    def _requeued(self, lease: Lease, answer: Sequence[int]) -> bool:
-        held, ended, newest = answer
-        if ended:
-            self._ended([lease.rollout_id.encode()])
-        elif held:
-            self._signals.work.happened(newest)
-        return bool(held)
+        return int(await self._connection.call("rollouts_take_back", owner, int(not counted), given))
 
     async def _finish(
         self,
@@ -319,15 +304,7 @@ class RedisRollouts(RolloutReads):
             self._lost_results.add(key)
             raise
         self._lost_results.discard(key)
-        if done == _REFUSED:
-            return None
-        if done:
-            self._ended([lease.rollout_id.encode()])
-        return bool(done)
-
-    def _ended(self, ids: Sequence[bytes]) -> None:
-        for rollout_id in ids:
-            self._signals.results.set(rollout_id.decode())
+        return None if done == _REFUSED else bool(done)
 
 
 def _held(lease: Lease, owner: str) -> tuple[str, str, int]:

@@ -15,7 +15,6 @@ from rollout_service.store.base import BaseStore
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.lists import find_summaries
-from rollout_service.store.redis.reader import decode_entry
 from rollout_service.store.redis.replies import RolloutRow, decode_counts, decode_row
 from rollout_service.store.redis.trajectories import TrajectoryPlace
 
@@ -75,12 +74,12 @@ class RolloutReads(BaseStore):
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
         key = self._connection.key("events")
         entries = await self._connection.command("XRANGE", key, f"({after}-0", "+", "COUNT", limit)
-        return [codec.decode_event(_event_row(entry)) for entry in entries]
+        return [codec.decode_event(event_row(entry)) for entry in entries]
 
     async def last_event(self) -> int:
         key = self._connection.key("events")
         found = await self._connection.command("XREVRANGE", key, "+", "-", "COUNT", 1)
-        return decode_entry(found[0]).event_id if found else 0
+        return event_row(found[0])["event_id"] if found else 0
 
     async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
         found, counts = await self._connection.read("rollouts_page", state or "", str(after), limit + 1)
@@ -107,12 +106,13 @@ class RolloutReads(BaseStore):
         return [row.with_trajectory(found.get(row["rollout_id"])) for row in rows]
 
 
-def _event_row(entry: Any) -> dict[str, Any]:
-    event = decode_entry(entry)
+def event_row(entry: Any) -> dict[str, Any]:
+    """Return the event of an entry of the stream, as redis-py reads it."""
+    name, fields = entry
     return {
-        "event_id": event.event_id,
-        "time": event.time,
-        "kind": event.kind,
-        "subject": event.subject,
-        "data": event.data,
+        "event_id": int(name.split(b"-")[0]),
+        "time": float(fields[b"t"]),
+        "kind": fields[b"k"].decode(),
+        "subject": fields[b"s"].decode(),
+        "data": fields[b"d"],
     }

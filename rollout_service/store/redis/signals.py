@@ -1,26 +1,23 @@
-"""Signals for those who wait in this service, from the events of all services.
+"""Signals for those who wait in this service, from what is published on its topics.
 
 Guarantees: a change is never missed, whichever service made it, and nobody is woken by a change that it has already
-seen: the numbers of events say which came first. If Redis has lost events, everyone looks anew.
+seen: the numbers of wake-ups and events say which came first. If messages may be lost, everyone looks anew.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import anyio
 
-from api_schemas.rollouts import RolloutState
-from rollout_service.base.signals import ChangeSignal, KeyedEvents
-from rollout_service.store.redis.reader import StreamEvent
+from rollout_service.base.signals import ChangeSignal
 
 _NEVER_SEEN = -1
 
 
 class NewsSignal:
-    """Whether there was an event of a kind after the last look."""
+    """Whether something happened after the last look, by its number."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -30,17 +27,17 @@ class NewsSignal:
 
     @property
     def is_news(self) -> bool:
-        """Whether there was an event after the last look."""
+        """Whether something happened after the last look."""
         return self._newest > self._seen
 
-    def happened(self, event_id: int) -> None:
-        """Record an event."""
-        self._newest = max(self._newest, event_id)
+    def happened(self, number: int) -> None:
+        """Record what happened."""
+        self._newest = max(self._newest, number)
         self.changed.notify()
 
-    def looked(self, event_id: int) -> None:
-        """Record a look that saw everything up to an event."""
-        self._seen = event_id
+    def looked(self, number: int) -> None:
+        """Record a look that saw everything up to a number."""
+        self._seen = number
 
     def forget(self) -> None:
         """Let the next `wait` return at once."""
@@ -48,55 +45,45 @@ class NewsSignal:
         self.changed.notify()
 
     async def wait(self) -> None:
-        """Wait for an event after the last look."""
+        """Wait until something has happened after the last look."""
         while not self.is_news:
             await self.changed.wait()
 
 
 class RolloutSignals:
-    """Wakes those who wait for work, cancellations and results."""
+    """Wakes those who wait for work and cancellations."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` is in seconds, for the time at which there may be work without any event."""
+        """`clock` is in seconds, for the time at which there may be work without any message."""
         self._clock = clock
-        self._due = self._lease_seconds = math.inf
+        self._due = math.inf
         self.work = NewsSignal()
         self.cancels = NewsSignal()
-        self.results = KeyedEvents()
 
-    def listen(self, events: Sequence[StreamEvent]) -> None:
-        """Wake those whom these events concern; none at all means that some may be lost."""
-        if not events:
-            self._look_anew()
-        for event in events:
-            if event.kind == "rollout.cancel_requested":
-                self.cancels.happened(event.event_id)
-            elif event.kind in ("node.ready", "node.joined"):  # it may claim again; before, it got nothing
-                self.work.happened(event.event_id)
-            elif event.kind == "rollout.state":
-                self._moved(event)
+    def told(self, message: bytes | None) -> None:
+        """Wake those whom a message to an owner concerns; None means that some may be lost."""
+        if message is None:
+            self.work.forget()
+            self.cancels.forget()
+            return
+        what, number = message.split()
+        (self.cancels if what == b"cancel" else self.work).happened(int(number))
+
+    def cluster_changed(self, message: bytes | None) -> None:
+        """Wake those who wait for work if a node may claim again; before, it got nothing."""
+        if message is None or message.startswith((b"node.ready", b"node.joined")):
+            self.work.forget()
 
     def claimed(self, *, due_in: float, lease_seconds: float) -> None:
-        """Record in how many seconds a claim found that there may be work, and how long its leases last."""
-        self._due, self._lease_seconds = self._clock() + due_in, lease_seconds
+        """Record in how many seconds a claim found that there may be work, and how long its leases last.
+
+        Others' leases that the claim has not seen cannot end before one that began now. Then it is time to look, also
+        since whoever is woken for a rollout may end before it has it.
+        """
+        self._due = self._clock() + min(due_in, lease_seconds)
 
     async def wait_for_work(self) -> None:
         """Wait until there may be work."""
         while not self.work.is_news and self._clock() < self._due:
             with anyio.move_on_after(self._due - self._clock()):
                 await self.work.changed.wait()
-
-    def _moved(self, event: StreamEvent) -> None:
-        state = RolloutState(json.loads(event.data)["state"])
-        if state is RolloutState.QUEUED:
-            self.work.happened(event.event_id)
-        elif state.terminal:
-            self.results.set(event.subject)
-        else:  # somebody works on it under a lease that the last claim may not have seen
-            self._due = min(self._due, self._clock() + self._lease_seconds)
-            self.work.changed.notify()
-
-    def _look_anew(self) -> None:
-        self.work.forget()
-        self.cancels.forget()
-        self.results.set_all()

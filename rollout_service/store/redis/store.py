@@ -35,7 +35,6 @@ from rollout_service.store.cluster_contract import (
 from rollout_service.store.engines_contract import CommandKind, EnginesStore, PoolRecord, SharedBackend
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.connection import RedisConnection
-from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.redis.rollout_changes import RedisRollouts
 from rollout_service.store.redis.runs.store import RedisRuns
 from rollout_service.store.redis.trajectories import InSharedFolder, RedisSegmentLedger, TrajectoryPlace
@@ -45,8 +44,6 @@ from rollout_service.store.segments import SegmentFolder
 #
 # Guarantees beyond the contract: changes are noticed through the events, so nobody polls.
 
-_KINDS = ("backend.changed", "pool.command", "pool.held", "pool.settled")
-
 
 class RedisEngines(EnginesStore):
     """The engines of all services with the same prefix in one Redis."""
@@ -54,10 +51,10 @@ class RedisEngines(EnginesStore):
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
         self._changes = MonotonicCounter(1)
-        connection.events.listen(self._notice)
+        connection.topics.listen("cluster", self._notice)
 
-    def _notice(self, events: Sequence[StreamEvent]) -> None:
-        if not events or any(event.kind in _KINDS for event in events):
+    def _notice(self, message: bytes | None) -> None:
+        if message is None or message.startswith((b"backend.", b"pool.")):
             self._changes.increment()
 
     @property
@@ -160,10 +157,10 @@ class RedisCluster(ClusterStore):
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
         self._changes = MonotonicCounter(1)
-        connection.events.listen(self._notice)
+        connection.topics.listen("cluster", self._notice)
 
-    def _notice(self, events: Sequence[StreamEvent]) -> None:
-        if not events or any(event.kind.startswith("node.") for event in events):
+    def _notice(self, message: bytes | None) -> None:
+        if message is None or message.startswith(b"node."):
             self._changes.increment()
 
     @property

@@ -12,9 +12,10 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
+from rollout_service.base.signals import MonotonicCounter
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
-from rollout_service.store.base import BaseRuns, RunSignals
+from rollout_service.store.base import BaseRuns
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as codec
@@ -36,6 +37,19 @@ from rollout_service.store.sqlite.lists.groups import look_at_groups
 from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
 
 
+class RunSignals:
+    """Wakes those who wait for runs."""
+
+    def __init__(self) -> None:
+        self.changes = MonotonicCounter(1)
+        self.deliveries = MonotonicCounter(1)
+
+    def changed(self) -> None:
+        """Wake everyone: what a lease returns may have changed."""
+        self.changes.increment()
+        self.deliveries.increment()
+
+
 class SqliteRuns(BaseRuns):
     """The runs of one store."""
 
@@ -43,10 +57,21 @@ class SqliteRuns(BaseRuns):
         self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
     ) -> None:
         """`work_added` is called after rollouts were queued."""
-        super().__init__(RunSignals())
+        self._signals = RunSignals()
         self._thread = thread
         self._clock = clock
         self._work_added = work_added
+
+    def deliveries(self, run_id: str) -> int:
+        del run_id  # who waits for another run looks once too often
+        return self._signals.deliveries.value
+
+    async def wait_for_delivery(self, run_id: str, after: int) -> int:
+        del run_id
+        return await self._signals.deliveries.wait_above(after)
+
+    async def wait_for_change(self, after: int) -> int:
+        return await self._signals.changes.wait_above(after)
 
     async def create(
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int

@@ -397,10 +397,10 @@ async def test_waiting_sees_every_change(store):
     await store.runs.start_groups("a", [new_group(0)])
     await end_all(store)
     seen = await store.runs.wait_for_change(seen)
-    delivered = await store.runs.wait_for_delivery(0)
+    delivered = await store.runs.wait_for_delivery("a", 0)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(store.runs.wait_for_delivery, delivered)
+            tasks.start_soon(store.runs.wait_for_delivery, "a", delivered)
             await close_group(store, 0)
 
 

@@ -1,7 +1,6 @@
 """A store's connection to a real Redis: what is refused, with what to do, and what goes on after any outage."""
 
 import shutil
-import signal
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
@@ -14,12 +13,12 @@ import pytest
 
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.store.cluster_contract import NodeReport
-from rollout_service.store.redis import Durability, RedisConfig, RedisConnection, RedisStore, reader
+from rollout_service.store.redis import Durability, RedisConfig, RedisConnection, RedisStore
 from rollout_service.store.redis.checks import library_name
-from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.retrying import retry_until_stored
 from sandboxes.host.ports import free_port
 from tests.support.redis_server import RedisServer, Tls, redis_server
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -221,12 +220,11 @@ async def test_a_durable_redis_that_has_lost_everything_is_not_used(own_redis, d
 
 
 async def test_a_redis_that_was_emptied_while_it_is_used_is_noticed(own_redis, monkeypatch):
-    monkeypatch.setattr(reader, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_service.store.redis.connection.LOOK_SECONDS", 0.0)
     async with opened(own_redis.config()) as connection:
         own_redis.do("FLUSHALL")
-        with anyio.fail_after(20):
-            while connection.problem is None:
-                await anyio.sleep(0.05)
+        with pytest.raises(StoreError, match="has lost what this store had"):
+            await connection.call("schema_open")
         assert "has lost what this store had" in str(connection.problem)
 
 
@@ -264,44 +262,52 @@ async def test_it_goes_on_after_redis_was_full(own_redis):
         assert await connection.call("schema_open")
 
 
-async def test_listeners_get_every_event_once_also_after_a_crash(own_redis):
+def publish(server: RedisServer, connection: RedisConnection, topic: str, message: str) -> int:
+    """Publish a message; return how many connections are told."""
+    return int(server.do("SPUBLISH", connection.key(f"topic:{topic}"), message))
+
+
+async def test_listeners_are_told_of_every_message_and_to_look_anew_after_a_crash(own_redis):
     async with opened(own_redis.config()) as connection:
-        seen: list[StreamEvent] = []
-        connection.events.listen(seen.extend)
-        for number in range(1, 6):
-            add(own_redis, connection, number)
+        told: list[bytes | None] = []
+        connection.topics.listen("x", told.append)
+        await connection.topics.confirmed("x")
+        for number in range(5):
+            assert publish(own_redis, connection, "x", str(number)) == 1
+        await until(lambda: len(told) == 6)
         own_redis.kill()
         own_redis.start()
-        add(own_redis, connection, 6)
-        with anyio.fail_after(20):
-            await connection.events.newest.wait_above(5)
-        assert [event.event_id for event in seen] == [1, 2, 3, 4, 5, 6]
-        assert seen[0].data == b'{"n":1}'
+        await until(lambda: len(told) == 7)
+        publish(own_redis, connection, "x", "5")
+        await until(lambda: told == [None, b"0", b"1", b"2", b"3", b"4", None, b"5"])
 
 
-def add(server: RedisServer, connection: RedisConnection, number: int) -> None:
-    fields = ("k", "test", "s", "x", "t", "1.5", "d", f'{{"n":{number}}}')
-    server.do("XADD", connection.key("events"), f"{number}-0", *fields)
+async def test_a_topic_is_followed_only_while_somebody_waits(own_redis, monkeypatch):
+    monkeypatch.setattr("rollout_service.store.redis.topics.LINGER_SECONDS", 0.0)
+    async with opened(own_redis.config()) as connection:
+        assert publish(own_redis, connection, "x", "1") == 0
+        async with connection.topics.watching("x") as changes, connection.topics.watching("x"):
+            seen = changes.value
+            assert publish(own_redis, connection, "x", "1") == 1
+            await changes.wait_above(seen)
+        await until(lambda: publish(own_redis, connection, "x", "1") == 0)
+        async with connection.topics.watching("x") as changes:
+            assert changes.value > seen, "something may have been missed"
 
 
-async def test_listeners_are_told_when_events_were_lost(own_redis):
-    async with opened(own_redis.config(durability=Durability.RELAXED)) as connection:
-        batches: list[list[StreamEvent]] = []
-        connection.events.listen(lambda events: batches.append(list(events)))
-        add(own_redis, connection, 7)
-        with anyio.fail_after(20):
-            await connection.events.newest.wait_above(6)
-        own_redis.stop(signal.SIGKILL)
-        for file in (own_redis.folder / "appendonlydir").iterdir():
-            file.unlink()
-        own_redis.start()
-        with anyio.fail_after(20):
-            while [] not in batches:
-                await anyio.sleep(0.02)
-        add(own_redis, connection, 1)
-        with anyio.fail_after(20):
-            while batches[-1:] == [[]] or batches[-1][0].event_id != 1:
-                await anyio.sleep(0.02)
+async def test_topics_that_come_and_go_while_redis_is_away_are_followed_after_it(own_redis, monkeypatch):
+    monkeypatch.setattr("rollout_service.store.redis.topics.CONFIRM_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_service.store.redis.topics.LINGER_SECONDS", 0.0)
+    async with opened(own_redis.config()) as connection:
+        own_redis.kill()
+        async with connection.topics.watching("gone"):
+            pass
+        async with connection.topics.watching("kept") as changes:
+            seen = changes.value
+            own_redis.start()
+            await until(lambda: changes.value > seen)
+            assert publish(own_redis, connection, "kept", "1") == 1
+            assert publish(own_redis, connection, "gone", "1") == 0
 
 
 async def test_a_closed_connection_says_so_and_closes_at_once(shared_redis):

@@ -109,11 +109,11 @@ async def test_many_tasks_are_appended_in_one_call(two):
 async def test_a_change_wakes_those_who_wait_in_another_service(two):
     one, other = two
     await create(one)
-    changed, delivered = await other.runs.wait_for_change(0), other.runs.deliveries
+    changed, delivered = await other.runs.wait_for_change(0), other.runs.deliveries("a")
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(other.runs.wait_for_change, changed)
-            tasks.start_soon(other.runs.wait_for_delivery, delivered)
+            tasks.start_soon(other.runs.wait_for_delivery, "a", delivered)
             await one.runs.update("a", version=1)
 
 

@@ -61,25 +61,18 @@ def test_writes_that_wait_share_a_flush():
     assert found.rate > 2 * alone
 
 
-def test_a_busy_redis_tells_of_many_events_at_once():
-    wake = 0.1
-    found = predict(CLUSTER, replace(NOTHING, wake=wake), rounds=3)
-    one_by_one = 1 / (STATES * CLUSTER.nodes * wake)
-    assert found.rate > 2 * one_by_one
-
-
-def test_each_event_costs_redis_for_each_node():
-    costs = replace(NOTHING, event=0.1)
+def test_what_redis_tells_each_node_costs_it_for_each_node():
+    costs = replace(NOTHING, telling=0.5)
     found = predict(CLUSTER, costs, rounds=5)
-    assert found.rate == pytest.approx(1 / (STATES * CLUSTER.nodes * 0.1), rel=0.05)
+    assert found.rate == pytest.approx(1 / (CLUSTER.nodes * 0.5), rel=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "costs",
     [
-        Costs(service=0.2, sandboxes=0.3, redis=0.01, idle=0.05, redis_idle=0.01, flush=0.02, wake=0.001),
-        Costs(service=0.9, listening=0.02, sandboxes=0.5, redis=0.2, event=0.002),
+        Costs(service=0.2, sandboxes=0.3, redis=0.01, idle=0.05, redis_idle=0.01, flush=0.02),
+        Costs(service=0.9, listening=0.02, sandboxes=0.5, redis=0.2, telling=0.01),
     ],
 )
 @pytest.mark.parametrize("nodes", [1, 4, 12])
@@ -91,7 +84,7 @@ def test_no_station_gives_more_than_it_has(costs, nodes):
 
 
 def test_what_is_needed_grows_to_the_limit_and_not_beyond():
-    costs = Costs(service=0.1, listening=0.001, redis=0.01, event=1e-5, redis_bytes=1e4, event_bytes=1e3)
+    costs = Costs(service=0.1, listening=0.001, redis=0.01, telling=5e-5, redis_bytes=1e4, telling_bytes=1e3)
     found = limits(CLUSTER, costs, link_bytes=1e9)
     assert found["redis_thread"] < min(found["node_process"], found["redis_network"], found["node_cores"])
     for station, nodes in found.items():

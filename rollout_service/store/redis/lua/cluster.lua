@@ -158,6 +158,7 @@ common.register_freeing('cluster_heartbeat', function(call, owner, dead_after, r
     for _, other in ipairs(silent) do
         declare_dead(call, other)
     end
+    idle.pass_on(call)
     return {known[4], redis.call('HGETALL', call:key('places')), silent}
 end)
 

@@ -24,12 +24,30 @@ function Call:newest()
     return self.newest_event
 end
 
--- Append an event; `data` is the text of a JSON object. Return the event's id.
+-- Tell those who subscribe to a topic; return how many there are.
+function Call:publish(topic, message)
+    return redis.call('SPUBLISH', self:key('topic:' .. topic), message)
+end
+
+-- By the first word of an event's kind, the topic that has it.
+local TOPICS = {
+    node = 'cluster', backend = 'cluster', pool = 'cluster', run = 'runs', group = 'runs', batch = 'runs',
+}
+
+-- Append an event, and publish it on its topics; `data` is the text of a JSON object. Return the event's id.
 function Call:event(kind, subject, data)
     local id = self:newest() + 1
     redis.call('XADD', self:key('events'), 'MAXLEN', '~', EVENTS_KEPT, string.format('%d-0', id),
         'k', kind, 's', subject, 't', common.number(self.now), 'd', data)
     self.newest_event = id
+    self:publish('events', id)
+    local topic = TOPICS[string.match(kind, '^%a+')]
+    if topic then
+        self:publish(topic, kind .. ' ' .. id)
+    end
+    if topic == 'runs' and kind ~= 'batch.leased' then
+        self:publish('run:' .. string.match(subject, '^[^.]*'), id)  -- ids of groups and batches begin with it
+    end
     return id
 end
 

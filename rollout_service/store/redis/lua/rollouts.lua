@@ -63,21 +63,29 @@ local function owner_number(call, owner)
     if not number then
         number = tostring(redis.call('INCR', call:key('holders:last')))
         redis.call('HSET', key, owner, number)
+        redis.call('HSET', call:key('holders:names'), number, owner)
     end
     return number
 end
 
--- Put a rollout that nobody holds into its queue.
-local function enqueue(call, id, not_before)
-    local number, pool, environment = read(call, id, 'n', 'p', 'e')
+-- Put a rollout that nobody holds into its queue; return its pool and environment.
+local function put(call, id, not_before)
+    local number, pool, environment, since = read(call, id, 'n', 'p', 'e', 'Q')
+    local queue = queue_name(pool, environment)
     if not_before and not_before > call.now then
         redis.call('ZADD', call:key('delayed'), common.number(not_before), id)
     else
-        local queue = queue_name(pool, environment)
         redis.call('SADD', call:key('queues'), queue)
         redis.call('ZADD', call:key('ready:' .. queue), number, id)
-        redis.call('ZADD', call:key('since:' .. queue), (read(call, id, 'Q')), id)
+        redis.call('ZADD', call:key('since:' .. queue), since, id)
     end
+    return pool, environment
+end
+
+-- Put a rollout that nobody holds into its queue, and wake an owner, which claims it or learns when it may.
+local function enqueue(call, id, not_before)
+    local pool, environment = put(call, id, not_before)
+    idle.wake(call, pool, environment, math.huge)
 end
 
 local function dequeue(call, id)
@@ -97,6 +105,16 @@ local function drop_lease(call, id)
     redis.call('HDEL', at(call, 'r', id), 'o')
 end
 
+-- Tell those who wait for the end of a rollout, and note it for retention.
+local function after_end(call, id, state)
+    call:publish('rollout:' .. id, state)
+    if read(call, id, 'R') then
+        call:publish('runs', 'rollout.ended')
+    else
+        redis.call('RPUSH', call:key('ended'), id)
+    end
+end
+
 -- End a rollout that nobody holds; `fields` are further ones of its hash, at least one.
 local function close(call, id, state, fields)
     local key = at(call, 'r', id)
@@ -104,9 +122,7 @@ local function close(call, id, state, fields)
     redis.call('HDEL', key, 'c')
     redis.call('UNLINK', at(call, 'u', id))
     move(call, id, state)
-    if not read(call, id, 'R') then
-        redis.call('RPUSH', call:key('ended'), id)
-    end
+    after_end(call, id, state)
 end
 
 local function cancel_now(call, id)
@@ -114,19 +130,17 @@ local function cancel_now(call, id)
     close(call, id, 'cancelled', {'S', 'cancelled'})
 end
 
--- Queue a rollout that nobody holds any more, or end it if its cancellation was requested; return whether it ended.
+-- Queue a rollout that nobody holds any more, or end it if its cancellation was requested.
 local function requeue(call, id, not_before)
     if read(call, id, 'c') then
-        cancel_now(call, id)
-        return true
+        return cancel_now(call, id)
     end
     redis.call('HSET', at(call, 'r', id), 'Q', common.number(call.now))
     if read(call, id, 's') == 'queued' then
-        announce(call, 'rollout.state', id, true)  -- its lease is over, and other services may wait for it
+        announce(call, 'rollout.state', id, true)  -- its lease is over
     end
     move(call, id, 'queued')
     enqueue(call, id, not_before)
-    return false
 end
 
 local function holds(call, id, owner, token)
@@ -173,9 +187,7 @@ function rollouts.submit(call, new)
     redis.call('ZADD', call:key('state:' .. state), number, id)
     if is_dead then
         redis.call('HSET', key, 'S', 'cancelled')
-        if not new.run then
-            redis.call('RPUSH', call:key('ended'), id)
-        end
+        after_end(call, id, state)
     else
         enqueue(call, id)
     end
@@ -183,13 +195,13 @@ function rollouts.submit(call, new)
     return true
 end
 
--- Requeue what an owner holds, or only these of it; `uncounted` takes back the attempts that had begun. Return the ids
--- of all, and of those that ended because their cancellation was requested.
+-- Requeue what an owner holds, or only these of it; `uncounted` takes back the attempts that had begun. Return how many
+-- that was.
 function rollouts.take_back(call, owner, ids, uncounted)
     local number = common.value(redis.call('HGET', call:key('holders'), owner))
-    local taken, ended = {}, {}
+    local taken = 0
     if not number then
-        return taken, ended
+        return taken
     end
     for _, id in ipairs(ids or redis.call('SMEMBERS', call:key('held:' .. number))) do
         local holder, state = read(call, id, 'o', 's')
@@ -198,21 +210,21 @@ function rollouts.take_back(call, owner, ids, uncounted)
                 redis.call('HINCRBY', at(call, 'r', id), 'a', -1)
             end
             drop_lease(call, id)
-            table.insert(taken, id)
-            if requeue(call, id) then
-                table.insert(ended, id)
-            end
+            taken = taken + 1
+            requeue(call, id)
         end
     end
     if not ids then
+        idle.leave(call, owner)
         redis.call('HDEL', call:key('holders'), owner)
+        redis.call('HDEL', call:key('holders:names'), number)
         redis.call('HDEL', call:key('claims'), owner)
     end
-    return taken, ended
+    return taken
 end
 
 cluster.when_gone(function(call, owner, crashed)
-    return #rollouts.take_back(call, owner, nil, not crashed)
+    return rollouts.take_back(call, owner, nil, not crashed)
 end)
 
 -- Delete the trajectory of a rollout.
@@ -250,40 +262,16 @@ common.register('rollouts_submit', function(call, id, fingerprint, pool, request
         return {'conflict'}
     end
     local is_new = rollouts.submit(call, {id = id, fingerprint = fingerprint, pool = pool, request = request})
-    return {is_new and 'new' or 'known', rollouts.row(call, id), call:newest()}
+    return {is_new and 'new' or 'known', rollouts.row(call, id)}
 end)
 
 -- -- claims ---------------------------------------------------------------------
-
-local function set_of(names)
-    local found = {}
-    for _, name in ipairs(names) do
-        found[name] = true
-    end
-    return found
-end
-
--- What a claim may take: queues whose pool and environment suit it. `waits` has, by environment, how long a rollout
--- must have been queued.
-local function new_filter(pools, waits)
-    local filter = {pools = pools ~= '' and set_of(cjson.decode(pools)), waits = waits ~= '' and cjson.decode(waits)}
-    function filter.wait(pool, environment)
-        if filter.pools and not filter.pools[pool] then
-            return nil
-        end
-        if not filter.waits then
-            return 0
-        end
-        return filter.waits[environment]
-    end
-    return filter
-end
 
 local function start_delayed(call)
     local key = call:key('delayed')
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', key, '-inf', common.number(call.now))) do
         redis.call('ZREM', key, id)
-        enqueue(call, id)
+        put(call, id)
     end
 end
 
@@ -368,19 +356,21 @@ local function claimed_before(call, owner, number, session, since)
     return rows, tokens
 end
 
--- Return {seconds until there may be more, newest event, rows, ids that ended}. `session` and `claim` number this claim,
+-- Return {seconds until there may be more, latest wake-up, rows}. `session` and `claim` number this claim,
 -- and `since` is the number of the first one since the last answer that arrived, 0 if none was lost: what these took is
 -- returned again.
-common.register('rollouts_claim', function(call, owner, limit, seconds, pools, waits, session, claim, since)
+common.register('rollouts_claim', function(call, owner, wanted, seconds, pools, waits, session, claim, since)
     if cluster.is_dead(call, owner) then
-        return {'', call:newest(), {}, {}}
+        return {'', idle.latest(call), {}}
     end
-    local number, filter, found, ended = owner_number(call, owner), new_filter(pools, waits), {}, {}
+    idle.leave(call, owner)
+    local filter, class = idle.filter(pools, waits)
+    local number, found, ended = owner_number(call, owner), {}, {}
     local rows, tokens = claimed_before(call, owner, number, session, since)
     if cluster.is_draining(call, owner) then
-        return {'', call:newest(), rows, {}}
+        return {'', idle.latest(call), rows}
     end
-    limit = math.max(0, tonumber(limit) - #rows)
+    local limit = math.max(0, tonumber(wanted) - #rows)
     start_delayed(call)
     local due = find_expired(call, number, filter, found, ended)
     for _, id in ipairs(ended) do
@@ -412,9 +402,13 @@ common.register('rollouts_claim', function(call, owner, limit, seconds, pools, w
         redis.call('HSET', call:key('claims'), owner,
             cjson.encode({session = session, number = tonumber(claim), tokens = tokens}))
     end
+    idle.offer(call)
+    if #rows < tonumber(wanted) then
+        idle.enter(call, owner, class)
+    end
     local delayed = redis.call('ZRANGE', call:key('delayed'), 0, 0, 'WITHSCORES')[2]
     due = math.min(due, delayed and tonumber(delayed) or math.huge)
-    return {due == math.huge and '' or common.number(due - call.now), call:newest(), rows, ended}
+    return {due == math.huge and '' or common.number(due - call.now), idle.latest(call), rows}
 end)
 
 -- Renew leases; return the ids of those that the owner has lost.
@@ -441,8 +435,7 @@ common.register_read('rollouts_held', function(call, owner)
 end)
 
 common.register_freeing('rollouts_take_back', function(call, owner, uncounted, ids)
-    local taken, ended = rollouts.take_back(call, owner, ids ~= '' and cjson.decode(ids) or nil, uncounted == '1')
-    return {#taken, ended, call:newest()}
+    return rollouts.take_back(call, owner, ids ~= '' and cjson.decode(ids) or nil, uncounted == '1')
 end)
 
 -- -- attempts -------------------------------------------------------------------
@@ -465,10 +458,10 @@ common.register_freeing('rollouts_advance', function(call, id, owner, token, sta
     return 'done'
 end)
 
--- Return {whether the lease was held, whether the rollout ended because its cancellation was requested}.
+-- Return whether the lease was held (0 or 1).
 common.register('rollouts_retry', function(call, id, owner, token, problem, code, spans, delay, keeps_turns)
     if not holds(call, id, owner, token) then
-        return {0, 0, call:newest()}
+        return 0
     end
     local key, history = at(call, 'r', id), at(call, 'h', id)
     if read(call, id, 's') == 'queued' then
@@ -481,14 +474,14 @@ common.register('rollouts_retry', function(call, id, owner, token, problem, code
         redis.call('UNLINK', at(call, 'u', id))
     end
     drop_lease(call, id)
-    local ended = requeue(call, id, call.now + tonumber(delay))
-    return {1, ended and 1 or 0, call:newest()}
+    requeue(call, id, call.now + tonumber(delay))
+    return 1
 end)
 
 -- Queue a rollout again without its turns, and with its attempt not counted; return as `rollouts_retry` does.
 common.register('rollouts_restart', function(call, id, owner, token, spans)
     if not holds(call, id, owner, token) then
-        return {0, 0, call:newest()}
+        return 0
     end
     if read(call, id, 's') ~= 'queued' then
         redis.call('HINCRBY', at(call, 'r', id), 'a', -1)
@@ -496,8 +489,8 @@ common.register('rollouts_restart', function(call, id, owner, token, spans)
     redis.call('HSET', at(call, 'h', id), 'spans', spans)
     redis.call('UNLINK', at(call, 'u', id))
     drop_lease(call, id)
-    local ended = requeue(call, id)
-    return {1, ended and 1 or 0, call:newest()}
+    requeue(call, id)
+    return 1
 end)
 
 -- Save turns, of which each has four arguments: rollout, token, number, data. Return how many were saved: those of
@@ -562,29 +555,33 @@ common.register('rollouts_finish', function(call, id, owner, token, again, state
     return 1
 end)
 
--- Return {state before, whether this ended it, newest event}; an empty state stands for an unknown rollout.
+-- Return the state before, which is empty for an unknown rollout.
 common.register_freeing('rollouts_cancel', function(call, id)
     local state, owner, cancel = read(call, id, 's', 'o', 'c')
     if not state then
         local key = call:key('tombstones')
         redis.call('ZADD', key, 'NX', redis.call('INCR', call:key('tombstones:last')), id)
         redis.call('ZREMRANGEBYRANK', key, 0, -TOMBSTONES_KEPT - 1)
-        return {'', 0, call:newest()}
+        return ''
     end
     if TERMINAL[state] then
-        return {state, 0, call:newest()}
+        return state
     end
     if not owner then
         dequeue(call, id)
         cancel_now(call, id)
-        return {state, 1, call:newest()}
+        return state
     end
     if not cancel then
         redis.call('HSET', at(call, 'r', id), 'c', '1')
         redis.call('SADD', call:key('cancelling:' .. owner), id)
-        announce(call, 'rollout.cancel_requested', id, false)
+        local event = announce(call, 'rollout.cancel_requested', id, false)
+        local name = common.value(redis.call('HGET', call:key('holders:names'), owner))
+        if name then
+            call:publish('owner:' .. name, 'cancel ' .. event)
+        end
     end
-    return {state, 0, call:newest()}
+    return state
 end)
 
 common.register_read('rollouts_cancelling', function(call, owner)

@@ -14,7 +14,7 @@ import anyio.to_thread
 from api_schemas.views.summaries import SummaryOrder
 from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
-from rollout_service.store.base import BaseRuns, RunSignals, unknown_group
+from rollout_service.store.base import BaseRuns, unknown_group
 from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
@@ -48,8 +48,7 @@ _FIELDS = ("s", "w", "k", "N", "e")
 class RunPages(BaseRuns):
     """The lists of the runs of one store."""
 
-    def __init__(self, database: RunDatabase, signals: RunSignals) -> None:
-        super().__init__(signals)
+    def __init__(self, database: RunDatabase) -> None:
         self._database = database
 
     async def _groups(
@@ -154,8 +153,8 @@ MAX_HEAD_BYTES = 65_536
 class GroupReader(RunPages):
     """The groups of one store."""
 
-    def __init__(self, database: RunDatabase, rollouts: RedisRollouts, signals: RunSignals) -> None:
-        super().__init__(database, signals)
+    def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
+        super().__init__(database)
         self._rollouts = rollouts
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:

@@ -7,25 +7,22 @@ their renewal, acknowledgment and return, pruning and deletion.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Self
 
 from api_schemas.errors import ErrorInfo
-from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.groups import SURPLUS
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
-from rollout_service.store.base import RunSignals
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import fingerprint, id_taken
 from rollout_service.store.redis.connection import RedisConnection
-from rollout_service.store.redis.reader import StreamEvent
 from rollout_service.store.redis.runs import batch_changes, run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
@@ -34,6 +31,7 @@ from rollout_service.store.redis.runs.records import ClosedRecord, Command, Open
 from rollout_service.store.redis.runs.retention import RunRetention
 from rollout_service.store.redis.runs.rollouts import active_runs, all_runs, erased_read
 from rollout_service.store.redis.runs.transaction import RunTransaction, by_number, chunks
+from rollout_service.store.redis.topics import TopicReader
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,
@@ -54,41 +52,34 @@ ROLLOUTS_AT_ONCE = 64
 """About the most rollouts that one change starts: queueing them takes Redis some ten milliseconds."""
 
 
-class EventSignals(RunSignals):
-    """Wakes those who wait for runs, by the events of all services."""
-
-    def listen(self, events: Sequence[StreamEvent]) -> None:
-        """Wake those whom these events concern; none at all means that some may be lost."""
-        if not events or any(_may_change_lease(event) for event in events):
-            self.changed()
-        elif any(event.kind == "batch.leased" or _ends_rollout(event) for event in events):
-            self.changes.increment()
-
-
-def _may_change_lease(event: StreamEvent) -> bool:
-    return event.kind.startswith(("run.", "group.", "batch.")) and event.kind != "batch.leased"
-
-
-def _ends_rollout(event: StreamEvent) -> bool:
-    return event.kind == "rollout.state" and RolloutState(json.loads(event.data)["state"]).terminal
-
-
 class RedisRuns(GroupReader):
     """The runs of one store."""
 
-    def __init__(self, database: RunDatabase, rollouts: RedisRollouts, signals: RunSignals) -> None:
-        super().__init__(database, rollouts, signals)
+    def __init__(self, database: RunDatabase, rollouts: RedisRollouts, topics: TopicReader) -> None:
+        super().__init__(database, rollouts)
         self._retention = RunRetention(database, rollouts)
+        self._topics = topics
 
     @classmethod
     def of_store(cls, connection: RedisConnection, rollouts: RedisRollouts) -> Self:
         """Return the runs of a store, with the rollouts of the same store."""
-        signals = EventSignals()
-        connection.events.listen(signals.listen)
-        return cls(RunDatabase(connection), rollouts, signals)
+        return cls(RunDatabase(connection), rollouts, connection.topics)
 
     def fenced(self, lease: RoleLease) -> RedisRuns:
-        return RedisRuns(self._database.fenced(lease), self._rollouts, self._signals)
+        return RedisRuns(self._database.fenced(lease), self._rollouts, self._topics)
+
+    # -- signals ---------------------------------------------------------------
+
+    def deliveries(self, run_id: str) -> int:
+        return self._topics.changes(f"run:{run_id}")
+
+    async def wait_for_delivery(self, run_id: str, after: int) -> int:
+        async with self._topics.watching(f"run:{run_id}") as changes:
+            return await changes.wait_above(after)
+
+    async def wait_for_change(self, after: int) -> int:
+        async with self._topics.watching("runs") as changes:
+            return await changes.wait_above(after)
 
     # -- runs ------------------------------------------------------------------
 
