@@ -13,12 +13,14 @@ always have work: rollouts are submitted as fast as they can end, and one for ea
 - `service_cpu_ms_per_rollout`: CPU time of the services' processes, with what they take anyway, such as heartbeats.
 - `requests_per_rollout_N`, `redis_bytes_per_rollout_N`: what the services ask of Redis, and the bytes of that in both
   directions; `redis_commands_per_rollout` counts the commands inside functions too, with 8 nodes.
-- `redis_ms_per_rollout`: CPU time of Redis's thread, without what it takes when there are no rollouts;
-  `redis_ms_per_rollout_and_node` is by how much it grows with each node.
+- `redis_us_per_request`: CPU time of Redis's thread for one of a rollout's requests, where many come at once, each with
+  a socket of its own; `redis_ms_per_rollout` is that of all requests of a rollout, `redis_us_per_rollout_and_node` by
+  how much it grows with each node, and `redis_us_per_idle_node` that of a node without rollouts in a second.
+  `redis_cpu_ms_per_rollout_N` is what it took in this run: more, since hardly any request came with another.
 - `idle_cpu_ms_per_second`: CPU time of a node's process without rollouts.
 - `model_error`: the largest relative difference between a measured rate and that of the model in
-  `support/scaling/model.py`, which gets the CPU times, the flushes and the bytes of this same run. Rates
-  serve only to take what nodes use without rollouts off the costs of a rollout.
+  `support/scaling/model.py`, which gets the CPU times, the requests, the flushes and the bytes of this same
+  run. Rates serve only to take what nodes use without rollouts off the costs of a rollout.
 - `modeled_efficiency_N`: the same as `efficiency_N`, in the model, with a host of its own for each node.
 - `limit_nodes`: the nodes at which the first station of `first_bottleneck` (in the settings) is fully used;
   `typical_` stands for hosts of 16 cores with 64 agents whose rollouts take 60 s.
@@ -40,6 +42,7 @@ from common import Options, report, run
 from rich.console import Console
 from rich.table import Table
 from support.redis_usage import measured_redis
+from support.scaling.busy_redis import calls_of, request_seconds, rollout_seconds
 from support.scaling.local_cluster import LocalCluster, Usage, local_cluster
 from support.scaling.model import Cluster, Costs, limits, predict, window_rates
 
@@ -103,8 +106,8 @@ class Point:
     log_bytes: float
     idle_service_cpu: float
     """CPU seconds per second of each node without rollouts."""
-    idle_redis_cpu: float
-    """The same of Redis."""
+    idle_requests: float
+    """What each node without rollouts asks of Redis in a second."""
     cpu_share: float
     """The share of the machine's CPU time that the benchmark used, engines and load included."""
     machine_share: float
@@ -162,40 +165,57 @@ def point(
         redis_bytes=(new.network_bytes - old.network_bytes) / completed,
         log_bytes=(new.log_bytes - old.log_bytes) / completed,
         idle_service_cpu=(rest_after.service_cpu - rest_before.service_cpu) / rest_seconds / nodes,
-        idle_redis_cpu=(rest_after.redis.cpu_seconds - rest_before.redis.cpu_seconds) / rest_seconds / nodes,
+        idle_requests=(rest_after.redis.calls - rest_before.redis.calls) / rest_seconds / nodes,
         cpu_share=(after.all_cpu - before.all_cpu) / (after.at - before.at) / cpus,
         machine_share=(after.machine_cpu - before.machine_cpu) / (after.at - before.at) / cpus,
     )
 
 
 def line(points: Sequence[Point], costs: Sequence[float]) -> tuple[float, float]:
-    """Return what a rollout takes, and what it takes more for each node, neither below 0."""
-    slope, _ = statistics.linear_regression([one.nodes for one in points], costs)
-    slope = max(0.0, slope)
-    mean = statistics.mean(costs) - slope * statistics.mean(one.nodes for one in points)
-    return max(0.0, mean), slope
+    """Return what a rollout takes, and what it takes more for each node: 0 if the spread of the points explains it."""
+    nodes = [one.nodes for one in points]
+    slope, intercept = statistics.linear_regression(nodes, costs)
+    rest = [cost - intercept - slope * count for count, cost in zip(nodes, costs, strict=True)]
+    spread = statistics.pstdev(nodes) * len(nodes) ** 0.5
+    error = (sum(each**2 for each in rest) / (len(nodes) - 2)) ** 0.5 / spread
+    slope = slope if slope > 2 * error else 0.0
+    return max(0.0, statistics.mean(costs) - slope * statistics.mean(nodes)), slope
 
 
-def model_costs(points: Sequence[Point], *, flush: float) -> Costs:
-    """Return the costs of the model: what grows with the nodes is what each node takes for all rollouts."""
+@dataclass(frozen=True, slots=True)
+class RedisTimes:
+    """What a Redis takes, in seconds."""
+
+    flush: float
+    """The time of one flush."""
+    request: float
+    """CPU time for one request of a rollout, where many come at once."""
+
+
+def model_costs(points: Sequence[Point], times: RedisTimes) -> Costs:
+    """Return the costs of the model: what grows with the nodes is what each node takes for all rollouts.
+
+    A Redis that is hardly used takes several times as long for a request as a busy one, since none shares its wake-up
+    and its flush. The model asks when it is full, so the busy one's time counts.
+    """
     idle = statistics.median(one.idle_service_cpu for one in points)
-    redis_idle = statistics.median(one.idle_redis_cpu for one in points)
+    idle_requests = statistics.median(one.idle_requests for one in points)
 
     def busy(one: Point, cost: float, at_rest: float) -> float:
         return max(0.0, cost - at_rest * one.nodes / one.rate)
 
     service, listening = line(points, [busy(one, one.service_cpu, idle) for one in points])
-    redis, telling = line(points, [busy(one, one.redis_cpu, redis_idle) for one in points])
+    requests, telling = line(points, [busy(one, one.requests, idle_requests) for one in points])
     redis_bytes, telling_bytes = line(points, [one.redis_bytes for one in points])
     return Costs(
         service=service,
         listening=listening,
         sandboxes=statistics.median(one.children_cpu for one in points),
         idle=idle,
-        redis=redis,
-        telling=telling,
-        redis_idle=redis_idle,
-        flush=flush,
+        redis=requests * times.request,
+        telling=telling * times.request,
+        redis_idle=idle_requests * times.request,
+        flush=times.flush,
         redis_bytes=redis_bytes,
         telling_bytes=telling_bytes,
     )
@@ -257,8 +277,8 @@ def measured_figures(points: Sequence[Point]) -> dict[str, float | int | None]:
     }
 
 
-async def measure_all(plan: Plan) -> tuple[list[Point], float]:
-    """Measure all numbers of nodes; return also the seconds of a flush."""
+async def measure_all(plan: Plan) -> tuple[list[Point], RedisTimes]:
+    """Measure all numbers of nodes; return also what Redis takes."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         async with (
             measured_redis() as redis,
@@ -272,7 +292,8 @@ async def measure_all(plan: Plan) -> tuple[list[Point], float]:
                 await cluster.grow(nodes)
                 points.append(await measure(cluster, plan))
                 Console(width=100).print(f"{nodes} nodes: {points[-1].rate:.3f} rollouts per second")
-            return points, flush
+            alone = await rollout_seconds(redis, Path(name), turns=plan.turns) / calls_of(plan.turns)
+            return points, RedisTimes(flush, alone + await request_seconds(redis))
 
 
 def modeled(
@@ -306,14 +327,16 @@ def modeled(
 async def main(given: Options) -> None:
     """Measure, check the model against that, and let it go on."""
     plan = given.plan(FULL, QUICK, SMOKE)
-    points, flush = await measure_all(plan)
-    costs = model_costs(points, flush=flush)
+    points, times = await measure_all(plan)
+    costs = model_costs(points, times)
     figures, tables = await anyio.to_thread.run_sync(modeled, plan, points, costs, abandon_on_cancel=True)
     figures = measured_figures(points) | figures
     figures |= {
-        "flush_ms": flush * 1e3,
+        "flush_ms": times.flush * 1e3,
+        "redis_us_per_request": times.request * 1e6,
         "redis_ms_per_rollout": costs.redis * 1e3,
-        "redis_ms_per_rollout_and_node": costs.telling * 1e3,
+        "redis_us_per_rollout_and_node": costs.telling * 1e6,
+        "redis_us_per_idle_node": costs.redis_idle * 1e6,
         "idle_cpu_ms_per_second": costs.idle * 1e3,
     }
     settings = {"places": plan.places, "rollout_seconds": plan.turns * plan.turn_seconds, **tables}

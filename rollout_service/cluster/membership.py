@@ -72,6 +72,11 @@ class Membership:
         """Whether this node is to claim rollouts."""
         return self.beat.state
 
+    @property
+    def _gather_seconds(self) -> float:
+        """How long to gather changes before a heartbeat: they come in bursts, and each costs one of every node."""
+        return HEARTBEAT_SECONDS * min(1.0, max(0.05, sum(self.beat.states.values()) / 200))
+
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[None]:
         """Be a member within the block.
@@ -121,7 +126,7 @@ class Membership:
         while True:
             with anyio.move_on_after(HEARTBEAT_SECONDS):
                 seen = await self._cluster.wait_for_change(seen)
-                await anyio.sleep(HEARTBEAT_SECONDS / 20)  # changes come in bursts, as when a cluster starts
+                await anyio.sleep(self._gather_seconds)
             await retry_until_stored("report this node", self._beat_once)
 
     async def _beat_once(self) -> None:

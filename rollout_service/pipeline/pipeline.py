@@ -65,6 +65,8 @@ class Pipeline:
         self._rules_changed = self._claims.changed.next
         self._settings = settings
         self._active: dict[str, ActiveRollout] = {}
+        self._cancelled: frozenset[str] = frozenset()
+        """The leases of this service whose cancellation was requested, as of the last look."""
         self._rewinds = context.store.rewinds
         self._pools_changed = anyio.Event()
         self._rollout_ended = ChangeSignal()
@@ -179,8 +181,9 @@ class Pipeline:
                     places.release()
             for lease in leases:
                 active = self._active[lease.rollout_id] = ActiveRollout(lease)
+                if lease.rollout_id in self._cancelled:
+                    active.scope.cancel()
                 work.start_soon(self._work, active, name=f"rollout {lease.rollout_id}")
-            await self._apply_cancels()  # a cancellation may have come in between
 
     async def _claim(self, limit: int) -> list[Lease]:
         """Wait for work in the store and lease it; the result is empty if another service takes it first."""
@@ -250,17 +253,16 @@ class Pipeline:
 
     async def _watch_cancels(self) -> None:
         """Cancel rollouts on request, whichever service received it."""
+        store, owner = self._context.store, self._context.owner
         while True:
-            await retry_until_stored("wait for cancellations", self._context.store.wait_for_cancels)
-            await self._apply_cancels()
-
-    async def _apply_cancels(self) -> None:
-        async def requested() -> list[str]:
-            return await self._context.store.cancel_requested(self._context.owner)
-
-        for rollout_id in await retry_until_stored("look for cancellations", requested):
-            if active := self._active.get(rollout_id):
-                active.scope.cancel()
+            await retry_until_stored("wait for cancellations", store.wait_for_cancels)
+            requested = await retry_until_stored(
+                "look for cancellations", partial(store.cancel_requested, owner)
+            )
+            self._cancelled = frozenset(requested)  # also what is leased, and not yet worked on
+            for rollout_id in requested:
+                if active := self._active.get(rollout_id):
+                    active.scope.cancel()
 
     async def _work(self, active: ActiveRollout) -> None:
         rollout_id, attempt, request = active.lease.rollout_id, active.lease.attempt, active.lease.request

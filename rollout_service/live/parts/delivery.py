@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 ENVIRONMENT = "session"
 """The environment whose tasks are parts of sessions."""
+RUNS_SECONDS = 10.0
+"""How often to look for runs while there are none, and no parts: nodes share the store of runs."""
 WARN_SECONDS = 60.0
 """How long parts may wait for others to fill a batch before the service warns."""
 
@@ -73,7 +75,9 @@ class PartDelivery:
         self._is_new = True
         """Whether no step has looked for runs that ended before this start."""
         self.is_idle = False
-        """Whether the last step found neither a run nor a part."""
+        """Whether the last look found neither a run nor a part."""
+        self._look_at = 0.0
+        """When to look for runs again though there is no part."""
         self._reconciled: set[str] = set()
         """The runs of which every stored offset is known to be that of a task."""
         self._warned: dict[str, str] = {}
@@ -90,10 +94,14 @@ class PartDelivery:
         Raises:
             StoreError: A store failed; the next step goes on from there.
         """
+        parts = await self._store.parts(unsubmitted=True)
+        if self.is_idle and not parts and self._clock() < self._look_at:
+            return 0
+        self._look_at = self._clock() + RUNS_SECONDS
         runs = {run.run_id: run for run in await live_runs(self._runs)}
         await self._protect(bool(runs))
         waiting: dict[str, list[PartRecord]] = {run_id: [] for run_id in runs}
-        for part in await self._store.parts(unsubmitted=True):
+        for part in parts:
             waiting.setdefault(part.run_id, []).append(part)
         self.is_idle = not waiting
         appended = 0

@@ -42,7 +42,7 @@ from rollout_service.store.segments import SegmentFolder
 
 # The backends and the commands to pools of all services that share a Redis.
 #
-# Guarantees beyond the contract: changes are noticed through the events, so nobody polls.
+# Guarantees beyond the contract: changes are published on a topic, so nobody polls.
 
 
 class RedisEngines(EnginesStore):
