@@ -68,7 +68,8 @@ def test_a_trainer_for_the_prorl_agent_server_changes_only_its_address(addresses
         def process(number: int) -> dict:
             instance = {"data_source": "math", **TASK["instance"], "instance_id": f"i-{number}"}
             sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64, "repetition_penalty": 1.0}
-            return call("/process", instance=instance, sampling_params=sampling, job_id=f"prorl-{number}")
+            body = {"instance": instance, "sampling_params": sampling, "job_id": f"prorl-{number}"}
+            return server.post("/process", json=body).json()
 
         assert call("/clear_llm_server")["removed"] == 1
         for address in (engine_url.removeprefix("http://"), f"{engine_url}/v1"):
@@ -80,12 +81,11 @@ def test_a_trainer_for_the_prorl_agent_server_changes_only_its_address(addresses
         for result in results[:3]:
             assert result["resolved"] is True
             assert result["report"]["error"] is None
-            assert set(result["timing"]) == {"init", "run", "eval", "others", "timeout"}
+            assert result["timing"]["timeout_triggered"] is False
             (turn,) = [one for one in result["messages"] if one["role"] == "assistant"]
-            assert len(turn["output_ids"]) == len(turn["logprobs"]) > 0
+            assert len(turn["token_ids"]) == len(turn["logprobs"]) > 0
             assert turn["input_ids"]
-        assert results[3]["resolved"] is False
-        assert results[3]["reward"] is None
+        assert results[3]["status"] == 500
         assert call("/stop")["cancelled"] == []
         status = server.get("/status").json()
         assert (status["status"], status["pending_jobs"], status["running"]) == ("stopped", 0, False)

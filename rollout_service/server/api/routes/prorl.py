@@ -1,26 +1,27 @@
 """The ProRL Agent server's own routes: a trainer written for it changes only its address.
 
-`/process` blocks until the rollout has ended and answers with `resolved`, `report`, `timing`, and the messages. Their
-assistant turns carry `input_ids`, `output_ids`, and `logprobs` as they were sampled, but not those of a rollout without
-a reward. The instance's `data_source` names the environment.
+`/process` blocks until the rollout has ended; `support.prorl_answers` has the form of its answer. The instance's
+`data_source` names the environment. What that server says with a status and a `detail`, a problem says here.
 """
 
 from __future__ import annotations
 
 import math
 import uuid
-from typing import Annotated, Any, Literal
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
+import structlog
+from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue, ValidationError
 
-from api_schemas.base import MAX_INT32, Count, Name, Number, RolloutId
+from api_schemas.base import MAX_INT32, Count, Flag, Name, Number, RolloutId, Signed
 from api_schemas.errors import FieldError
 from api_schemas.inference import BackendSpec
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling, Stage
+from api_schemas.rollouts import RolloutRequest, RolloutState, Sampling, Stage
 from api_schemas.tasks import Limits, Task
-from api_schemas.trajectories import Trajectory
 from rollout_service.base.errors import ConflictError, InvalidFieldError
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.engines.errors import (
@@ -32,35 +33,58 @@ from rollout_service.engines.errors import (
 from rollout_service.http.requests import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 from rollout_service.server.api.openapi_responses import raises
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
+from rollout_service.server.api.routes.support.prorl_answers import ProcessAnswer, process_answer
 from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.lifecycle import Service
+from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RendererMismatchError
+
+log = structlog.get_logger(__name__)
 
 router = APIRouter(tags=["ProRL Agent"], route_class=StrictRoute)
 
 
 class ProcessSampling(BaseModel):
-    """The sampling parameters that such a trainer sends; others are ignored, as the ProRL Agent server does."""
+    """The sampling parameters that such a trainer sends, with that server's defaults; others have no effect."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
-    temperature: Annotated[float, Number] = Field(1.0, ge=0.0, le=100.0)
+    temperature: Annotated[float, Number] = Field(0.0, ge=0.0, le=100.0)
     top_p: Annotated[float, Number] = Field(1.0, gt=0.0, le=1.0)
     top_k: Annotated[int, Number] = Field(-1, ge=-1, le=MAX_INT32)
     min_p: Annotated[float, Number] = Field(0.0, ge=0.0, le=1.0)
+    seed: Signed | None = None
+    stop: list[str] = []
+    max_iterations: Annotated[int, Number] = Field(2, ge=1, le=10_000)
+    """The most turns."""
+    max_output_tokens: Count | None = None
+    """The most tokens of a turn, as are `max_tokens` and `max_new_tokens`."""
     max_tokens: Count | None = None
     max_new_tokens: Count | None = None
-    max_output_tokens: Count | None = None
-    max_iterations: Annotated[int, Number] | None = Field(None, ge=1, le=10_000)
-    """The most turns."""
+    token_level_generation: Flag = False
+    """Whether `max_model_len` is the only limit on tokens, as with that server."""
+    max_model_len: Count | None = None
 
     def sampling(self) -> Sampling:
         """Return them as a rollout's sampling parameters."""
-        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+        return Sampling(**self.model_dump(include=set(Sampling.model_fields)))
 
     def limits(self) -> Limits:
-        """Return the limits on a turn's tokens and on turns as a rollout's limits."""
+        """Return the limits on tokens and on turns as a rollout's limits."""
         tokens = self.max_new_tokens or self.max_output_tokens or self.max_tokens
-        return Limits(max_turn_tokens=tokens, max_turns=self.max_iterations)
+        context = self.max_model_len if self.token_level_generation else None
+        return Limits(max_turn_tokens=context or tokens, max_tokens=context, max_turns=self.max_iterations)
+
+
+HARMLESS = {"model", "api_key", "modify_params", "log_completions", "native_tool_calling", "custom_tokenizer"}
+HARMLESS |= {"strict_loop_detector", "ensure_thinking_end_properly"}
+"""Sampling parameters that such a trainer always sends, and which engines and chat formats settle here."""
+
+
+@lru_cache(maxsize=64)
+def _note_ignored(names: tuple[str, ...]) -> None:
+    """Log, once, that sampling parameters have no effect."""
+    log.warning("a trainer sends sampling parameters that have no effect here", ignored=names)
 
 
 class ProcessInstance(BaseModel):
@@ -69,7 +93,7 @@ class ProcessInstance(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     __pydantic_extra__: dict[str, JsonValue]
 
-    data_source: Name
+    data_source: Name = "swebench"
 
 
 class ProcessRequest(BaseModel):
@@ -90,28 +114,6 @@ class ServerRequest(BaseModel):
     """An engine to add."""
 
     address: str = Field(min_length=1)
-
-
-class ProcessTiming(BaseModel):
-    """The seconds that each stage took."""
-
-    init: float
-    run: float
-    eval: float
-    others: float
-    timeout: bool
-
-
-class ProcessAnswer(BaseModel):
-    """The outcome of an instance."""
-
-    job_id: str
-    resolved: bool
-    reward: float | None
-    report: dict[str, JsonValue]
-    timing: ProcessTiming
-    messages: list[dict[str, Any]]
-    """Assistant messages carry `input_ids`, `output_ids` and `logprobs`, unless the rollout has no reward."""
 
 
 class Answer(BaseModel):
@@ -158,15 +160,21 @@ class StatusAnswer(BaseModel):
     eval: int
 
 
-@router.post("/process", response_model=ProcessAnswer, responses=raises(ConflictError, NoBackendError))
+@router.post(
+    "/process",
+    response_model=ProcessAnswer,
+    responses=raises(ConflictError, NoBackendError),
+)
 async def process(service: ServiceDep, http: Request, request: ProcessRequest) -> Response:
-    """Roll out one instance, and answer once it has ended.
+    """Roll out one instance, and answer once it has ended: a failure too with a 200, a cancelled job with a 500.
 
     The rollout continues if you hang up: sending the same `job_id` again waits for it. Without a `job_id` one is
     generated. The instance's `data_source` names the environment.
     """
     instance = request.instance.model_extra or {}
     rollout_id = request.job_id or uuid.uuid4().hex
+    if ignored := (request.sampling_params.model_extra or {}).keys() - HARMLESS:
+        _note_ignored(tuple(sorted(ignored)))
     await service.submit(
         RolloutRequest(
             rollout_id=rollout_id,
@@ -182,7 +190,9 @@ async def process(service: ServiceDep, http: Request, request: ProcessRequest) -
         raise ShuttingDownError(context={"job_id": rollout_id}) from error
     if ended is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(_result(ended))  # without validating every token again, which takes long
+    if ended.state is RolloutState.CANCELLED:
+        raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, f"job {rollout_id} was cancelled")
+    return JSONResponse(process_answer(ended, _tools(service, ended.task)))
 
 
 @router.post("/cancel")
@@ -249,45 +259,8 @@ async def get_status(service: ServiceDep) -> StatusAnswer:
     )
 
 
-def _result(rollout: Rollout) -> dict[str, Any]:
-    seconds = {stage: sum(s.seconds for s in rollout.spans if s.stage is stage) for stage in Stage}
-    queued = sum(span.queued_seconds for span in rollout.spans)
-    return {
-        "job_id": rollout.rollout_id,
-        "resolved": rollout.reward is not None and rollout.reward >= 1.0,
-        "reward": rollout.reward,
-        "report": {
-            "state": rollout.state,
-            "stop_reason": rollout.stop_reason,
-            "parts": rollout.reward_parts,
-            "error": rollout.error.model_dump(mode="json") if rollout.error else None,
-        },
-        "timing": {
-            "init": seconds[Stage.INIT],
-            "run": seconds[Stage.ROLLOUT],
-            "eval": seconds[Stage.EVALUATE],
-            "others": queued,
-            "timeout": rollout.error is not None and rollout.error.code == "stage_timeout",
-        },
-        "messages": _messages(rollout.trajectory, rollout.reward) if rollout.trajectory else [],
-    }
-
-
-def _messages(trajectory: Trajectory, reward: float | None) -> list[dict[str, Any]]:
-    """Return the conversation, with the token ids of turn k on its k-th assistant message.
-
-    Without a reward there are no ids: such a trainer reads `resolved`, and would train on them with a reward of zero.
-    """
-    messages: list[dict[str, Any]] = [message.model_dump(mode="json") for message in trajectory.messages]
-    if reward is None:
-        return messages
-    assistants = iter([message for message in messages if message["role"] == "assistant"])
-    for segment in trajectory.segments:
-        turns = sorted({turn for turn in segment.turn_ids if turn >= 0})
-        for turn, message in zip(turns, assistants, strict=False):
-            start = segment.turn_ids.index(turn)
-            end = start + segment.turn_ids.count(turn)
-            message["input_ids"] = segment.token_ids[:start]
-            message["output_ids"] = segment.token_ids[start:end]
-            message["logprobs"] = segment.logprobs[start:end]
-    return messages
+def _tools(service: Service, task: Task) -> list[ToolSpec]:
+    """Return the definitions of a task's tools; none for an environment that only other nodes have."""
+    if task.environment not in service.environments:
+        return []
+    return service.environments.get(task.environment).for_instance(task.instance).tool_definitions()
