@@ -71,6 +71,7 @@ class Pipeline:
         self._pools_changed = anyio.Event()
         self._rollout_ended = ChangeSignal()
         self._started = ResettableEvent(is_set=True)
+        self._start_called = False
         self._admission = anyio.CancelScope()
         self._finished_in_drain = 0
         self.finished = 0
@@ -101,12 +102,15 @@ class Pipeline:
         """Whether queued rollouts are being started."""
         return self._started.is_set
 
-    def start(self) -> None:
-        """Start queued rollouts (again)."""
+    def start(self) -> bool:
+        """Start queued rollouts (again); return False if this was called before, and not `stop` since."""
+        is_first, self._start_called = not self._start_called, True
         self._started.set()
+        return is_first
 
     def stop(self) -> None:
         """Start no more rollouts; those in progress continue."""
+        self._start_called = False
         self._started.clear()
 
     async def drop_all(self) -> None:

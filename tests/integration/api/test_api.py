@@ -462,14 +462,14 @@ def test_a_trainer_written_for_the_prorl_server(api):
         assert len(message["token_ids"]) == len(message["logprobs"]) > 0
         assert message["input_ids"]
     status = api.get("/status").json()
-    assert {"status", "pending_jobs", "running", "jobs", "init", "run", "eval"} <= set(status)
-    assert api.post("/cancel", json={"job_id": "prorl-2"}).json()["status"] == "success"
+    assert (status["status"], status["pending_jobs"], status["total"]) == ("running", 0, 0)
+    assert "prorl-2" in api.post("/cancel", json={"job_id": "prorl-2"}).json()["status"]
     assert "swebench" in problem(api.post("/process", json={"instance": {}}), 422).detail
 
 
 def test_stop_and_start(api):
     api.post("/stop")
-    assert api.get("/status").json()["status"] == "stopped"
+    problem(api.get("/status"), 503)
     assert api.get("/ready").status_code == 503
     rollout_id = order(api).json()["rollout_id"]
     assert api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 0.3}).json()["state"] == "queued"

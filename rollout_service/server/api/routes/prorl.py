@@ -12,6 +12,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from typing import Annotated, Literal
 
+import anyio
 import structlog
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue, Validatio
 from api_schemas.base import MAX_INT32, Count, Flag, Name, Number, RolloutId, Signed
 from api_schemas.errors import FieldError
 from api_schemas.inference import BackendSpec
-from api_schemas.rollouts import RolloutRequest, RolloutState, Sampling, Stage
+from api_schemas.rollouts import RolloutRequest, RolloutState, Sampling
 from api_schemas.tasks import Limits, Task
-from rollout_service.base.errors import ConflictError, InvalidFieldError
+from rollout_service.base.errors import ConflictError, InvalidFieldError, RequestError, UnavailableError
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.engines.errors import (
     BackendProtocolError,
@@ -40,6 +41,8 @@ from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RendererMismatchError
 
 log = structlog.get_logger(__name__)
+STOP_SECONDS = 10.0
+"""How long `/stop` waits for the jobs that it cancels."""
 
 router = APIRouter(tags=["ProRL Agent"], route_class=StrictRoute)
 
@@ -117,53 +120,29 @@ class ServerRequest(BaseModel):
 
 
 class Answer(BaseModel):
-    """The command was carried out."""
+    """The outcome of a command, in words."""
 
-    status: Literal["success"] = "success"
-
-
-class CancelJobAnswer(Answer):
-    """The job, and the state that it was in; null if the job is not known yet."""
-
-    job_id: str
-    was: RolloutState | None
-
-
-class AddServerAnswer(Answer):
-    """The engine that was added."""
-
-    address: str
-    backend_id: str
-
-
-class ClearServersAnswer(Answer):
-    """The number of engines that were removed."""
-
-    removed: int
-
-
-class StopAnswer(Answer):
-    """The jobs that will be cancelled."""
-
-    cancelled: list[str]
+    status: str
 
 
 class StatusAnswer(BaseModel):
-    """The number of jobs in each stage."""
+    """The number of unfinished jobs, and of those that wait for each phase and are in it."""
 
-    status: Literal["running", "stopped"]
-    running: bool
+    status: Literal["running"] = "running"
     pending_jobs: int
-    jobs: int
-    init: int
-    run: int
-    eval: int
+    init_queue: int
+    run_queue: int
+    eval_queue: int
+    active_init: int
+    active_run: int
+    active_eval: int
+    total: int
 
 
 @router.post(
     "/process",
     response_model=ProcessAnswer,
-    responses=raises(ConflictError, NoBackendError),
+    responses=raises(ConflictError, NoBackendError, UnavailableError),
 )
 async def process(service: ServiceDep, http: Request, request: ProcessRequest) -> Response:
     """Roll out one instance, and answer once it has ended: a failure too with a 200, a cancelled job with a 500.
@@ -171,6 +150,7 @@ async def process(service: ServiceDep, http: Request, request: ProcessRequest) -
     The rollout continues if you hang up: sending the same `job_id` again waits for it. Without a `job_id` one is
     generated. The instance's `data_source` names the environment.
     """
+    _require_running(service)
     instance = request.instance.model_extra or {}
     rollout_id = request.job_id or uuid.uuid4().hex
     if ignored := (request.sampling_params.model_extra or {}).keys() - HARMLESS:
@@ -195,21 +175,23 @@ async def process(service: ServiceDep, http: Request, request: ProcessRequest) -
     return JSONResponse(process_answer(ended, _tools(service, ended.task)))
 
 
-@router.post("/cancel")
-async def cancel_job(service: ServiceDep, request: JobRequest) -> CancelJobAnswer:
-    """Cancel a job; one that has not been submitted yet is cancelled when it arrives."""
-    was = await service.store.cancel(request.job_id)
-    return CancelJobAnswer(job_id=request.job_id, was=was)
+@router.post("/cancel", responses=raises(UnavailableError))
+async def cancel_job(service: ServiceDep, request: JobRequest) -> Answer:
+    """Cancel a job. One that is not known, or has ended, is no error, and can be sent later."""
+    _require_running(service)
+    if await service.store.get(request.job_id) is not None:
+        await service.store.cancel(request.job_id)
+    return Answer(status=f"Cancel requested for job {request.job_id}")
 
 
 @router.post(
     "/add_llm_server",
     responses=raises(BackendUnreachable, BackendRejected, BackendProtocolError, RendererMismatchError),
 )
-async def add_llm_server(service: ServiceDep, request: ServerRequest) -> AddServerAnswer:
+async def add_llm_server(service: ServiceDep, request: ServerRequest) -> Answer:
     """Add an engine to the default pool, after checking it as `POST /v1/backends` does.
 
-    Its address may end with `/v1`, as that of its OpenAI-compatible API.
+    Its address may end with `/v1`, as that of its OpenAI-compatible API. Adding it again changes nothing.
     """
     address = request.address.rstrip("/").removesuffix("/v1")
     try:
@@ -219,44 +201,61 @@ async def add_llm_server(service: ServiceDep, request: ServerRequest) -> AddServ
         raise InvalidFieldError(
             [FieldError(path="body.address", message=message)], hint="Send HOST:PORT or a URL."
         ) from error
-    view = await service.serving.register(spec)
-    return AddServerAnswer(address=request.address, backend_id=view.backend_id)
+    await service.serving.register(spec)
+    verb = "Added" if service.pipeline.started else "Buffered"
+    return Answer(status=f"{verb} LLM server address: {request.address}")
 
 
 @router.post("/clear_llm_server")
-async def clear_llm_server(service: ServiceDep) -> ClearServersAnswer:
+async def clear_llm_server(service: ServiceDep) -> Answer:
     """Remove all engines of the default pool."""
-    return ClearServersAnswer(removed=await service.serving.clear("policy"))
+    await service.serving.clear("policy")
+    which = "all" if service.pipeline.started else "buffered"
+    return Answer(status=f"Cleared {which} LLM server addresses")
 
 
-@router.post("/start")
+@router.post("/start", responses=raises(RequestError))
 async def start_jobs(service: ServiceDep) -> Answer:
-    """Start queued jobs, after a `/stop`."""
-    service.pipeline.start()
-    return Answer()
+    """Start jobs; a second call without a `/stop` between is refused. A new service starts jobs before the first."""
+    if not service.pipeline.start():
+        raise RequestError("the server is already running", hint="Send POST /stop first.")
+    return Answer(status="Server started successfully")
 
 
-@router.post("/stop")
-async def stop_jobs(service: ServiceDep) -> StopAnswer:
-    """Start no more jobs, and cancel those that run or wait."""
+@router.post("/stop", responses=raises(UnavailableError))
+async def stop_jobs(service: ServiceDep) -> Answer:
+    """Start no more jobs, cancel all that have not ended, those of other trainers included, and wait for their ends."""
+    _require_running(service)
     service.pipeline.stop()
-    return StopAnswer(cancelled=await service.abort(None))
+    with anyio.move_on_after(STOP_SECONDS):
+        for rollout_id in await service.abort(None):
+            await service.store.wait_for_result(rollout_id)
+    return Answer(status="Server stopped successfully")
 
 
-@router.get("/status")
+@router.get("/status", responses=raises(UnavailableError))
 async def get_status(service: ServiceDep) -> StatusAnswer:
-    """Read whether jobs are started, and how many are in each stage."""
+    """Read how many jobs have not ended, and where they are; a stopped server answers 503."""
+    _require_running(service)
     counts = await service.store.counts()
-    stages = {stage.value: counts.get(RolloutState(stage.value), 0) for stage in Stage}
-    return StatusAnswer(
-        status="running" if service.pipeline.started else "stopped",
-        running=service.pipeline.started,
-        pending_jobs=counts.get(RolloutState.QUEUED, 0),
-        jobs=service.pipeline.live(),
-        init=stages["init"],
-        run=stages["rollout"],
-        eval=stages["evaluate"],
-    )
+    unfinished = sum(count for state, count in counts.items() if not state.terminal)
+    stages = service.concurrency.stages
+    there = {
+        "run_queue": stages.rollout.places.in_use,
+        "eval_queue": stages.evaluate.places.in_use,
+        "active_init": stages.init.workers.in_use,
+        "active_run": stages.rollout.workers.in_use,
+        "active_eval": stages.evaluate.workers.in_use,
+    }
+    waiting = max(0, unfinished - sum(there.values()))  # most of them in the store
+    total = waiting + sum(there.values())
+    return StatusAnswer(pending_jobs=unfinished, init_queue=waiting, total=total, **there)
+
+
+def _require_running(service: Service) -> None:
+    """Raise UnavailableError after a `/stop`."""
+    if not service.pipeline.started:
+        raise UnavailableError("the server is not running", hint="Send POST /start first.")
 
 
 def _tools(service: Service, task: Task) -> list[ToolSpec]:
