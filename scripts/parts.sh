@@ -17,6 +17,7 @@ declare -A after=(
     [browser]=programs
     [harbor]=bootstrap
     [perfetto]=bootstrap
+    [valkey]=bootstrap
     [sglang]=bootstrap
     [vllm]=bootstrap
     [trainers]=bootstrap

@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from hypothesis import HealthCheck, settings
 from sandboxes import ApptainerConfig, LocalConfig, Sandbox, SandboxSpec, make_provider
 from tests.support.clocks import ManualClock
 from tests.support.plugins.parts import PARTS
+from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.store.servers import STORE_SERVER, STORE_SERVERS
 
 # On a busy machine, drawing examples is slow for reasons that have nothing to do with the examples.
 settings.register_profile(
@@ -79,9 +82,9 @@ async def sandboxes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIter
 
 
 @pytest.fixture(scope="session")
-def shared_redis() -> Iterator[RedisServer]:
+def shared_redis() -> Iterator[RedisServer | RedisCluster]:
     """Run one Redis per worker, for tests that leave it as it is; each takes a prefix of its own (`config()`)."""
-    with redis_server() as server:
+    with STORE_SERVERS[os.environ.get(STORE_SERVER, "redis")]() as server:
         yield server
 
 

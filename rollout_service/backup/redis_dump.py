@@ -24,7 +24,7 @@ import redis
 
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import make_private
-from rollout_service.store.redis.checks import execute, open_client
+from rollout_service.store.redis.checks import execute, open_owner
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.problems import explain
 
@@ -55,7 +55,7 @@ def dump(config: RedisConfig, path: Path, at_the_moment: Callable[[], None]) -> 
         ConfigurationError: The password cannot be read.
         OSError: The file cannot be written.
     """
-    with _explained(config), closing(open_client(config)) as client, _changes(config, client) as changes:
+    with _explained(config), closing(open_owner(config)) as client, _changes(config, client) as changes:
         make_private(path)
         with path.open("r+b") as file:
             writer = _DumpWriter(config, client, file)
@@ -82,7 +82,7 @@ def load(config: RedisConfig, path: Path) -> None:
         ConfigurationError: The Redis is too old for the dump, or the password cannot be read.
         OSError: The file cannot be read.
     """
-    with _explained(config), closing(open_client(config)) as client:
+    with _explained(config), closing(open_owner(config)) as client:
         _remove(client, config)
         records = _records(path)
         while some := list(islice(records, AT_ONCE)):
@@ -103,7 +103,7 @@ def check_empty(config: RedisConfig) -> None:
         ConfigurationError: It has, or the password cannot be read.
         StoreError: The Redis fails.
     """
-    with _explained(config), closing(open_client(config)) as client:
+    with _explained(config), closing(open_owner(config)) as client:
         prefix = config.root.encode() + b":"
         for keys in _scan(client, config):
             if any(key.removeprefix(prefix).decode() not in ALWAYS for key in keys):
@@ -121,7 +121,7 @@ def remove(config: RedisConfig) -> None:
         StoreError: The Redis fails.
         ConfigurationError: The password cannot be read.
     """
-    with _explained(config), closing(open_client(config)) as client:
+    with _explained(config), closing(open_owner(config)) as client:
         _remove(client, config)
 
 
@@ -189,7 +189,7 @@ def _scan(client: redis.Redis, config: RedisConfig) -> Iterator[list[bytes]]:
 @contextmanager
 def _changes(config: RedisConfig, client: redis.Redis) -> Iterator[Callable[[], set[bytes]]]:
     """Yield a function that returns the keys of the store that were written since its last call."""
-    with closing(open_client(config)) as listener:
+    with closing(open_owner(config)) as listener:
         number = execute(listener, "CLIENT ID")
         pubsub: Any = listener.pubsub()  # type: ignore[no-untyped-call]  # on the same connection: there is only one
         pubsub.subscribe(_INVALIDATED)

@@ -56,6 +56,8 @@ class RedisServer:
     tls: Tls | None = None
     options: dict[str, str] = field(default_factory=dict)
     process: psutil.Popen | None = None
+    executable: str | Path = ""
+    """The server program; that of Redis if it is empty."""
 
     @property
     def socket(self) -> Path:
@@ -79,6 +81,11 @@ class RedisServer:
         if self.password is not None:
             config = replace(config, password_file=self.folder / "password")
         return replace(config, **changes)
+
+    def owner(self, config: RedisConfig) -> "RedisServer":
+        """Return the server that has a store: this one, as it is in no cluster."""
+        del config
+        return self
 
     def client(self) -> redis.Redis:
         """Return a client; close it."""
@@ -110,7 +117,7 @@ class RedisServer:
         self.socket.unlink(missing_ok=True)
         tls = self.tls.options if self.tls else []
         self.process = psutil.Popen(
-            [program(), self.folder / "redis.conf", *tls],
+            [self.executable or program(), self.folder / "redis.conf", *tls],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
             cwd=self.folder,

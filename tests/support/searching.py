@@ -10,6 +10,7 @@ from pathlib import Path
 
 import zstandard
 
+from rollout_service.store.redis import RedisConfig
 from tests.support.redis_server import RedisServer
 
 ZSTD = b"\x28\xb5\x2f\xfd"
@@ -73,11 +74,11 @@ def sqlite_values(path: Path) -> list[bytes]:
     return values
 
 
-def redis_values(server: RedisServer, prefix: str) -> list[bytes]:
-    """Return all keys with a prefix, and their values, with the members of those that have several."""
+def redis_values(server: RedisServer, config: RedisConfig) -> list[bytes]:
+    """Return all keys of a store, and their values, with the members of those that have several."""
     values: list[bytes] = []
-    with server.client() as client:
-        for key in client.scan_iter(f"*{prefix}*"):
+    with server.owner(config).client() as client:
+        for key in client.scan_iter(f"*{config.prefix}*"):
             values.append(key)
             match client.type(key):
                 case b"string":

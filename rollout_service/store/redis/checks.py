@@ -7,11 +7,14 @@ has lost everything, as with its files, is not used until the service starts aga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 from uuid import uuid4
 
 import redis
@@ -94,9 +97,11 @@ class _OneConnection:
 
 @dataclass(slots=True)
 class StoreIdentity:
-    """Which store the Redis had when it was first checked, by its random id."""
+    """Which store the Redis had when it was first checked, by its random id, and the nodes of its cluster."""
 
     store: str | None = None
+    nodes: Sequence[str] = ()
+    """The URLs of all nodes of the cluster, as last seen; where else to ask if that of the settings is gone."""
 
     def check(self, found: str, config: RedisConfig) -> None:
         """Check that it is the same store as before.
@@ -123,7 +128,7 @@ def connect(config: RedisConfig, library: FunctionLibrary, identity: StoreIdenti
         ConfigurationError: The password cannot be read.
         redis.RedisError: The Redis does not answer, or refuses.
     """
-    client = open_client(config)
+    client = open_owner(config, identity)
     try:
         _check(client, config, library, identity)
     except BaseException:
@@ -132,10 +137,11 @@ def connect(config: RedisConfig, library: FunctionLibrary, identity: StoreIdenti
     return client
 
 
-def open_client(config: RedisConfig) -> redis.Redis:
+def open_client(config: RedisConfig, url: str | None = None) -> redis.Redis:
     """Return a client with one connection, which is made by its first command; once lost, it is not made again.
 
-    Its commands then raise ConnectionLostError before they are sent, so that nothing reaches a Redis unchecked.
+    Its commands then raise ConnectionLostError before they are sent, so that nothing reaches a Redis unchecked. It is a
+    client of the Redis of the settings, unless there is a URL.
 
     Raises:
         ConfigurationError: The password cannot be read.
@@ -144,7 +150,7 @@ def open_client(config: RedisConfig) -> redis.Redis:
     if (password := config.password()) is not None:
         options["password"] = password
     return redis.Redis.from_url(
-        config.url,
+        url or config.url,
         protocol=2,
         socket_timeout=config.answer_seconds,
         socket_connect_timeout=config.answer_seconds,
@@ -153,6 +159,60 @@ def open_client(config: RedisConfig) -> redis.Redis:
         max_connections=1,
         **options,
     )
+
+
+def open_owner(config: RedisConfig, identity: StoreIdentity | None = None) -> redis.Redis:
+    """Return a client of the Redis of the settings or, if that is in a cluster, of the node that has the store's slot.
+
+    Raises:
+        ConfigurationError: The password cannot be read.
+        redis.RedisError: No node answers, or the cluster has no node for the slot.
+    """
+    seeds = list(dict.fromkeys([config.url, *(identity.nodes if identity else ())]))
+    for url in seeds[:-1]:
+        with suppress(redis.RedisError, OSError):
+            return _follow(config, url, identity)
+    return _follow(config, seeds[-1], identity)
+
+
+def _follow(config: RedisConfig, url: str, identity: StoreIdentity | None) -> redis.Redis:
+    """Return a client of the node that has the store's slot, by what the node at this URL says."""
+    client = open_client(config, url)
+    try:
+        owner = _owner_url(client, config, url, identity)
+    except BaseException:
+        client.close()
+        raise
+    if owner is None:
+        return client
+    client.close()
+    return open_client(config, owner)
+
+
+def _owner_url(
+    client: redis.Redis, config: RedisConfig, url: str, identity: StoreIdentity | None
+) -> str | None:
+    """Return the URL of the node that has the store's slot; None if it is the client's."""
+    if not execute(client, "INFO", "cluster").get("cluster_enabled"):
+        return None
+    slot = execute(client, "CLUSTER KEYSLOT", config.root)
+    ranges = execute(client, "CLUSTER SLOTS")
+    if identity is not None:
+        identity.nodes = [_node_url(url, node) for _, _, *nodes in ranges for node in nodes]
+    owner = next((nodes[0] for first, last, *nodes in ranges if first <= slot <= last), None)
+    if owner is None:
+        raise redis.exceptions.ClusterDownError(f"no node of the cluster has slot {slot}")
+    return None if _text(execute(client, "CLUSTER MYID")) == _text(owner[2]) else _node_url(url, owner)
+
+
+def _node_url(seed: str, node: Sequence[Any]) -> str:
+    """Return the URL of a node of the cluster that the seed is in; one that names no host is at the seed's."""
+    parts = urlsplit(seed)
+    user, at, _ = parts.netloc.rpartition("@")
+    host = _text(node[0] or "") or parts.hostname or "127.0.0.1"
+    place = f"[{host}]" if ":" in host else host
+    scheme = "redis" if parts.scheme == "unix" else parts.scheme
+    return urlunsplit((scheme, f"{user}{at}{place}:{node[1]}", "/0", parts.query, ""))
 
 
 def warn_of_failover(client: redis.Redis, config: RedisConfig) -> None:

@@ -29,8 +29,8 @@ from rollout_service.store.redis.problems import (
     RedisHealth,
     breaks_connection,
     explain,
-    is_unknown_function,
     too_few_replicas,
+    was_not_run,
 )
 from rollout_service.store.redis.topics import TopicReader
 
@@ -208,8 +208,10 @@ class RedisConnection(JobThread[_RedisJob]):
         except checks.ConnectionLostError:
             self._disconnect()
             answers = self._pipeline(batch)
-        lost = [n for n, answer in enumerate(answers) if is_unknown_function(answer)]
+        lost = [n for n, answer in enumerate(answers) if was_not_run(answer)]
         if lost:
+            if any(isinstance(answers[n], redis.exceptions.MovedError) for n in lost):
+                self._disconnect()
             checks.load(self._connect(), self._library)
             again = self._pipeline([batch[n] for n in lost])
             for n, answer in zip(lost, again, strict=True):

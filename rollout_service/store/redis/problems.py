@@ -28,13 +28,12 @@ _BY_PREFIX = {
     "MASTERDOWN": "The Redis is a replica that has lost its primary: point [store] url to the primary.",
     "LOADING": "Redis is reading its files after a start: wait.",
     "BUSY": "A script blocks Redis: end it with SCRIPT KILL or FUNCTION KILL.",
-    "NOPERM": "Give the Redis user all commands on the keys of the prefix (ACL SETUSER).",
+    "NOPERM": "Give the Redis user all commands on the keys and channels of the prefix (ACL SETUSER).",
     "WRONGPASS": "Set [store] password_file to a file with the right password, and the user in the url.",
     "NOAUTH": "Set [store] password_file to a file with the password.",
     "CLUSTERDOWN": "The cluster of Redis is down: see CLUSTER INFO.",
-    "MOVED": "This Redis is a node of a cluster; use one without cluster mode, since all keys are in one slot.",
     "UNKILLABLE": "A script blocks Redis: restart it.",
-    "TRYAGAIN": "The cluster of Redis moves its slots: wait.",
+    "TRYAGAIN": "The cluster of Redis moves the store's slot: wait.",
 }
 """Hints by the first word of an answer. All these errors pass once their hint is followed."""
 _BY_TYPE = (
@@ -43,6 +42,10 @@ _BY_TYPE = (
     (redis.OutOfMemoryError, _BY_PREFIX["OOM"]),
     (redis.BusyLoadingError, _BY_PREFIX["LOADING"]),
     (redis.exceptions.NoPermissionError, _BY_PREFIX["NOPERM"]),
+    (redis.exceptions.ClusterDownError, _BY_PREFIX["CLUSTERDOWN"]),
+    (redis.exceptions.MasterDownError, _BY_PREFIX["MASTERDOWN"]),
+    # Redis says where to ask instead, but that node has only some of the keys until all are moved.
+    (redis.exceptions.AskError | redis.exceptions.TryAgainError, _BY_PREFIX["TRYAGAIN"]),
     (
         redis.InvalidResponse,
         "Another program answers at this address: correct [store] url (TLS needs rediss://).",
@@ -81,16 +84,23 @@ def too_few_replicas(reached: Any, config: RedisConfig) -> StoreError | None:
     )
 
 
-def is_unknown_function(error: BaseException) -> bool:
-    """Return whether Redis has lost the library; the call was not run."""
-    return isinstance(error, redis.ResponseError) and "unction not found" in str(error)
+def was_not_run(error: BaseException) -> bool:
+    """Return whether a call is to be repeated at once: Redis has lost the library, or another node has the store."""
+    is_lost = isinstance(error, redis.ResponseError) and "unction not found" in str(error)
+    return is_lost or isinstance(error, redis.exceptions.MovedError)
 
 
 def breaks_connection(error: BaseException) -> bool:
     """Return whether to connect anew before the next call: the connection is gone, or leads to the wrong server."""
     return isinstance(
         error,
-        redis.ConnectionError | redis.TimeoutError | redis.ReadOnlyError | redis.InvalidResponse | OSError,
+        redis.ConnectionError
+        | redis.TimeoutError
+        | redis.ReadOnlyError
+        | redis.InvalidResponse
+        | redis.exceptions.ClusterDownError
+        | redis.exceptions.MovedError
+        | OSError,
     )
 
 

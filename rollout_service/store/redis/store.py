@@ -62,6 +62,7 @@ class RedisEngines(EnginesStore):
         return True
 
     async def wait_for_change(self, after: int) -> int:
+        await self._connection.topics.confirmed("cluster")
         return await self._changes.wait_above(after)
 
     # ---- backends
@@ -216,6 +217,7 @@ class RedisCluster(ClusterStore):
             raise live_node(name)
 
     async def wait_for_change(self, after: int) -> int:
+        await self._connection.topics.confirmed("cluster")
         return await self._changes.wait_above(after)
 
     async def lead(self, role: str, owner: str) -> RoleLease | None:

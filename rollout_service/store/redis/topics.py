@@ -15,6 +15,7 @@ import asyncio
 import select
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class TopicReader:
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._subscribed: dict[str, None] = {}  # the thread's
+        self._ending = Counter[str]()
+        """How often the thread has asked to end a subscription, and has no answer."""
         self._client: redis.Redis | None = None
         self._connection: Any = None
         """The client's only one."""
@@ -219,6 +222,7 @@ class TopicReader:
     def _connect(self) -> None:
         """Connect, and subscribe to everything that was subscribed to before."""
         self._is_moving.clear()
+        self._ending.clear()
         self._client = checks.connect(self._config, self._library, self._identity)
         self._connection = self._client.connection_pool.get_connection()
         if self._closing.is_set():  # `close` may have missed this connection
@@ -244,6 +248,8 @@ class TopicReader:
             else:
                 self._subscribed.pop(topic, None)
         for topic, subscribe in orders:
+            if not subscribe:
+                self._ending[topic] += 1
             self._send("SSUBSCRIBE" if subscribe else "SUNSUBSCRIBE", [topic])
 
     def _send(self, command: str, topics: Sequence[str]) -> None:
@@ -272,9 +278,15 @@ class TopicReader:
             reply = self._connection.read_response()
             if isinstance(reply, Exception):
                 raise reply
-            if isinstance(reply, list) and reply[0] in (b"smessage", b"ssubscribe"):
-                topic = reply[1].decode().removeprefix(self._prefix)
+            if not isinstance(reply, list) or reply[0] not in (b"smessage", b"ssubscribe", b"sunsubscribe"):
+                continue
+            topic = reply[1].decode().removeprefix(self._prefix)
+            if reply[0] != b"sunsubscribe":
                 yield topic, reply[2] if reply[0] == b"smessage" else None
+            elif self._ending[topic]:
+                self._ending[topic] -= 1
+            else:
+                raise redis.ConnectionError("the cluster of Redis has moved the store's slot")
 
     def _explained(self, error: Exception) -> ServiceError:
         if isinstance(error, redis.RedisError | OSError):

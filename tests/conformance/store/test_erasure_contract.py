@@ -132,7 +132,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         files = [] if folder is None else [folder]
         yield Bench(
             redis,
-            lambda: [*redis_values(server, config.prefix), *(data for one in files for data in read(one))],
+            lambda: [*redis_values(server, config), *(data for one in files for data in read(one))],
         )
 
 

@@ -143,7 +143,7 @@ async def cluster(folder: Path, redis: RedisServer | None) -> AsyncIterator[Clus
         else:
             config = redis.config()
             store = await stack.enter_async_context(await RedisStore.open(config, is_gone=is_gone))
-            values = lambda: redis_values(redis, config.prefix)  # noqa: E731
+            values = lambda: redis_values(redis, config)  # noqa: E731
         nodes = [
             await stack.enter_async_context(live_node(folder / name, store, SETTINGS))
             for name in ("one", "two")

@@ -47,6 +47,12 @@ PARTS = (
         ("rollout_service/engines/kinds/", "deploy/vllm-cpu/"),
     ),
     Part(
+        "valkey",
+        2,
+        "starts a real Valkey server",
+        ("rollout_service/store/",),
+    ),
+    Part(
         "trainers",
         2,
         "uses real trainers on the CPU",
