@@ -1,4 +1,4 @@
-"""NeMo Gym: an agent server, which is how NeMo-RL gets rollouts. Checked against both sources of 2026-08-22.
+"""NeMo Gym: an agent server, which is how NeMo-RL gets rollouts. Tested with NeMo Gym 0.4.0 and 0.7.0.
 
     # app.py of an agent of NeMo Gym
     from rollout_client.adapters.nemo_gym import agent_class
@@ -7,22 +7,27 @@
 
 A row of the data set has `environment` and `instance` in addition to `responses_create_params`.
 
-Guarantees: those of the package. Each turn is an output item with its `prompt_token_ids`, `generation_token_ids` and
+Guarantees: those of the package. Each turn is a message with its `prompt_token_ids`, `generation_token_ids` and
 `generation_log_probs`; each prompt begins with the one before it and its generation, as NeMo-RL demands. NeMo-RL takes
-one row per rollout: if there are several segments, the one with the most sampled tokens; `left_out` counts the tokens
-of the rest. NeMo Gym requires a number as the reward: a rollout without one is run again, and then NoRewardError is
-raised.
+one row per rollout, and groups rows by their first prompts: of several segments, the row is the one with the most
+sampled tokens among those that begin with the task's prompt; `left_out` counts the tokens of the rest. NeMo Gym
+requires a number as the reward: a rollout without one is run again, and then NoRewardError is raised. NeMo-RL takes a
+`<tool_call>` in a message for an invalid call, so a malformed call is in the text, in these tags, and any other is an
+item of its own.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from api_schemas.rollouts import Rollout
+from api_schemas.trajectories import Message
 from rollout_client.adapters.samples import Sample, count_left_out, largest_sample, samples_of, turns_of
 from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, read_sampling
+from rollout_client.errors import InvalidRequestError
 
 
 async def run(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,16 +65,17 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
         """Runs a rollout for each row."""
 
         config: BaseResponsesAPIAgentConfig
+        ray_enabled: ClassVar[bool] = False  # else NeMo Gym 0.7 starts Ray for it
 
         async def responses(self, body: Any = None) -> Any:
             """Refuse: single responses come from the model server."""
             raise NotImplementedError("this agent has whole rollouts only: POST /run")
 
         async def run(self, body: Request) -> Response:
-            """Run a rollout of the row's task; a row without one is a 422, since trying again does not help."""
+            """Run a rollout of the row's task; a row that is no task is a 422, since trying again does not help."""
             try:
                 answer = await run(service, body.model_dump())
-            except TaskRowError as error:
+            except (TaskRowError, InvalidRequestError) as error:
                 raise HTTPException(422, str(error)) from error
             return cast(Response, Response.model_validate(answer))
 
@@ -81,7 +87,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
 def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rollout in the form of NeMo Gym's verify response."""
     samples = samples_of(rollout)
-    sample = largest_sample(samples)
+    sample = largest_sample([one for one in samples if one.prompt_ids == samples[0].prompt_ids])
     if sample is None or rollout.reward is None:
         raise ValueError(f"rollout {rollout.rollout_id} has nothing to train on")
     return {
@@ -91,7 +97,7 @@ def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
             "object": "response",
             "created_at": time.time(),
             "model": rollout.pool,
-            "output": output_items(sample, texts_of(rollout)),
+            "output": output_items(sample, messages_of(rollout)),
             "parallel_tool_calls": True,
             "tool_choice": params.get("tool_choice", "auto"),
             "tools": list(params.get("tools") or []),
@@ -101,34 +107,45 @@ def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def texts_of(rollout: Rollout) -> list[str]:
-    """Return the text of each turn and its calls, without its reasoning; none if a compaction has removed turns."""
+def messages_of(rollout: Rollout) -> list[Message]:
+    """Return the message of each turn; none if a compaction has removed turns."""
     if rollout.trajectory is None:
         return []
     said = [message for message in rollout.trajectory.messages if message.role == "assistant"]
-    if len(said) != len(rollout.trajectory.finish_reasons):
-        return []
-    return ["".join([message.content, *(call.raw for call in message.tool_calls)]) for message in said]
+    return said if len(said) == len(rollout.trajectory.finish_reasons) else []
 
 
-def output_items(sample: Sample, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return an assistant's message for each turn of a row, with its ids."""
-    return [
-        {
-            "id": f"{sample.rollout_id}-{turn.number}",
-            "type": "message",
-            "role": "assistant",
-            "status": "completed",
-            "content": [
-                {
-                    "type": "output_text",
-                    "text": texts[turn.number] if turn.number < len(texts) else "",
-                    "annotations": [],
-                }
-            ],
-            "prompt_token_ids": turn.prompt_ids,
-            "generation_token_ids": turn.sampled_ids,
-            "generation_log_probs": turn.logprobs,
-        }
-        for turn in turns_of(sample)
-    ]
+def output_items(sample: Sample, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the calls of each turn of a row, and then an assistant's message with the turn's ids."""
+    items: list[dict[str, Any]] = []
+    for turn in turns_of(sample):
+        message = messages[turn.number] if turn.number < len(messages) else Message(role="assistant")
+        items += [
+            {
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": json.dumps(call.arguments),
+            }
+            for call in message.tool_calls
+            if not call.error
+        ]
+        items.append(
+            {
+                "id": f"{sample.rollout_id}-{turn.number}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": text_of(message), "annotations": []}],
+                "prompt_token_ids": turn.prompt_ids,
+                "generation_token_ids": turn.sampled_ids,
+                "generation_log_probs": turn.logprobs,
+            }
+        )
+    return items
+
+
+def text_of(message: Message) -> str:
+    """Return a message's text and its malformed calls, without its reasoning."""
+    broken = [f"<tool_call>{call.raw}</tool_call>" for call in message.tool_calls if call.error]
+    return "".join([message.content, *broken])

@@ -21,7 +21,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel, create_model
 
 from api_schemas.rollouts import RolloutState, StopReason
-from api_schemas.trajectories import FinishReason
+from api_schemas.trajectories import FinishReason, Message, ToolCall
 from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
 from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import samples_of
@@ -509,13 +509,34 @@ def test_nemo_gym_serves_rollouts_that_nemo_rl_can_read(monkeypatch):
     assert (refused.status_code, "environment" in refused.text) == (422, True)
 
 
-def test_nemo_gym_gets_the_texts_of_turns_with_their_calls():
+def test_nemo_gym_gets_calls_as_items_and_malformed_ones_as_text():
     one = rollout(segment([1, 2], [0, 1]))
     (item,) = nemo_gym.verified(one, {})["response"]["output"]
     assert item["content"][0]["text"] == "4"
+    calls = [
+        ToolCall(id="call-0-0", name="python", arguments={"code": "1"}, raw="<tool_call>made</tool_call>"),
+        ToolCall(id="call-0-1", name=None, arguments=None, raw="{", error="invalid_json"),
+    ]
+    said = Message(role="assistant", content="So: ", tool_calls=calls)
+    called = one.trajectory.model_copy(update={"messages": [said]})
+    call, item = nemo_gym.verified(one.model_copy(update={"trajectory": called}), {})["response"]["output"]
+    assert (call["type"], call["call_id"], call["arguments"]) == (
+        "function_call",
+        "call-0-0",
+        '{"code": "1"}',
+    )
+    assert item["content"][0]["text"] == "So: <tool_call>{</tool_call>"
+    assert "generation_token_ids" not in call
     reasons = [FinishReason.STOP] * 2  # two turns, of which the conversation at its end has one
     compacted = one.trajectory.model_copy(update={"finish_reasons": reasons})
-    assert nemo_gym.texts_of(one.model_copy(update={"trajectory": compacted})) == []
+    assert nemo_gym.messages_of(one.model_copy(update={"trajectory": compacted})) == []
+
+
+def test_nemo_gym_gets_a_row_that_nemo_rl_finds_in_its_group():
+    summary = segment([1, 8, 9, 9, 9], [0, 0, 1, 1, 1], parent=0)
+    answer = nemo_gym.verified(rollout(segment([1, 2, 3], [0, 0, 1]), summary), {})
+    (item,) = answer["response"]["output"]
+    assert (item["prompt_token_ids"], item["generation_token_ids"], answer["left_out"]) == ([1, 2], [3], 3)
 
 
 def test_nemo_gym_has_no_answer_without_a_reward():
