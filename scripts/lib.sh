@@ -443,7 +443,7 @@ ensure_harbor() {
 
 ensure_trainers() {
     [[ -f $root/.venv-trainers/.installed ]] && "$root/scripts/install-trainers" >/dev/null && return
-    step "install trainers for the CPU (3 GB)" "$root/scripts/install-trainers"
+    step "install trainers for the CPU (4 GB)" "$root/scripts/install-trainers"
 }
 
 ensure_slurm() {

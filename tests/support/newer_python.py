@@ -9,14 +9,17 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.libraries import find_interpreter
 
 
-def _is_there() -> bool:
+def _is_there(oldest: tuple[int, int]) -> bool:
     try:
-        find_interpreter("a test", (3, 12))
+        find_interpreter("a test", oldest)
     except ConfigurationError:
         return False
     return True
 
 
 needs_python_312 = pytest.mark.skipif(
-    not _is_there(), reason="needs Python 3.12 or newer, which this machine does not have"
+    not _is_there((3, 12)), reason="needs Python 3.12 or newer, which this machine does not have"
+)
+needs_python_313 = pytest.mark.skipif(
+    not _is_there((3, 13)), reason="needs Python 3.13 or newer, which this machine does not have"
 )

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.trajectories import ForkReason
 from rollout_client import SyncRolloutClient
@@ -29,7 +26,10 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def policy() -> Any:
-    """Return the weights that the service's engine serves, as a model of torch."""
+    """Return the weights that the service's engine serves, as a model of torch, which not every trainer has."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
 

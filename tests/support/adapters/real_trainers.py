@@ -21,15 +21,18 @@ QUIET = {
 SCRIPT_SECONDS = 280.0
 
 
-def figures_of(script: str, folder: Path, *, overlay: str | None = None) -> dict[str, Any]:
+def figures_of(
+    script: str, folder: Path, *, environment: str = "", overlay: str | None = None, sandbox: str = "local"
+) -> dict[str, Any]:
     """Run a script of this folder with the trainers' own Python, and return the figures on its last line.
 
-    `overlay` is a folder of that environment with packages that come before the others, since its trainer wants others.
+    `environment` is that of a trainer with a Python of its own. `overlay` is a folder with packages that come before
+    the others, since its trainer wants others.
     """
     paths = [ROOT, ROOT / "examples" / "adapters"]
     paths = paths if overlay is None else [TRAINERS / overlay, *paths]
-    command = [TRAINERS / "bin" / "python", Path(__file__).parent / script]
-    with service(folder, "--model", "calc-base") as url:
+    command = [TRAINERS / environment / "bin" / "python", Path(__file__).parent / script]
+    with service(folder, "--model", "calc-base", sandbox=sandbox) as url:
         done = subprocess.run(
             command,
             env=os.environ | QUIET | {"ROLLOUT_URL": url, "PYTHONPATH": os.pathsep.join(map(str, paths))},
