@@ -83,7 +83,7 @@ class Plan:
     """The numbers of nodes for which the typical cluster is simulated."""
 
 
-FULL = Plan(8, 8, 2.0, windows=3, rounds=1, idle_seconds=10.0, typical=LARGER[:5])
+FULL = Plan(8, 8, 2.0, windows=3, rounds=1, idle_seconds=10.0, typical=LARGER)
 QUICK = Plan(2, 4, 0.4, windows=3, rounds=1, idle_seconds=1.0, typical=LARGER[:2])
 SMOKE = Plan(2, 4, 0.4, windows=1, rounds=1, idle_seconds=0.5, typical=LARGER[:1])
 

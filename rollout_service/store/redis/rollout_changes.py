@@ -88,7 +88,7 @@ class RedisRollouts(RolloutReads):
         await self._follow(owner)
         self._claims += 1
         of_pools = b"" if pools is None else to_json(sorted(pools))
-        of_environments = b"" if waits is None else to_json(dict(waits))
+        of_environments = b"" if waits is None else to_json(dict(sorted(waits.items())))
         number, since = self._claims, self._lost_since.get(owner, 0)
         try:
             due, wake, rows = await self._connection.call(

@@ -1,8 +1,8 @@
 """Services that share rollouts in a Redis: each sees what the others do, and none takes what a live one holds."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 import pytest
@@ -62,6 +62,87 @@ async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(s
                 tasks.start_soon(other.wait_for_work)
                 await one.release("a")
         assert len(await other.claim("b", limit=1, lease_seconds=10)) == 1
+
+
+class Waiting:
+    """Services that wait for work, and who of them was woken."""
+
+    def __init__(self, stores: Sequence[RedisStore]) -> None:
+        self.stores = stores
+        self.began: list[int] = []
+        self.woken: list[int] = []
+
+    async def wait(self, number: int) -> None:
+        assert await self.stores[number].claim(f"owner-{number}", limit=1, lease_seconds=1_000) == []
+        self.began.append(number)
+        await self.stores[number].wait_for_work()
+        self.woken.append(number)
+
+
+@asynccontextmanager
+async def waiting(config: RedisConfig, count: int) -> AsyncIterator[Waiting]:
+    """Let so many services wait for work during the block."""
+    async with AsyncExitStack() as stack:
+        found = Waiting([await stack.enter_async_context(opened(config)) for _ in range(count)])
+        async with anyio.create_task_group() as tasks:
+            for number in range(count):
+                tasks.start_soon(found.wait, number)
+            await until(lambda: len(found.began) == count)
+            yield found
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_rollout_wakes_one_of_those_who_wait(shared_redis):
+    config = shared_redis.config()
+    async with opened(config) as trainer, waiting(config, 4) as services:
+        for number in range(1, 5):
+            await trainer.submit(order(f"r{number}"))
+            await until(lambda number=number: len(services.woken) == number)
+            await anyio.sleep(0.05)  # time for another to be woken, which would be wrong
+            assert len(set(services.woken)) == number
+
+
+async def test_who_was_woken_and_claims_nothing_is_followed_by_another(shared_redis):
+    config = shared_redis.config()
+    async with opened(config) as trainer:
+        await trainer.cluster.join(NodeReport("n1", "trainer"))
+    async with opened(config) as trainer, waiting(config, 2) as services:
+        await trainer.submit(order("r1"))
+        await until(lambda: len(services.woken) == 1)
+
+        async def passed_on() -> bool:
+            await trainer.cluster.heartbeat(NodeReport("n1", "trainer"))
+            return len(services.woken) == 2
+
+        with anyio.fail_after(20):
+            while not await passed_on():
+                await anyio.sleep(0.1)
+
+
+async def test_a_claim_that_leaves_rollouts_wakes_another_for_them(shared_redis):
+    config = shared_redis.config()
+    async with opened(config) as trainer, waiting(config, 3) as services:
+        await trainer.submit(order("r1"))
+        await until(lambda: len(services.woken) == 1)
+        await trainer.submit(order("r2"))
+        await until(lambda: len(services.woken) == 2)
+        first = services.woken[0]
+        # Of both it takes one, and the other is offered to whoever waits still.
+        assert len(await services.stores[first].claim(f"owner-{first}", limit=1, lease_seconds=10)) == 1
+        await until(lambda: len(services.woken) == 3)
+
+
+async def test_who_has_ended_is_passed_over(shared_redis):
+    config = shared_redis.config()
+    async with opened(config) as trainer, opened(config) as live:
+        async with opened(config) as gone:
+            assert await gone.claim("gone", limit=1, lease_seconds=1_000) == []
+        assert await live.claim("live", limit=1, lease_seconds=1_000) == []
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(live.wait_for_work)
+                await anyio.wait_all_tasks_blocked()
+                await trainer.submit(order("r1"))
 
 
 async def test_many_claims_at_once_share_no_rollout(shared_redis):
