@@ -33,9 +33,9 @@ TRAINERS = {
         "swift",
     ),
     *("tinker", "tinker_cookbook", "torch", "transfer_queue", "transformers", "trl", "uvicorn", "verifiers"),
-    "verl",
+    *("verl", "vllm"),
 }
-"""The packages that adapters import only when a trainer calls them; NeMo Gym and ms-swift bring web servers."""
+"""The packages that adapters import only when a trainer calls them; NeMo Gym, ms-swift and vLLM bring web servers."""
 
 
 APART = {
