@@ -7,27 +7,45 @@
 The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its prompt as text (`submit.task_text`), or
 its label where the prompt is a question for people.
 
-Guarantees: those of the package. OpenRLHF requires a reward for each sample: a rollout without one is run again, and
-then NoRewardError is raised. It takes one row per rollout, no longer than `max_length`; its log has the number of
-tokens that it did not get as `left_out`.
+Guarantees: those of the package. Rollouts use the engine of the actor that runs them, over HTTP (`engine_server`). The
+version of its weights is the number of OpenRLHF's updates since the first rollout, because OpenRLHF gives an actor no
+step. OpenRLHF requires a reward for each sample: a rollout without one is run again, and then NoRewardError is raised.
+It takes one row per rollout, no longer than `max_length`; its log has the number of tokens that it did not get as
+`left_out`.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
+import anyio
+
 from api_schemas.rollouts import Rollout
+from rollout_client.adapters.engine_server import EngineServer
+from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import CUT_OFF, count_left_out, largest_sample, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, parse_task, read_sampling
+from rollout_client.errors import ClientError
+
+log = logging.getLogger(__name__)
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+UPDATES = ("update_weight", "update_weight_cuda_ipc")
+"""The calls by which OpenRLHF's actor gives its engine one parameter; their last argument is true for the last one."""
 
 
 class Executor:
     """Runs one rollout for a prompt."""
 
     def __init__(self, submitter: RolloutSubmitter | None = None) -> None:
-        self.submitter = submitter or RolloutSubmitter.from_environment()
+        self.engines = TrainerEngines(
+            "openrlhf", submitter or RolloutSubmitter.from_environment(), kind="sglang"
+        )
+        self._starting = anyio.Lock()
+        self._server: EngineServer | None = None
+        self._address = ""
 
     async def execute(
         self,
@@ -39,17 +57,52 @@ class Executor:
         llm_engine: Any,
         images: object = None,
     ) -> dict[str, Any]:
-        """Run a rollout for a prompt; OpenRLHF calls this."""
-        del hf_tokenizer, llm_engine  # the service has both
+        """Run a rollout for a prompt; OpenRLHF calls this. `llm_engine` is its actor, or an `AsyncLLMEngine`."""
+        del hf_tokenizer  # the service loads it
+        submitter = self.engines.submitter if llm_engine is None else await self._serve(llm_engine)
         given = {name: getattr(sampling_params, name, None) for name in SAMPLING}
-        request = self.submitter.request(
+        request = submitter.request(
             _task(prompt, label),
             sampling=read_sampling(given),
             max_tokens=getattr(sampling_params, "max_tokens", None),
             metadata={"trainer": "openrlhf"},
         )
-        rollout = await self.submitter.run_scored(request)
+        rollout = await submitter.run_scored(request)
         return {"prompt": prompt, "label": label, "images": images} | response(rollout, max_length)
+
+    async def _serve(self, llm_engine: Any) -> RolloutSubmitter:
+        """Serve the engine, once, and have it registered; return what runs rollouts on it."""
+        async with self._starting:
+            if self._server is None:
+                engine = getattr(llm_engine, "llm", llm_engine)
+                server = EngineServer(engine)
+                self._address = await server.start(_host())
+                self._count_updates(engine, server)
+                self._server = server
+        return await self.engines.follow([self._address], self._server.version)
+
+    def _count_updates(self, engine: Any, server: EngineServer) -> None:
+        """Count the weights that OpenRLHF's actor gives its engine, and tell the service before the actor goes on."""
+        call = engine.collective_rpc
+
+        async def counted(method: Any, *given: Any, **named: Any) -> Any:
+            answer = await call(method, *given, **named)
+            server.signs += 1
+            if method in UPDATES and named["args"][-1]:
+                server.version += 1
+                try:
+                    await self.engines.follow([self._address], server.version)
+                except ClientError as error:  # the next rollout tells it again
+                    log.warning("the service does not know of version %d yet: %s", server.version, error)
+            return answer
+
+        engine.collective_rpc = counted
+
+
+def _host() -> str:
+    """Return this node's address in Ray's cluster; only this machine's own without Ray."""
+    ray = sys.modules.get("ray")
+    return str(ray.util.get_node_ip_address()) if ray and ray.is_initialized() else "127.0.0.1"
 
 
 def agent_executor(submitter: RolloutSubmitter | None = None) -> type:

@@ -17,12 +17,16 @@ from types import SimpleNamespace
 
 import anyio
 import pytest
+from tokenizers import Tokenizer
 
 from rollout_client import SyncRolloutClient
 from rollout_client.adapters import slime
 from rollout_client.adapters.areal import Episodes
 from rollout_client.adapters.engines import TrainerEngines
+from rollout_client.adapters.openrlhf import Executor
 from rollout_client.adapters.submit import RolloutSubmitter, run_in_order
+from rollout_service.engines.shipped import policy_folder
+from tests.support.adapters import async_engine
 from tests.support.adapters.service import engine, service
 
 pytestmark = pytest.mark.anyio
@@ -169,6 +173,34 @@ async def test_slimes_router_names_the_engines(started, monkeypatch, is_old) -> 
             router.shutdown()
             await anyio.to_thread.run_sync(slime.engines().close)
             slime.engines.cache_clear()
+
+
+async def test_an_engine_without_http_serves_the_rollouts_of_openrlhfs_actor(started, monkeypatch) -> None:
+    url, _ = started
+    async_engine.install(monkeypatch)
+    model = str(policy_folder("calc-base"))
+    tokens = Tokenizer.from_file(f"{model}/tokenizer.json").encode(ANSWER, add_special_tokens=False).ids
+    vllm = async_engine.FakeEngine(tokens, async_engine.ModelConfig(model, model))
+    executor = Executor(RolloutSubmitter(url))
+    params = SimpleNamespace(temperature=1.0, max_tokens=len(tokens) + 1)
+    try:
+        with SyncRolloutClient(url) as client:
+            for version in (0, 1):
+                answer = await executor.execute(ROW, None, params, 1_000, None, SimpleNamespace(llm=vllm))
+                assert answer["observation_tokens"][-len(tokens) :] == tokens
+                assert answer["rollout_log_probs"][-len(tokens) :] == [async_engine.LOGPROB] * len(tokens)
+                assert answer["reward"] == 1.0
+                (backend,) = client.backends()
+                assert backend.weight_version == version
+                await vllm.collective_rpc("update_weight", args=("w", "float32", (1,), True))
+            assert client.backends()[0].weight_version == 2
+            assert backend.pool.startswith("openrlhf-")
+            await anyio.to_thread.run_sync(executor.engines.close)
+            assert client.backends() == []
+        assert vllm.unfinished == {}
+    finally:
+        await executor.engines.submitter.aclose()
+        await async_engine.stop(executor._server)
 
 
 @pytest.mark.trainers

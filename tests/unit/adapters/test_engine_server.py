@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import anyio
@@ -12,6 +14,8 @@ import pytest
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
 from rollout_client.adapters.engine_server import EngineServer
+from rollout_client.adapters.openrlhf import Executor
+from rollout_client.errors import UnreachableError
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import (
     BackendRejected,
@@ -30,6 +34,7 @@ from tests.support.adapters.async_engine import (
     serving,
     stop,
 )
+from tests.support.adapters.rollouts import TASK, FakeClient, rollout, segment
 
 pytestmark = pytest.mark.anyio
 
@@ -200,6 +205,60 @@ async def test_a_missing_http_server_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(RuntimeError, match="pip install uvicorn"):
         await EngineServer(FakeEngine()).start("127.0.0.1")
+
+
+# OpenRLHF's executor.
+
+
+@pytest.fixture
+async def executor(monkeypatch, anyio_backend):
+    client = FakeClient(*[rollout(segment([1, 2, 3], [0, 1, 1]))] * 4)
+    executor = Executor(client.submitter())
+    told = executor.told = []
+
+    async def follow(addresses, version):
+        if told and isinstance(told[0], Exception):
+            raise told.pop(0)
+        told.append((*addresses, version))
+        return executor.engines.submitter
+
+    monkeypatch.setattr(executor.engines, "follow", follow)
+    yield executor
+    if executor._server is not None:
+        await stop(executor._server)
+
+
+def call(executor, engine):
+    params = SimpleNamespace(temperature=1.0, max_tokens=8)
+    return executor.execute(TASK.model_dump(mode="json"), None, params, 100, None, engine)
+
+
+async def test_the_actors_engine_is_served_once_and_its_updates_are_versions(executor, caplog):
+    engine = FakeEngine()
+    actor = SimpleNamespace(llm=engine)
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(call, executor, actor)
+    (address,) = {address for address, _ in executor.told}
+    assert address.startswith("http://127.0.0.1:")
+    assert [version for _, version in executor.told] == [0, 0, 0]
+    for is_last in (False, True):
+        assert await engine.collective_rpc("update_weight", args=("w", "float32", (1,), is_last)) == ["done"]
+    await engine.collective_rpc("init_process_group", args=("host", 1))
+    assert executor.told[3:] == [(address, 1)]
+    executor.told[:] = [UnreachableError("away")]
+    with caplog.at_level(logging.WARNING):
+        await engine.collective_rpc("update_weight_cuda_ipc", args=("w", "float32", (1,), {}, True))
+    assert "does not know of version 2 yet: away" in caplog.text
+    await call(executor, actor)
+    assert executor.told == [(address, 2)]
+
+
+async def test_an_engine_in_rays_cluster_listens_at_its_nodes_address(executor, monkeypatch):
+    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, util=util))
+    await call(executor, FakeEngine())
+    assert executor.told[0][0].startswith("http://127.0.0.2:")
 
 
 async def test_an_engine_listens_at_an_address_of_six_groups():
