@@ -44,7 +44,7 @@ PARTS = (
         "vllm",
         2,
         "starts the real vLLM on the CPU",
-        ("rollout_service/engines/kinds/", "deploy/vllm-cpu/"),
+        ("rollout_service/engines/kinds/", "rollout_client/adapters/engine", "deploy/vllm-cpu/"),
     ),
     Part(
         "valkey",
