@@ -6,6 +6,7 @@ the versions that sampled it. Engines add their protocol.
 """
 
 import asyncio
+import random
 import time
 from contextlib import AsyncExitStack
 
@@ -24,6 +25,8 @@ class TurnScheduler:
     def __init__(self, script: Script, *, latency: float, hardware: Hardware | None) -> None:
         self.latency = latency
         """Seconds per turn, without simulated hardware."""
+        self.spread = 0.0
+        """By which share of that a turn may take longer or shorter, at random."""
         self.version = "default"
         """The version of the weights."""
         self.paused = False
@@ -58,7 +61,8 @@ class TurnScheduler:
     async def _take_time(self, turn: EngineTurn) -> None:
         ids = turn.asked.ids
         if self.accelerator is None:
-            turn.seconds = self.latency if turn.reply.seconds is None else turn.reply.seconds
+            drawn = self.latency * random.uniform(1 - self.spread, 1 + self.spread)  # noqa: S311 - times
+            turn.seconds = drawn if turn.reply.seconds is None else turn.reply.seconds
             await self._sample(turn)
             return
         async with AsyncExitStack() as stack:

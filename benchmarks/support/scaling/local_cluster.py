@@ -28,6 +28,8 @@ PREFIX = "scaling"
 EVENTS = f"{{{PREFIX}}}:events"
 """The stream of the events of all nodes."""
 ENGINES = 2
+SPREAD = 0.2
+"""By which share turns vary, since agents in step would save their turns together."""
 _ENVIRONMENT = HERE / "environments" / "echo"
 _LATE_SECONDS = 300.0
 _LIVE = [state for state in RolloutState if not state.terminal]
@@ -195,7 +197,14 @@ async def local_cluster(
         engines = []
         for number in range(ENGINES):
             address = folder / f"engine-{number}"
-            script = ["-m", "rollout_service.testing", "--delay", f"{turn_seconds:g}"]
+            script = [
+                "-m",
+                "rollout_service.testing",
+                "--delay",
+                f"{turn_seconds:g}",
+                "--spread",
+                f"{SPREAD:g}",
+            ]
             url = await stack.enter_async_context(child([*script, "--address", str(address)], address))
             engines.append(url)
         cluster = LocalCluster(folder, redis, places, turns, turn_seconds, engines)
