@@ -93,15 +93,14 @@ class Verl(Trainer):
         trainer_base.tq = self.queue
         trainer_base.PPOTrainer._compute_advantage(SimpleNamespace(config=self.config), batch, {})
         self.rows = [self.queue.rows[key] for key in keys]
-        return [_row(one) for one in self.rows]
+        return [row_of(one) for one in self.rows]
 
     def _generate(self, tasks: Sequence[Task], *, validate: bool) -> None:
         from verl.trainer.ppo.v1 import agent_loop_tq
 
         self.queue = agent_loop_tq.tq = Queue()
         worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class(self.config, None)
-        engines = TrainerEngines("verl", self.submitter)
-        adapter.engines_at = lambda *_: engines  # type: ignore[assignment]
+        self._hand_over()
         sampling = {
             "temperature": 1.0,
             "top_p": 1.0,
@@ -124,6 +123,11 @@ class Verl(Trainer):
             await worker._run_prompt(given, sampling, trajectory=where)
 
         run_together(self.submitter, [partial(prompt, number, task) for number, task in enumerate(tasks)])
+
+    def _hand_over(self) -> None:
+        """Have the adapter use this check's submitter."""
+        engines = TrainerEngines("verl", self.submitter)
+        adapter.engines_at = lambda *_: engines  # type: ignore[assignment]
 
     def loss(self, logprobs: Sequence[Any]) -> Any:
         import torch
@@ -152,7 +156,8 @@ class Verl(Trainer):
         return sum(float(row["rm_scores"].sum()) for row in last.values()) / len(last)
 
 
-def _row(row: Mapping[str, Any]) -> Row:
+def row_of(row: Mapping[str, Any]) -> Row:
+    """Return a row of verl's, whose tensors have no padding."""
     prompt = [0] * len(row["prompts"])
     return Row(
         token_ids=row["prompts"].tolist() + row["responses"].tolist(),

@@ -16,7 +16,7 @@ from rollout_service.cli.common import DEFAULT_URL, AsJson, CommandError, Key, U
 
 app = typer.Typer(name="trainer", help="Check that a trainer and a server agree.", no_args_is_help=True)
 
-TRAINERS = ("areal", "openrlhf", "skyrl", "tinker", "trl", "verl")
+TRAINERS = ("areal", "openrlhf", "skyrl", "tinker", "trl", "verl", "verl_v0")
 TAIL_LINES = 15
 """How much of a trainer's output an error shows."""
 

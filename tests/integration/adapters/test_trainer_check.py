@@ -51,6 +51,7 @@ def check(url: str, name: str, *flags: str, **environ: str) -> tuple[int, dict, 
     ("name", "rows", "failure"),
     [
         ("verl", 17, DROPS.format(5)),  # a rollout in two segments is two rows
+        ("verl_v0", 16, ENDS),
         ("areal", 16, DROPS.format(4)),
         ("skyrl", 17, ENDS),
         ("openrlhf", 16, ENDS),
