@@ -1,4 +1,4 @@
-"""SkyRL: a generator. Checked against the interface of SkyRL 0.3.0 and its source of 2026-08-21.
+"""SkyRL: a generator. Checked against the interface of SkyRL 0.4.0 and its source of 2026-08-21.
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):

@@ -109,7 +109,7 @@ end
 local function after_end(call, id, state)
     call:publish('rollout:' .. id, state)
     if read(call, id, 'R') then
-        call:publish('runs', 'rollout.ended')
+        call:publish('runs', id)
     else
         redis.call('RPUSH', call:key('ended'), id)
     end
