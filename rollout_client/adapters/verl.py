@@ -6,7 +6,8 @@
       url: http://node-3:8080
 
 The data set needs the columns `environment` and `instance` (in the row, or in its `extra_info`), and a column
-`agent_name` with `rollout_service` unless that is the `default_agent_loop`. verl makes an instance for each sample and calls `run`; it requires no base class.
+`agent_name` with `rollout_service` unless that is the `default_agent_loop`. verl makes an instance for each sample and
+calls `run`; it requires no base class.
 
 Guarantees: those of the package. verl requires a reward for each sample: a rollout without one is run again, and then
 NoRewardError is raised, which makes verl's default trainer drop the group. That trainer (`trainer.use_v1`) takes a row
