@@ -61,7 +61,12 @@ def waiters(url: str, pool: ThreadPoolExecutor) -> dict[str, Future[httpx.Respon
         "result": lambda: httpx.get(f"{url}/v1/rollouts/a", params={"wait": 60}, timeout=90),
         "lease": lambda: httpx.post(f"{url}/v1/runs/run/lease", params={"timeout": 60}, timeout=90),
         "process": lambda: httpx.post(
-            f"{url}/process", json={"instance": {"data_source": "echo", "number": 1}}, timeout=90
+            f"{url}/process",
+            json={
+                "instance": {"data_source": "echo", "number": 1},
+                "sampling_params": {"max_iterations": 1_000},  # two by default, which end at once
+            },
+            timeout=90,
         ),
     }
     begun = threading.Event()

@@ -92,6 +92,7 @@ async def test_those_who_wait_are_woken_after_redis_was_restarted(own_redis):
 
         tasks.start_soon(wait)
         await anyio.wait_all_tasks_blocked()
+        await other.connection.topics.confirmed("rollout:r0")
         await other.get("r0")  # the waiter's own look came before
         await anyio.wait_all_tasks_blocked()
         own_redis.kill()
