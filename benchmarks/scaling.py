@@ -111,7 +111,7 @@ class Point:
     idle_service_cpu: float
     """CPU seconds per second of each node without rollouts."""
     idle_requests: float
-    """What each node without rollouts asks of Redis in a second."""
+    """Requests to Redis per second of a node without rollouts."""
     cpu_share: float
     """The share of the machine's CPU time that the benchmark used, engines and load included."""
     machine_share: float
@@ -188,7 +188,7 @@ def line(points: Sequence[Point], costs: Sequence[float]) -> tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class RedisTimes:
-    """What a Redis takes, in seconds."""
+    """Measured times of Redis, in seconds."""
 
     flush: float
     """The time of one flush."""

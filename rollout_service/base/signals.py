@@ -145,11 +145,6 @@ class KeyedEvents:
         if event is not None:
             event.set()
 
-    def set_all(self) -> None:
-        """Wake everyone who waits for any key."""
-        for key in list(self._events):
-            self.set(key)
-
 
 async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
     """Call these at once and wait until the first returns; cancel the others."""

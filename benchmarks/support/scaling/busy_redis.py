@@ -1,4 +1,4 @@
-"""What a rollout takes of a Redis that is busy with many: where hardly any node waits, its calls share nothing.
+"""Measures the CPU time of a rollout in a busy Redis, where requests share wake-ups and flushes.
 
 Guarantees: the calls are those of the service, by its own store, with turns and a trajectory in a folder. Calls of one
 store share reads and writes of a socket, those of many nodes do not, so that is measured apart.

@@ -47,7 +47,7 @@ class Costs:
     redis: float
     """CPU time of Redis's thread for a rollout."""
     telling: float = 0.0
-    """What a rollout takes of it more for each node."""
+    """The additional CPU time of a rollout for each node of the cluster."""
     redis_idle: float = 0.0
     """CPU time of Redis's thread per second for each node, whatever it works on."""
     flush: float = 0.0
@@ -55,7 +55,7 @@ class Costs:
     redis_bytes: float = 0.0
     """Bytes between Redis and the services for a rollout."""
     telling_bytes: float = 0.0
-    """What a rollout takes of them more for each node."""
+    """The additional bytes of a rollout for each node of the cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

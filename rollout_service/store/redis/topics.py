@@ -1,12 +1,12 @@
-"""The topics of a store: a thread that is told of changes in Redis, so that nobody has to ask.
+"""Topics: a thread that receives changes from Redis, so that nothing polls.
 
 A function in Redis publishes a change on the topics that it concerns (`lua/common.lua`), and Redis passes it on to
 their subscribers: `owner:NAME` (work for a service, cancellations), `rollout:ID` and `run:ID`, `runs` (for whoever
 advances them), `cluster` (nodes and engines), and `events`. A change of a rollout costs the same however many services
 there are.
 
-Guarantees: a subscriber is told of every change in order. What was published before its subscription was confirmed, or
-while the connection was lost, may be missed: it is then told to look anew.
+Guarantees: a subscriber receives every change in order. It may miss those before its subscription is confirmed or while
+the connection is lost, and then receives None, which means: read everything again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PING_SECONDS = 5.0
 LINGER_SECONDS = 5.0
 """How long a topic stays subscribed after the last wait for it, since most waits are repeated."""
 CONFIRM_SECONDS = 1.0
-"""How long to wait for a subscription; who goes on without it is told to look anew once it is there."""
+"""The longest wait for a subscription. A caller that goes on without it is woken once it is confirmed."""
 _AT_ONCE = 500
 """The most topics in one command, and the most messages that are passed on together."""
 _RETRY_SECONDS = 0.5

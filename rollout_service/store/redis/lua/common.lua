@@ -70,6 +70,15 @@ function common.value(found)
     return found
 end
 
+-- Return a table in which each of these names is true.
+function common.set_of(names)
+    local found = {}
+    for _, name in ipairs(names) do
+        found[name] = true
+    end
+    return found
+end
+
 local function register(name, body, flags)
     redis.register_function{
         function_name = name .. SUFFIX,

@@ -13,21 +13,13 @@ local CLASSES_KEPT = 1000
 
 local filters, filters_kept = {}, 0
 
-local function set_of(names)
-    local found = {}
-    for _, name in ipairs(names) do
-        found[name] = true
-    end
-    return found
-end
-
 -- What a claim may take: `wait(pool, environment)` is for how long a rollout must have been queued, nil if it does not suit.
 function idle.filter(pools, waits)
     local class = pools .. '\0' .. waits
     if filters[class] then
         return filters[class], class
     end
-    local filter = {pools = pools ~= '' and set_of(cjson.decode(pools)), waits = waits ~= '' and cjson.decode(waits)}
+    local filter = {pools = pools ~= '' and common.set_of(cjson.decode(pools)), waits = waits ~= '' and cjson.decode(waits)}
     function filter.wait(pool, environment)
         if filter.pools and not filter.pools[pool] then
             return nil

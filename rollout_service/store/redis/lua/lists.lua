@@ -5,14 +5,6 @@
 local FIELDS = {'n', 's', 'a', 'p', 'e', 'R', 'G', 'w', 'S', 'k', 'C', 'H', 'T', 'N', 'W'}
 local PAGE = 128  -- how many numbers of a state are read at once
 
-local function set_of(names)
-    local found = {}
-    for _, name in ipairs(names) do
-        found[name] = true
-    end
-    return found
-end
-
 -- Return a function that tells whether a rollout that exists is what `filter` asks for. It reads only the fields that
 -- the answer depends on: a search looks at many rollouts that are not.
 local function new_test(call, filter)
@@ -23,7 +15,7 @@ local function new_test(call, filter)
             table.insert(checks, check)
         end
     end
-    local states = filter.states and set_of(filter.states)
+    local states = filter.states and common.set_of(filter.states)
     require('s', states, function(value) return states[value] end)
     require('e', filter.environment, function(value) return value == filter.environment end)
     require('R', filter.run, function(value) return value == filter.run end)
