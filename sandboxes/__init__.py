@@ -28,6 +28,7 @@ from sandboxes.contract import (
     SandboxProvider,
     SandboxSpec,
     SessionName,
+    Snapshot,
     SweepReport,
 )
 from sandboxes.egress.messages import EgressCounts
@@ -114,6 +115,7 @@ __all__ = [
     "SandboxStartError",
     "SessionDiedError",
     "SessionName",
+    "Snapshot",
     "SweepReport",
     "WarmPoolConfig",
     "default_cache",

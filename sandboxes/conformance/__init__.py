@@ -8,7 +8,17 @@ is the contract's promise. A provider names the checks it is known to fail (`kno
 Checks that attack do not run if the provider says that it does not isolate.
 """
 
-from sandboxes.conformance import bash, exports, files, image, isolation, lifecycle, programs, python
+from sandboxes.conformance import (
+    bash,
+    exports,
+    files,
+    image,
+    isolation,
+    lifecycle,
+    programs,
+    python,
+    snapshots,
+)
 from sandboxes.conformance.expectations import Check, ConformanceError, expect, expect_error
 from sandboxes.conformance.runner import CheckResult, ConformanceReport, run_check, run_checks
 
@@ -20,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     *image.CHECKS,
     *exports.CHECKS,
     *lifecycle.CHECKS,
+    *snapshots.CHECKS,
     *isolation.CHECKS,
 )
 """All checks, in the order in which they run."""

@@ -31,6 +31,7 @@ from sandboxes.contract.values import (
     SandboxInfo,
     SandboxSpec,
     SessionName,
+    Snapshot,
     SweepReport,
 )
 
@@ -56,5 +57,6 @@ __all__ = [
     "SandboxProvider",
     "SandboxSpec",
     "SessionName",
+    "Snapshot",
     "SweepReport",
 ]

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Self
 
 from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, PythonSession
-from sandboxes.contract.values import ExecResult, FileEntry, SandboxInfo, SandboxSpec, SweepReport
+from sandboxes.contract.values import ExecResult, FileEntry, SandboxInfo, SandboxSpec, Snapshot, SweepReport
 from sandboxes.egress.messages import EgressCounts
-from sandboxes.errors import LimitExceededError
+from sandboxes.errors import LimitExceededError, SandboxConfigError
 
 DEFAULT_FILE_LIMIT = 16 * 1024 * 1024
 DEFAULT_TREE_LIMIT = 1024 * 1024 * 1024
@@ -279,6 +279,19 @@ class Sandbox(ABC):
             SandboxClosedError: The sandbox is closed or has ended.
         """
 
+    async def snapshot(self) -> Snapshot:
+        """End the sandbox, and return its files for others to start from (`SandboxSpec.snapshot`).
+
+        Its processes are ended first. Each sandbox that starts from the files sees them as its own, and what it changes
+        is seen by no other. Files below /dev/shm are not among them. As with files of the image, a hard link becomes a
+        file of its own once it is changed.
+
+        Raises:
+            SandboxConfigError: This provider takes no snapshots here; see `SandboxProvider.takes_snapshots`.
+            SandboxClosedError: The sandbox is closed or has ended.
+        """
+        raise SandboxConfigError("this provider takes no snapshots of sandboxes")
+
     @abstractmethod
     async def close(self) -> None:
         """End everything inside and remove the sandbox's resources.
@@ -315,6 +328,10 @@ class SandboxProvider(ABC):
         """The limits that hold here for a whole sandbox: "memory", "processes", "cpus", "disk", and "users" for
         resources that the kernel counts by user of the host."""
         return frozenset()
+
+    async def takes_snapshots(self, spec: SandboxSpec) -> bool:  # noqa: ARG002 - a working default: none
+        """Return whether sandboxes of this specification can become snapshots here."""
+        return False
 
     async def identity(self, spec: SandboxSpec) -> str:
         """Return a text that changes whenever the files that such a sandbox is made from change.

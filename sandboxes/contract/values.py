@@ -1,5 +1,6 @@
 """The values that the contract takes and returns: specifications, results, and records for operators."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,12 +30,23 @@ class Bind:
     target: str
 
 
+class Snapshot(ABC):
+    """The files of a sandbox as they were at its end, for any number of others to start from."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let no more sandboxes start from it. Those that did keep the files. Idempotent and shielded."""
+
+
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
     """The specification of one sandbox. A limit of None is the provider's default."""
 
     image: str | None = None
     """A name, a path or a reference; None is the provider's default image."""
+
+    snapshot: Snapshot | None = None
+    """The files to start from, made with the same image; what they take up counts toward no limit of this sandbox."""
 
     network: Network = "none"
     memory_bytes: int | None = None

@@ -4,9 +4,10 @@ import socket
 import subprocess
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from sandboxes.contract import (
     SandboxInfo,
     SandboxProvider,
     SandboxSpec,
+    Snapshot,
     SweepReport,
 )
 from sandboxes.egress.host import EgressHost, ProxyOwner, SocketHandover
@@ -32,6 +34,7 @@ from sandboxes.host.uid_leases import UserLease
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits, raise_open_files
 from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watchdog import Watchdog
+from sandboxes.providers.layers import FileLayer
 from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses, ServiceResources
 from sandboxes.reclaim.run_folders import RunFolder
@@ -100,6 +103,10 @@ class LaunchPlan:
     """The command that starts every program inside."""
     lease: UserLease | None = None
     """The lease of `user`, if no other sandbox uses it."""
+    layers: tuple[FileLayer, ...] = ()
+    """The files that the sandbox starts from besides its image, the newest first."""
+    make_snapshot: Callable[[LauncherResources], Snapshot] | None = None
+    """Makes a snapshot of the sandbox while its launcher is alive; None if it cannot be made here."""
     answers: bool = False
     """Whether the control shell answers on a separate pipe, because its standard input is one-way."""
 
@@ -147,6 +154,9 @@ class HostProvider(SandboxProvider):
             folder.create(plan.user, plan.group)
             group = self.groups().create(folder.id, plan.limits)
             resources = self._resources_of(plan, folder, group)
+            for layer in plan.layers:
+                layer.hold()
+                resources.before_release.push_async_callback(layer.release)
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
@@ -252,6 +262,7 @@ class HostProvider(SandboxProvider):
             python=plan.python,
             start_timeout=self._start_timeout,
             listener=listener,
+            make_snapshot=None if plan.make_snapshot is None else partial(plan.make_snapshot, resources),
         )
 
     @property
@@ -333,7 +344,10 @@ def _launch(
                 env={**env, "LAUNCH_GROUPS": entries},
                 cwd="/",
                 start_new_session=True,
-                pass_fds=[handover.descriptor] if handover is not None else [],
+                pass_fds=[
+                    *([handover.descriptor] if handover is not None else []),
+                    *(descriptor for layer in plan.layers for descriptor in layer.descriptors),
+                ],
             )
         if handover is not None:
             handover.close_remote_end()

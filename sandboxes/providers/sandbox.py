@@ -37,10 +37,12 @@ from sandboxes.contract import (
     Sandbox,
     SandboxInfo,
     SandboxSpec,
+    Snapshot,
 )
 from sandboxes.errors import (
     LimitExceededError,
     SandboxClosedError,
+    SandboxConfigError,
     SandboxError,
     SandboxStartError,
     SessionDiedError,
@@ -86,6 +88,8 @@ class LaunchedSandbox:
     start_timeout: float
     listener: socket.socket | None = None
     """The socket for the sandbox's owner."""
+    make_snapshot: Callable[[], Snapshot] | None = None
+    """Makes the files a snapshot, while the sandbox runs; None if this is not possible here."""
 
 
 class ControlledSandbox(Sandbox):
@@ -303,6 +307,20 @@ class ControlledSandbox(Sandbox):
 
     async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
         await self._files.import_(parent, tar)
+
+    async def snapshot(self) -> Snapshot:
+        if (make := self._launched.make_snapshot) is None:
+            raise SandboxConfigError(
+                f"no snapshot of a sandbox of {self._launched.image!r} can be made here",
+                hint="sandboxes need Apptainer, unpacked images, and a kernel and user that may mount overlays",
+            )
+        await self.end_processes()
+        try:
+            snapshot = make()
+        except OSError as error:
+            raise self._make_ended_error() from error
+        await self.close()
+        return snapshot
 
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):

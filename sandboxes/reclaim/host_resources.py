@@ -157,6 +157,8 @@ class LauncherResources:
         self.process: subprocess.Popen[bytes] | None = None
         self.lease: UserLease | None = None
         """The lease of the host user that only this sandbox runs as."""
+        self.keeps_files = False
+        """Whether the folder stays, since a snapshot of the sandbox has become its owner."""
         self.before_release = AsyncExitStack()
         """Parts of the sandbox that must end before the launcher is waited for."""
 
@@ -206,4 +208,6 @@ class LauncherResources:
         if remove_groups(paths, GROUP_SECONDS):
             if self.lease is not None:
                 self.lease.release()
+            if self.keeps_files:
+                return
             remove_tree(self._folder.path, time.monotonic() + REMOVE_SECONDS)

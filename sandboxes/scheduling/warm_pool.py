@@ -164,6 +164,9 @@ class WarmPool(SandboxProvider):
                 while self._warm:
                     ends.start_soon(self._end, self._warm.pop())
 
+    async def takes_snapshots(self, spec: SandboxSpec) -> bool:
+        return await self._provider.takes_snapshots(spec)
+
     async def identity(self, spec: SandboxSpec) -> str:
         return await self._provider.identity(spec)
 
@@ -209,7 +212,8 @@ class WarmPool(SandboxProvider):
         identity = await self._provider.identity(spec)
         kept = replace(spec, label="")
         kind = _make_kind(kept, identity)
-        if self._config.size and spec.lifetime_seconds is None:  # a lifetime begins with the start
+        lasts = spec.lifetime_seconds is None and spec.snapshot is None  # a lifetime begins with the start
+        if self._config.size and lasts:
             demand = self._demands.pop(kind, None) or _Demand(kept, 0.0)
             demand.wanted_at = self._clock()
             rebuilt = [

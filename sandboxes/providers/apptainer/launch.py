@@ -15,6 +15,9 @@ Environment variables are its instructions:
   LAUNCH_NETWORK      "1": a separate network, whose loopback is up
   LAUNCH_IMAGE        the image, shown at "image" in LAUNCH_SPACE
   LAUNCH_OVERLAY      "1": a writable overlay on the image, at "root" in LAUNCH_SPACE
+  LAUNCH_LAYERS       what other sandboxes wrote, to lie between the image and the overlay, newest first: for each
+                      a line "MOUNTS USERS OWNER SPACE" with descriptors of its mount and user namespaces (-1: the
+                      host's users), the owner of its files, and its LAUNCH_SPACE
   LAUNCH_POINTS       paths inside that Apptainer mounts something on, one per line; a folder ends with "/"
   LAUNCH_LISTENER     a descriptor of a Unix socket that listening sockets of that network are sent to
   LAUNCH_PORTS        the ports they listen on, on 127.0.0.1
@@ -28,7 +31,7 @@ and as root:
 """
 
 # pathlib takes longer to import than all of this to run.
-# ruff: noqa: PTH101, PTH102, PTH106, PTH110, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123
+# ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH110, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123, PTH208, SIM105
 
 import ctypes
 import fcntl
@@ -79,7 +82,7 @@ LIMITS = {
 They are never above the host's. No process dumps core, since the host's handler could store it on the host's disk, and
 none gains priority over others.
 """
-OVERLAY = "lowerdir=image,upperdir=data/upper,workdir=data/work,xino=on"
+OVERLAY = "lowerdir={lower},upperdir=data/upper,workdir=data/work,xino=on"
 """The layers, named relative to the space: a name may not contain a comma or a colon."""
 MARK = "overlay.rollout"
 LINKS = 40
@@ -293,13 +296,72 @@ class MountAttributes(ctypes.Structure):
 
 def bind_mapped(source: str, target: str, namespace: int) -> None:
     """Bind a folder read-only where the sandbox's user can reach it, with owners mapped by the namespace."""
-    os.mkdir(target)
     tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | AT_RECURSIVE)
-    told = MountAttributes(MOUNT_ATTR_RDONLY | MOUNT_ATTR_IDMAP, 0, 0, namespace)
+    attach_tree(tree, target, namespace)
+
+
+def attach_tree(tree: int, target: str, namespace: "int | None") -> None:
+    """Mount a detached tree read-only, with owners mapped by the namespace if there is one, and close it."""
+    os.mkdir(target)
+    flags = MOUNT_ATTR_RDONLY | (MOUNT_ATTR_IDMAP if namespace is not None else 0)
+    told = MountAttributes(flags, 0, 0, namespace or 0)
     size = ctypes.sizeof(told)
     call("syscall", MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH | AT_RECURSIVE, ctypes.byref(told), size)
     call("syscall", MOVE_MOUNT, tree, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH)
     os.close(tree)
+
+
+def move_files(upper: str, layer: str) -> None:
+    """Move what a sandbox wrote to a folder beside it; several launchers may do this at once.
+
+    The sandbox's overlay cannot be unmounted, because Apptainer's namespace locks it, and the folder of an overlay that
+    is mounted must not become a layer of another.
+    """
+    found = os.stat(upper)
+    try:
+        os.mkdir(layer)
+    except FileExistsError:
+        pass
+    os.chown(layer, found.st_uid, found.st_gid)
+    os.chmod(layer, stat.S_IMODE(found.st_mode))
+    for name in os.listdir(upper):
+        try:
+            os.rename(f"{upper}/{name}", f"{layer}/{name}")
+        except FileNotFoundError:
+            pass
+
+
+def copy_layer(mounts: int, users: int, space: str) -> int:
+    """Return a detached copy of the mount with what a sandbox wrote, in which nothing runs any more.
+
+    A child enters that sandbox's namespaces, since whoever is not root cannot come back from them.
+    """
+    import socket  # takes half as long as all the rest, and few sandboxes need it
+
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if users >= 0:
+                call("setns", users, CLONE_NEWUSER)
+            call("setns", mounts, CLONE_NEWNS)
+            layer = f"{space}/data/layer"
+            move_files(f"{space}/data/upper", layer)
+            tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(layer), OPEN_TREE_CLONE)
+            socket.send_fds(theirs, [b"layer"], [tree])
+            status = 0
+        except OSError as error:
+            sys.stderr.write(f"launch: {error}\n")
+        finally:
+            os._exit(status)
+    theirs.close()
+    with ours:
+        _, found, _, _ = socket.recv_fds(ours, 16, 1)
+    os.waitpid(child, 0)
+    if not found:
+        raise OSError("the files of the snapshot cannot be reached")
+    return found[0]
 
 
 def bind(source: str, target: str) -> None:
@@ -317,32 +379,37 @@ def bind_image(image: str, target: str) -> None:
     mount(image, target, None, MS_BIND | MS_REC)
 
 
-def overlay_options() -> str:
-    """Return the options for an overlay whose upper layer lies on this space.
+def overlay_options(lower: "list[str]") -> str:
+    """Return the options for an overlay on these layers, uppermost first, whose upper layer lies on this space.
 
     The overlay notes in extended attributes which folders hide those of the image, and where they came from. Without a
     place for its notes it would still mount, but removing or renaming a folder of the image would fail with EIO. The
     attributes that the host's root may set also let folders be renamed; others can only use those of users, which
     tmpfs has since Linux 6.6.
     """
+    overlay = OVERLAY.format(lower=":".join(lower))
     try:
         os.setxattr("data", f"trusted.{MARK}", b"")
     except OSError as error:
         if error.errno != EPERM:
             raise
         os.setxattr("data", f"user.{MARK}", b"")
-        return f"{OVERLAY},userxattr"
-    return f"{OVERLAY},redirect_dir=on"
+        return f"{overlay},userxattr"
+    return f"{overlay},redirect_dir=on"
 
 
-def mount_overlay(space: str, user: int, group: int) -> None:
-    """Mount a writable overlay on "image" at "root". Nothing inside can change its layers except through it."""
+def mount_overlay(space: str, user: int, group: int, layers: int) -> None:
+    """Mount a writable overlay on "image" and the layers at "root".
+
+    Nothing inside can change what lies below except through it.
+    """
     os.chdir(space)
     for name in ("root", "data/upper", "data/work"):
         os.mkdir(name)
-    os.chmod("data/upper", stat.S_IMODE(os.stat("image").st_mode))
+    lower = [*(f"layer{number}" for number in range(layers)), "image"]
+    os.chmod("data/upper", stat.S_IMODE(os.stat(lower[0]).st_mode))
     os.chown("data/upper", user, group)
-    mount("overlay", "root", "overlay", MS_NOSUID | MS_NODEV, overlay_options())
+    mount("overlay", "root", "overlay", MS_NOSUID | MS_NODEV, overlay_options(lower))
     os.chdir("/")
 
 
@@ -414,6 +481,7 @@ class ApptainerLaunch:
         for file in self._told.get("GROUPS", "").splitlines():
             write(file, str(os.getpid()))
         leave_keyring()
+        layers = self._copy_layers()
         self._enter_namespaces()
         if "NETWORK" in self._told:
             raise_loopback()
@@ -431,11 +499,33 @@ class ApptainerLaunch:
             self._bind_sources()
         elif "IMAGE" in self._told:
             bind_image(self._told["IMAGE"], f"{self._space}/image")
+        for number, (tree, owner) in enumerate(layers):
+            self._attach_layer(tree, owner, f"{self._space}/layer{number}")
         if "OVERLAY" in self._told:
-            self._mount_overlay()
+            self._mount_overlay(len(layers))
         write(f"{self._space}/hosts", HOSTS)
         os.chown(f"{self._space}/hosts", self._user, self._group)
         self._drop_rights()
+
+    def _copy_layers(self) -> "list[tuple[int, int]]":
+        """Return the trees of the layers, each with the owner of its files."""
+        found = []
+        for line in self._told.get("LAYERS", "").splitlines():
+            mounts, users, owner, space = line.split(" ", 3)
+            found.append((copy_layer(int(mounts), int(users), space), int(owner)))
+            os.close(int(mounts))
+            if int(users) >= 0:
+                os.close(int(users))
+        return found
+
+    def _attach_layer(self, tree: int, owner: int, target: str) -> None:
+        """Show what another sandbox wrote, whose user was another of the host if the service is root."""
+        if not self._root or owner == self._user:
+            attach_tree(tree, target, None)
+            return
+        namespace = make_id_mapping(owner, self._user)
+        attach_tree(tree, target, namespace)
+        os.close(namespace)
 
     def _enter_namespaces(self) -> None:
         """Enter the namespaces. Root's belong to the host's user namespace, where nobody inside has any rights."""
@@ -472,8 +562,8 @@ class ApptainerLaunch:
             os.rmdir(target)
             bind(source, target)  # the file system cannot map owners: bind it as it is
 
-    def _mount_overlay(self) -> None:
-        mount_overlay(self._space, self._user, self._group)
+    def _mount_overlay(self, layers: int) -> None:
+        mount_overlay(self._space, self._user, self._group, layers)
         for path in self._told.get("POINTS", "").splitlines():
             make_point(f"{self._space}/root", path, self._user, self._group)
 

@@ -34,6 +34,8 @@ PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
 OVERLAYS_OF_MAPPED = (5, 19)
 """The first kernel whose overlays may lie on mounts with mapped owners."""
+MAPPED_TMPFS = (6, 3)
+"""The first kernel that shows a tmpfs with mapped owners."""
 POINTS = ("/dev/", "/proc/", "/sys/", "/etc/hosts", "/etc/resolv.conf")
 """The paths on which Apptainer mounts something in every image; a folder ends with "/"."""
 NAMESPACES_HINT = (
@@ -98,6 +100,7 @@ class Launcher:
         overlay: bool,
         points: Sequence[str],
         binds: Sequence[str],
+        layers: Sequence[str],
         user: int | None = None,
     ) -> dict[str, str]:
         """Return the variables that instruct `launch.py`.
@@ -110,6 +113,7 @@ class Launcher:
             overlay: whether it mounts the overlay; see `can_overlay`.
             points: the paths inside that Apptainer mounts something on besides `POINTS`.
             binds: the sources of binds on the host.
+            layers: the instructions for what lies between the image and the overlay, the newest first.
             user: a user that only this sandbox runs as.
         """
         conf = str(space / "conf")
@@ -129,6 +133,8 @@ class Launcher:
             told["LAUNCH_IMAGE"] = str(image)
         if overlay:
             told |= {"LAUNCH_OVERLAY": "1", "LAUNCH_POINTS": "\n".join((*POINTS, *points))}
+        if layers:
+            told["LAUNCH_LAYERS"] = "\n".join(layers)
         return told
 
     def image_path(self, image: Path, space: Path, *, overlay: bool) -> Path:
@@ -212,6 +218,11 @@ class Launcher:
         if not unpack:
             return self.root or self._fakeroot
         return self.can_overlay(unpacked if unpacked.is_dir() else SCRIPT.parent)
+
+    @property
+    def can_map_files(self) -> bool:
+        """Whether what one sandbox wrote can be shown to another that runs as another user of the host."""
+        return _kernel_version() >= MAPPED_TMPFS
 
     def can_map(self, folder: Path, user: int) -> bool:
         """Return whether a folder can be mounted with another owner. Tried once per file system, in 30 ms.

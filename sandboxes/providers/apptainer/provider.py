@@ -13,7 +13,7 @@ limit holds for each process and the disk limit for each file, and a list of hos
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -32,6 +32,8 @@ from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, EgressPlan, HostProvider, LaunchPlan
+from sandboxes.providers.layers import FileLayer, LayeredSnapshot
+from sandboxes.reclaim.host_resources import LauncherResources
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT
 
@@ -168,8 +170,14 @@ class ApptainerProvider(HostProvider):
             # Without control groups, limit each process separately.
             "0" if "memory" in self._groups.enforced else str((limits.memory_bytes or 0) // 1024),
         ]
-        # This is the last wait: once there is a plan, a cancelled start returns the lease.
+        # This is the last wait: once there is a plan, a cancelled start returns the lease, and holds the layers.
         lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
+        try:
+            layers = self._layers_of(spec, prepared.image)
+        except BaseException:
+            if lease is not None:
+                lease.release()
+            raise
         user = self._user if lease is None else lease.number
         return LaunchPlan(
             argv=self.launcher.make_command(command),
@@ -181,6 +189,7 @@ class ApptainerProvider(HostProvider):
                 overlay=overlay,
                 points=[f"{PIPES}/", f"{SOCKETS}/", *map(_mount_point, spec.read_only_binds)],
                 binds=[bind.source for bind in spec.read_only_binds],
+                layers=[layer.instruction for layer in layers],
                 user=None if lease is None else user,
             ),
             image=name,
@@ -199,7 +208,44 @@ class ApptainerProvider(HostProvider):
             | _proxy_env(allowed),
             egress=self._plan_egress(allowed),
             listens=("sandbox" if listens_inside else "host") if spec.listens else None,
+            layers=layers,
+            make_snapshot=partial(self._snapshot, folder, prepared.image, user, layers)
+            if self._keeps_files(prepared.image)
+            else None,
         )
+
+    async def takes_snapshots(self, spec: SandboxSpec) -> bool:
+        prepared = await self.prepared_images.prepare(spec.image or self._config.image)
+        return await anyio.to_thread.run_sync(self._keeps_files, prepared.image)
+
+    def _keeps_files(self, image: Path) -> bool:
+        """Return whether sandboxes of an image can become snapshots."""
+        return self.launcher.can_overlay(image) and (self.launcher.can_map_files or not self._has_users(image))
+
+    @staticmethod
+    def _layers_of(spec: SandboxSpec, image: Path) -> tuple[FileLayer, ...]:
+        """Return the layers that a sandbox starts from."""
+        if spec.snapshot is None:
+            return ()
+        if isinstance(spec.snapshot, LayeredSnapshot):
+            return spec.snapshot.layers_on(image)
+        raise SandboxConfigError("the snapshot is one of another provider")
+
+    def _snapshot(
+        self,
+        folder: RunFolder,
+        image: Path,
+        user: int,
+        below: tuple[FileLayer, ...],
+        resources: LauncherResources,
+    ) -> LayeredSnapshot:
+        launcher = resources.pid
+        if launcher is None:
+            raise ProcessLookupError("the launcher has ended")
+        layer = FileLayer(folder, launcher, user, has_users=not self.launcher.root)
+        snapshot = LayeredSnapshot(image, (layer, *below))
+        resources.keeps_files = True
+        return snapshot
 
     def _plan_egress(self, allowed: AllowList | None) -> EgressPlan | None:
         if allowed is None:

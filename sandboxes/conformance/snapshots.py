@@ -1,0 +1,157 @@
+"""Snapshots: what a sandbox leaves is what others start from, and these are sandboxes like any other."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import anyio
+
+from sandboxes.conformance.expectations import Check, expect, expect_error
+from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec, Snapshot
+from sandboxes.errors import SandboxClosedError, SandboxConfigError
+
+PREPARE = r"""
+set -e
+mkdir -p kept/deep gone; echo first >kept/file; ln kept/file kept/hard; ln -s file kept/link
+chmod 0640 kept/file; chmod 2750 kept/deep; touch -d @1000000000 kept/old; printf 'a\0b' >kept/bytes
+echo volatile >/dev/shm/volatile; (sleep 100 >/dev/null 2>&1 &)
+"""
+LOOK = r"""
+cat kept/file; readlink kept/link; stat -c '%a %h' kept/file kept/deep; stat -c %Y kept/old; od -An -c kept/bytes
+ls /dev/shm; ls -d gone
+"""
+SEEN = ("first", "file", "640 2", "2750 2", "1000000000", "a \\0 b", "gone")
+CHANGE = "echo changed >kept/file; rm kept/link; rmdir gone; mv kept moved; ls"
+
+IMAGE_CHANGES = r"""
+set -e
+folder=$(find /usr/share /usr/lib -mindepth 1 -maxdepth 1 -type d ! -name 'lib*' ! -name python3 | sort | head -n 1)
+rm -r "$folder"; echo "$folder"
+"""
+
+ALIKE = r"""
+id; umask; ulimit -a | grep -v processes; pwd; env | sort | grep -v -e ^_= -e ROLLOUT_SANDBOX
+grep -e Cap -e NoNewPrivs -e Seccomp: /proc/self/status; cat /proc/self/uid_map /proc/self/gid_map
+awk '{ gsub(/(lowerdir|size|uid)=[^,]*/, "", $4); print $2, $3, $4 }' /proc/mounts | sort
+ls /dev /proc/sys/user; cut -d: -f1 /proc/net/dev; cat /proc/1/comm; stat -c '%A %U %G %n' / /tmp /dev/shm
+unshare --user true; mount -t tmpfs none /mnt; mknod device c 1 3; kill -0 1
+"""
+"""Prints the walls around code inside, as it sees them."""
+
+
+@asynccontextmanager
+async def _snapshot(sandbox: Sandbox, provider: SandboxProvider) -> AsyncIterator[Snapshot | None]:
+    """Yield a snapshot of the sandbox; None, once it is seen to be refused, if the provider takes none."""
+    if not await provider.takes_snapshots(sandbox.spec):
+        await expect_error(SandboxConfigError, sandbox.snapshot())
+        expect((await sandbox.exec(["true"])).exit_code == 0, "the sandbox has ended")
+        yield None
+        return
+    snapshot = await sandbox.snapshot()
+    try:
+        yield snapshot
+    finally:
+        with anyio.CancelScope(shield=True):
+            await snapshot.close()
+
+
+def _from(snapshot: Snapshot, sandbox: Sandbox) -> SandboxSpec:
+    return replace(sandbox.spec, snapshot=snapshot)
+
+
+async def _said(sandbox: Sandbox, script: str) -> str:
+    done = await sandbox.exec(["bash", "-c", script])
+    return done.stdout.decode() + done.stderr.decode()
+
+
+async def snapshot_has_files(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """A snapshot ends its sandbox; others start from its files, with modes, links and times, and without processes."""
+    await _said(sandbox, PREPARE)
+    async with _snapshot(sandbox, provider) as snapshot:
+        if snapshot is None:
+            return
+        await expect_error(SandboxClosedError, sandbox.exec(["true"]))
+        async with await provider.start(_from(snapshot, sandbox)) as other:
+            found = [" ".join(line.split()) for line in (await _said(other, LOOK)).splitlines()]
+            expect(tuple(found) == SEEN, found)
+            expect(await other.list_running() == [], await other.list_running())
+
+
+async def snapshot_is_shared(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """No other sandbox that starts from the same snapshot, then or later, sees the changes of one."""
+    await _said(sandbox, PREPARE)
+    async with _snapshot(sandbox, provider) as snapshot:
+        if snapshot is None:
+            return
+        async with (
+            await provider.start(_from(snapshot, sandbox)) as first,
+            await provider.start(_from(snapshot, sandbox)) as second,
+        ):
+            expect(await _said(first, CHANGE) == "moved\n", "the files cannot be changed")
+            expect(
+                await _said(second, "ls; cat kept/file") == "gone\nkept\nfirst\n",
+                await _said(second, "ls"),
+            )
+        async with await provider.start(_from(snapshot, sandbox)) as third:
+            expect(
+                await _said(third, "ls; cat kept/file kept/link") == "gone\nkept\nfirst\nfirst\n", "changed"
+            )
+
+
+async def snapshot_of_snapshot(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """A sandbox that started from a snapshot can become one, which outlives the first; removed files stay away."""
+    removed = (await _said(sandbox, PREPARE + IMAGE_CHANGES)).strip()
+    async with _snapshot(sandbox, provider) as snapshot:
+        if snapshot is None:
+            return
+        second = await provider.start(_from(snapshot, sandbox))
+        expect(await _said(second, f"{CHANGE}; ls -d {removed} 2>&1 | wc -l") == "moved\n1\n", removed)
+        async with _snapshot(second, provider) as later:
+            await snapshot.close()
+            if later is None:
+                raise AssertionError("it took a snapshot of the first")
+            async with await provider.start(_from(later, sandbox)) as third:
+                gone = f"kept gone moved/link {removed}"
+                script = f"cat moved/file; stat -c %Y moved/old; ls -d {gone} 2>/dev/null"
+                found = await _said(third, script)
+                expect(found == "changed\n1000000000\n", found)
+
+
+async def snapshot_closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """No sandbox starts from a closed snapshot; one that did keeps its files. Closing is idempotent."""
+    await _said(sandbox, PREPARE)
+    async with _snapshot(sandbox, provider) as snapshot:
+        if snapshot is None:
+            return
+        async with await provider.start(_from(snapshot, sandbox)) as other:
+            await snapshot.close()
+            await snapshot.close()
+            await expect_error(SandboxClosedError, provider.start(_from(snapshot, sandbox)))
+            expect(await _said(other, "cat kept/hard") == "first\n", await _said(other, "ls -R"))
+            await other.end_processes()
+            found = await _said(other, "echo more >>kept/file; cat kept/file")
+            expect(found == "first\nmore\n", found)
+
+
+async def snapshot_is_walled(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """A sandbox that started from a snapshot has the rights, limits, mounts and network of any other."""
+    plain = await _said(sandbox, ALIKE)
+    async with _snapshot(sandbox, provider) as snapshot:
+        if snapshot is None:
+            return
+        async with await provider.start(_from(snapshot, sandbox)) as other:
+            found = await _said(other, ALIKE)
+            different = set(found.splitlines()) ^ set(plain.splitlines())
+            expect(not different, sorted(different))
+            bash, python = await other.bash(), await other.python()
+            expect((await bash.run("echo $((6*7))")).output == "42\n", "bash")
+            expect((await python.execute("6*7")).result == "42", "python")
+
+
+CHECKS: tuple[Check, ...] = (
+    snapshot_has_files,
+    snapshot_is_shared,
+    snapshot_of_snapshot,
+    snapshot_closes,
+    snapshot_is_walled,
+)

@@ -1,0 +1,117 @@
+"""Snapshots of files: what one sandbox wrote becomes a layer below others, without a copy.
+
+The files stay where they are, in a file system in memory that exists only among the mounts of the sandbox's launcher. A
+layer holds these mounts, and the folder that the file system is mounted on, since removing that would unmount it. The
+launcher of each sandbox that starts from the layer copies the mount; see `apptainer.launch`.
+
+If the service is killed, the kernel frees the memory with the last descriptor, and the reaper removes the folder.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from sandboxes.contract import Snapshot
+from sandboxes.errors import SandboxClosedError, SandboxConfigError
+from sandboxes.reclaim.rmtree import remove_tree
+from sandboxes.reclaim.run_folders import RunFolder
+
+MAX_LAYERS = 32
+"""The most snapshots that one is made from in turn; the kernel allows 500, and each start mounts all of them."""
+REMOVE_SECONDS = 30.0
+
+
+class FileLayer:
+    """The files that one sandbox wrote. They are freed once no snapshot and no sandbox uses them."""
+
+    def __init__(self, folder: RunFolder, launcher: int, owner: int, *, has_users: bool) -> None:
+        """`owner` is the user of the host that the files belong to; `launcher` is the process that mounted them.
+
+        `has_users` tells whether it has a user namespace of its own.
+
+        Raises:
+            OSError: The launcher has ended.
+        """
+        self._folder = folder
+        self._owner = owner
+        self._uses = 0
+        self._namespaces: list[int] = []
+        try:
+            for name in ("mnt", "user") if has_users else ("mnt",):
+                self._namespaces.append(os.open(f"/proc/{launcher}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            self._close()
+            raise
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that a launcher needs for `instruction`."""
+        return list(self._namespaces)
+
+    @property
+    def instruction(self) -> str:
+        """The line that describes the layer to a launcher."""
+        mounts, users = (*self._namespaces, -1)[:2]
+        return f"{mounts} {users} {self._owner} {self._folder.overlay}"
+
+    def hold(self) -> None:
+        """Count one more use."""
+        self._uses += 1
+
+    async def release(self) -> None:
+        """End a use; the last one frees the files."""
+        self._uses -= 1
+        if self._uses == 0:
+            self._close()
+            deadline = time.monotonic() + REMOVE_SECONDS
+            await anyio.to_thread.run_sync(remove_tree, self._folder.path, deadline)
+
+    def _close(self) -> None:
+        while self._namespaces:
+            os.close(self._namespaces.pop())
+
+
+class LayeredSnapshot(Snapshot):
+    """The layers that a sandbox had above its image."""
+
+    def __init__(self, image: Path, layers: Sequence[FileLayer]) -> None:
+        """`layers` are the newest first, above this image on the host.
+
+        Raises:
+            SandboxConfigError: There are too many layers.
+        """
+        self._image, self._layers, self._closed = image, tuple(layers), False
+        if len(layers) > MAX_LAYERS:
+            raise SandboxConfigError(
+                f"a snapshot can be made from at most {MAX_LAYERS - 1} earlier ones in turn",
+                hint="start the sandbox from its image, or from an earlier snapshot",
+            )
+        for layer in self._layers:
+            layer.hold()
+
+    def layers_on(self, image: Path) -> tuple[FileLayer, ...]:
+        """Return the layers for a sandbox of an image, the newest first.
+
+        Raises:
+            SandboxClosedError: The snapshot is closed.
+            SandboxConfigError: The snapshot was made with another image, or another build of it.
+        """
+        if self._closed:
+            raise SandboxClosedError("the snapshot has been closed")
+        if image != self._image:
+            raise SandboxConfigError(
+                f"the snapshot was made with the image {self._image}, not with {image}",
+                hint="make it again: the image was built anew since then",
+            )
+        return self._layers
+
+    async def close(self) -> None:
+        closed, self._closed = self._closed, True
+        if not closed:
+            with anyio.CancelScope(shield=True):
+                for layer in self._layers:
+                    await layer.release()
