@@ -145,7 +145,7 @@ class _Probe(Environment):
             )
         begun = time.perf_counter()
         with anyio.fail_after(episode.limits.init_seconds):
-            await self._environment.init(episode)
+            await self._environment.set_up(episode)
         self.record.init_seconds = time.perf_counter() - begun
 
     async def run(self, episode: Episode) -> StopReason:

@@ -290,6 +290,9 @@ class Environment(ABC):
     `tools`: `init` and the recorded tool calls recreate the sandbox that it looks at. `never`: it looks at something
     that they do not recreate, such as a service elsewhere."""
 
+    shares_setup: bool = False
+    """Whether `prepare` does the same for all rollouts of an instance, and what it does is in files."""
+
     has_solution: bool = False
     """Whether `solve` can act as a perfect agent, for checks of the grading."""
 
@@ -336,8 +339,21 @@ class Environment(ABC):
         _ = instance  # a working default: all tasks have the same
         return self
 
+    async def prepare(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing is shared
+        """Prepare the files of the sandbox that all rollouts of the instance may share, before `init`.
+
+        With `shares_setup`, a node runs this for one of the rollouts that it works on, and the others start from the
+        files that it left and with copies of `episode.state`. Its processes are ended. It must not use the policy.
+        """
+
     async def init(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing to prepare
-        """Prepare the sandbox for the agent."""
+        """Prepare the sandbox for the agent, in every rollout."""
+
+    async def set_up(self, episode: Episode, *, is_prepared: bool = False) -> None:
+        """Run `prepare`, unless the sandbox started from its files, then `init`."""
+        if not is_prepared:
+            await self.prepare(episode)
+        await self.init(episode)
 
     def tool_definitions(self) -> list[ToolSpec]:
         """Return the definitions of the policy's tools in the OpenAI function format; the same for all of its turns."""

@@ -36,6 +36,8 @@ def findings(declaration: Declaration, files: Sequence[PackedFile]) -> Iterator[
 def _commands(declaration: Declaration) -> Iterator[tuple[str, str]]:
     if declaration.init is not None:
         yield "[init] command", declaration.init.command
+        if declaration.init.each:
+            yield "[init] each", declaration.init.each
     yield "[evaluate] command", declaration.evaluate.command
 
 
@@ -91,7 +93,7 @@ class Solving(Environment):
         return Solving(self._environment.for_instance(instance))
 
     async def init(self, episode: Episode) -> None:
-        await self._environment.init(episode)
+        await self._environment.set_up(episode)
 
     async def run(self, episode: Episode) -> StopReason:
         return await self._environment.solve(episode)

@@ -165,8 +165,8 @@ class HostSecrets:
             ) from None
 
 
-async def initialize(environment: Environment, episode: Episode, secrets: HostSecrets) -> None:
-    """Prepare the sandbox with the secrets of `[init]`, and leave no process that has them to the agent.
+async def prepare(environment: Environment, episode: Episode, secrets: HostSecrets) -> None:
+    """Prepare the files that rollouts share, with the secrets of `[init]`.
 
     Raises:
         SecretMissingError: A secret cannot be read.
@@ -174,7 +174,23 @@ async def initialize(environment: Environment, episode: Episode, secrets: HostSe
     """
     secrets.give(episode, environment.spec, "[init]")
     try:
-        await environment.init(episode)
+        await environment.prepare(episode)
+    finally:
+        episode.secrets = {}
+
+
+async def initialize(
+    environment: Environment, episode: Episode, secrets: HostSecrets, *, is_prepared: bool = False
+) -> None:
+    """Set the sandbox up with the secrets of `[init]`, and leave no process that has them to the agent.
+
+    Raises:
+        SecretMissingError: A secret cannot be read.
+        EnvironmentFailedError: The preparation failed.
+    """
+    secrets.give(episode, environment.spec, "[init]")
+    try:
+        await environment.set_up(episode, is_prepared=is_prepared)
     finally:
         episode.secrets = {}
     if environment.spec.init_secrets and episode.sandbox is not None:

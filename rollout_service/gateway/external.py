@@ -93,10 +93,14 @@ class ExternallyDriven(Environment):
         self._agents = agents
         self._reward: Score | None = None
         self.spec: EnvironmentSpec = environment.spec.model_copy(update={"tools": []})
+        self.shares_setup = environment.shares_setup
         self.replayable: Replayable = "never"
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         self._environment.check(instance)
+
+    async def prepare(self, episode: Episode) -> None:
+        await self._environment.prepare(episode)
 
     async def init(self, episode: Episode) -> None:
         await self._environment.init(episode)

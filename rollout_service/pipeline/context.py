@@ -14,6 +14,7 @@ from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.fair_slots import DEFAULT_SUBAGENT_SLOTS, FairSlots
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.store.contract import Store
@@ -38,6 +39,8 @@ class EpisodeContext:
     admission: AdmissionController
     metrics: Metrics
     max_attempts: int
+    setups: SharedSetups | None = None
+    """The setups that rollouts share; None if each prepares its own, as in a trial."""
     policies: PolicyServing | None = None
     """Opens the conversations of sub-agents; None in a trial without engines."""
     judge: Judge | None = None

@@ -24,10 +24,10 @@ from rollout_service.activity import current_activity, in_lane, waits_for
 from rollout_service.environments.agent_environment import WORKDIR
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.secrets import HostSecrets
-from rollout_service.episodes import Episode
+from rollout_service.episodes import Episode, require_sandbox
 from rollout_service.pipeline.artifacts import Artifacts, DiskBudget
 from rollout_service.pipeline.stage import Timer
-from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SessionName
+from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SessionName, Snapshot
 from sandboxes.errors import FileMissingError, FileTooLargeError, LimitExceededError, SandboxClosedError
 from sandboxes.scheduling.admission import AdmissionController, Purpose, Ticket
 from sandboxes.sessions.serial_session import open_sessions
@@ -71,6 +71,13 @@ class SandboxSource:
             if image is not None:
                 await self.provider.identity(SandboxSpec(image=image))
 
+    async def snapshot_identity(self, spec: EnvironmentSpec) -> str | None:
+        """Return the identity of an environment's image if its sandboxes can become snapshots, else None."""
+        wanted = SandboxSpec(image=spec.image)
+        if spec.image is None or not await self.provider.takes_snapshots(wanted):
+            return None
+        return await self.provider.identity(wanted)
+
     async def start(
         self,
         spec: EnvironmentSpec,
@@ -78,8 +85,9 @@ class SandboxSource:
         sessions: frozenset[SessionName] = frozenset(),
         *,
         listens: bool = False,
+        snapshot: Snapshot | None = None,
     ) -> Sandbox:
-        """Start a sandbox for an environment; `sessions` are those that will be used.
+        """Start a sandbox for an environment, or from a snapshot of one; `sessions` are those that will be used.
 
         With `listens`, programs inside can connect to this service.
 
@@ -92,6 +100,7 @@ class SandboxSource:
         return await self.provider.start(
             SandboxSpec(
                 image=spec.image,
+                snapshot=snapshot,
                 network=spec.sandbox.network,
                 memory_bytes=spec.sandbox.memory_bytes,
                 max_processes=spec.sandbox.max_processes,
@@ -269,11 +278,14 @@ class EpisodeSandboxes:
         sessions: frozenset[SessionName] = frozenset(),
         *,
         listens: bool = False,
+        snapshot: Snapshot | None = None,
     ) -> None:
         """Start the episode's sandbox, as `SandboxSource.start` does."""
         with timer.sandbox(), waits_for(StepKind.SANDBOX_START, spec.image or "") as step:
             self._episode, self._owner = episode, _AGENT
-            episode.sandbox = await self._source.start(spec, self._label, sessions, listens=listens)
+            episode.sandbox = await self._source.start(
+                spec, self._label, sessions, listens=listens, snapshot=snapshot
+            )
             step.note(sandbox=episode.sandbox.id)
             if (activity := current_activity()) is not None:
                 activity.sandbox = episode.sandbox
@@ -299,6 +311,16 @@ class EpisodeSandboxes:
             earlier, self._artifacts = self._artifacts, None
             with waits_for(StepKind.ARTIFACTS, "checkpoint", sandbox=episode.sandbox.id):
                 self._artifacts = await self._source.keep(episode.sandbox, spec, earlier)
+
+    async def snapshot(self, episode: Episode) -> Snapshot:
+        """End the episode's sandbox, and return its files for others to start from."""
+        sandbox = require_sandbox(episode.sandbox)
+        for reached in sandbox.limits_reached:
+            self._tell(episode, sandbox, reached)
+        with waits_for(StepKind.SANDBOX_END, "snapshot", sandbox=sandbox.id):
+            snapshot = await sandbox.snapshot()
+        episode.sandbox = None
+        return snapshot
 
     async def open_sessions(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:
         """Open the agent's sessions, which spares its first call the wait."""

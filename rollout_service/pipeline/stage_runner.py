@@ -21,7 +21,7 @@ from rollout_service.base.errors import RequestError, describe
 from rollout_service.base.masking import mask_error
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EvaluateIn
-from rollout_service.environments.secrets import hide, initialize, mask_score
+from rollout_service.environments.secrets import hide, initialize, mask_score, prepare
 from rollout_service.episodes import (
     SANDBOX_ENDED_SCORE,
     Episode,
@@ -33,6 +33,7 @@ from rollout_service.episodes import (
 )
 from rollout_service.pipeline.context import EpisodeContext
 from rollout_service.pipeline.sandbox_source import EpisodeSandboxes
+from rollout_service.pipeline.shared_setup import Setup, setup_key
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.pipeline.subagents import EpisodeSubagents
 from rollout_service.tokens import ToolSpec
@@ -156,21 +157,46 @@ class StageRunner:
             self.episode = episode
             if spec.evaluate_in is EvaluateIn.FRESH:
                 episode.checkpoint = partial(self._sandboxes.keep, episode, spec)
-            if spec.image is not None:
-                listens = self._environment.uses_gateway
-                await self._sandboxes.start(episode, spec, timer, spec.sessions, listens=listens)
+            is_prepared = spec.image is not None and await self._start_sandbox(episode, timer)
             if spec.init_secrets:  # no session may be open when the processes of the init command are ended
-                await self._prepare(episode)
+                await self._set_up(episode, is_prepared)
                 await self._sandboxes.open_sessions(episode, spec, timer)
                 return episode
             async with open_task_group() as tasks:
                 tasks.start_soon(self._sandboxes.open_sessions, episode, spec, timer)
-                await self._prepare(episode)
+                await self._set_up(episode, is_prepared)
         return episode
 
-    async def _prepare(self, episode: Episode) -> None:
+    async def _start_sandbox(self, episode: Episode, timer: Timer) -> bool:
+        """Start the agent's sandbox; return whether it has the files of the environment's `prepare`."""
+        spec, setups = self._environment.spec, self._context.setups
+        start = partial(
+            self._sandboxes.start, episode, spec, timer, spec.sessions, listens=self._environment.uses_gateway
+        )
+        shares = self._environment.shares_setup and setups is not None
+        identity = await self._context.sandboxes.snapshot_identity(spec) if shares else None
+        if setups is None or identity is None:
+            await start()
+            return False
+        key = setup_key(self._environment, episode, identity)
+        async with setups.use(key, partial(self._make_setup, episode, timer)) as setup:
+            if setup is not None:
+                setup.give(episode)
+            await start(snapshot=setup.snapshot if setup is not None else None)
+            return setup is not None
+
+    async def _make_setup(self, episode: Episode, timer: Timer) -> Setup:
+        """Prepare the files of an instance in a sandbox of their own."""
+        await self._sandboxes.start(episode, self._environment.spec, timer)
+        with waits_for(StepKind.SETUP, f"{self._environment.spec.name}, shared"):
+            await prepare(self._environment, episode, self._context.sandboxes.secrets)
+        state, episode.state = episode.state, {}
+        return Setup(await self._sandboxes.snapshot(episode), state)
+
+    async def _set_up(self, episode: Episode, is_prepared: bool) -> None:
         with waits_for(StepKind.SETUP, self._environment.spec.name):
-            await initialize(self._environment, episode, self._context.sandboxes.secrets)
+            secrets = self._context.sandboxes.secrets
+            await initialize(self._environment, episode, secrets, is_prepared=is_prepared)
 
     async def _rollout(self, episode: Episode) -> None:
         seconds, clock = episode.limits.rollout_seconds, episode.clock

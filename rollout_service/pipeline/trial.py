@@ -21,6 +21,7 @@ from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.context import EpisodeContext, Stages
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.stage import Slot, StageLimiter
 from rollout_service.pipeline.stage_runner import StageRunner
 from rollout_service.tokens import ToolSpec
@@ -61,8 +62,11 @@ async def play(
     policy: Policy,
     sandboxes: SandboxSource,
     models: OtherModels = NO_MODELS,
+    setups: SharedSetups | None = None,
 ) -> Trial:
     """Check an instance, set it up, run the agent with the policy, and score the outcome.
+
+    With `setups`, trials of one instance share what its environment lets them share.
 
     Errors of the environment, the policy or a sandbox are raised as they are.
     """
@@ -72,7 +76,7 @@ async def play(
         rollout_id="trial", task=Task(environment=environment.spec.name, instance=instance)
     )
     runner = StageRunner(
-        _context(sandboxes, models),
+        _context(sandboxes, models, setups),
         environment,
         request,
         _OnePolicy(policy),
@@ -107,7 +111,7 @@ class _OnePolicy:
         pass
 
 
-def _context(sandboxes: SandboxSource, models: OtherModels) -> EpisodeContext:
+def _context(sandboxes: SandboxSource, models: OtherModels, setups: SharedSetups | None) -> EpisodeContext:
     """Return a context with room for one episode and its sub-agents, which nothing holds back."""
     metrics = Metrics()
     init, rollout, evaluate = (StageLimiter(stage, places=1, workers=1, metrics=metrics) for stage in Stage)
@@ -115,6 +119,7 @@ def _context(sandboxes: SandboxSource, models: OtherModels) -> EpisodeContext:
     return EpisodeContext(
         stages=Stages(init, rollout, evaluate),
         sandboxes=sandboxes,
+        setups=setups,
         admission=AdmissionController(controller, HostReader().read, ceiling=SANDBOXES),
         metrics=metrics,
         max_attempts=1,

@@ -25,7 +25,7 @@ from rollout_service.episodes import Episode, PolicyTurn, Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import Sandbox, SessionName
+from sandboxes import Sandbox, SessionName, Snapshot
 from sandboxes.errors import SandboxError
 
 ATTACK_SECONDS = 60.0
@@ -205,7 +205,7 @@ class _WithoutProgram(Environment):
         self._environment.check(instance)
 
     async def init(self, episode: Episode) -> None:
-        await self._environment.init(episode)
+        await self._environment.set_up(episode)
 
     async def run(self, episode: Episode) -> StopReason:
         turn = await episode.policy.respond([], max_tokens=episode.limits.max_turn_tokens)
@@ -234,8 +234,9 @@ class _AgentSandboxRecorder(SandboxSource):
         sessions: frozenset[SessionName] = frozenset(),
         *,
         listens: bool = False,
+        snapshot: Snapshot | None = None,
     ) -> Sandbox:
-        sandbox = await self._sandboxes.start(spec, label, sessions, listens=listens)
+        sandbox = await self._sandboxes.start(spec, label, sessions, listens=listens, snapshot=snapshot)
         self.agent = self.agent or sandbox
         return sandbox
 

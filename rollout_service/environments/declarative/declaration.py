@@ -55,6 +55,17 @@ class InitTable(EnvironmentSettings):
     secrets: Secrets = {}
     """Variables of this command alone, with values that are shown nowhere; processes that it leaves running are
     ended."""
+    shared: bool = False
+    """Whether the command leaves only files, the same for all rollouts of an instance: a node then runs it for one of
+    them, and the others start from a copy of its files. Processes that it leaves running are ended."""
+    each: str | None = Field(None, min_length=1)
+    """A command that runs in every rollout after the shared one."""
+
+    @model_validator(mode="after")
+    def _each_comes_after_a_shared_command(self) -> Self:
+        if self.each is not None and not self.shared:
+            raise ValueError("`each` needs `shared = true`: without it, `command` runs in every rollout")
+        return self
 
 
 class AuditSolution(EnvironmentSettings):

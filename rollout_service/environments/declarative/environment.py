@@ -88,6 +88,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         if in_image:
             spec = spec.model_copy(update={"binds": {INSIDE: str(empty_folder())}})
         self.replayable = declaration.replayable
+        self.shares_setup = declaration.init is not None and declaration.init.shared
         super().__init__(spec)
         self._declaration = declaration
         files = dataset_files(declaration.dataset, folder)
@@ -97,16 +98,26 @@ class DeclarativeEnvironment(AgentEnvironment):
         self._init_files = _init_files(declaration, self._files)
         self._warnings = list(warnings)
 
+    async def prepare(self, episode: Episode) -> None:
+        if self.shares_setup and (init := self._declaration.init):
+            await self._run_init(episode, init.command)
+
     async def init(self, episode: Episode) -> None:
-        sandbox = episode.require_sandbox()
         await super().init(episode)
         if init := self._declaration.init:
-            files = [instance_file(episode.instance), *self._init_files]
-            place = await SecretFolder.make(sandbox, files, episode)
-            result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
-            require_success("init", init.command, result)
-            await _enter_again(sandbox, self.spec, init.command)
-            await place.remove()
+            if not self.shares_setup:
+                await self._run_init(episode, init.command)
+            elif init.each:
+                await self._run_init(episode, init.each)
+
+    async def _run_init(self, episode: Episode, command: str) -> None:
+        sandbox = episode.require_sandbox()
+        files = [instance_file(episode.instance), *self._init_files]
+        place = await SecretFolder.make(sandbox, files, episode)
+        result = await place.run(command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
+        require_success("init", command, result)
+        await _enter_again(sandbox, self.spec, command)
+        await place.remove()
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         """Reject an instance that lacks a field which the prompts or the agent's program use."""
@@ -396,7 +407,8 @@ def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list
     """Return the files that the init command names, and those listed in `files`."""
     if declaration.init is None:
         return []
-    named = re.findall(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)", declaration.init.command)
+    commands = f"{declaration.init.command}\n{declaration.init.each or ''}"
+    named = re.findall(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)", commands)
     wanted = [*named, *declaration.init.files]
     chosen = {
         file.path: file

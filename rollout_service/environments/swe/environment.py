@@ -115,6 +115,7 @@ class SweTaskEnvironment(AgentEnvironment):
     """One task."""
 
     has_solution = True
+    shares_setup = True
 
     def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str]) -> None:
         """`proven` has the tasks whose tests are known to run; it grows."""
@@ -122,7 +123,7 @@ class SweTaskEnvironment(AgentEnvironment):
         self._task = task
         self._proven = proven
 
-    async def init(self, episode: Episode) -> None:
+    async def prepare(self, episode: Episode) -> None:
         episode.state[START] = await make_ready(episode.require_sandbox(), self._task)
 
     async def run(self, episode: Episode) -> StopReason:

@@ -77,6 +77,12 @@ LOST_LEASES: Final = MetricSpec("rollout_lost_leases_total", "Results discarded 
 REFILL_FAILURES: Final = MetricSpec(
     "rollout_sandbox_refill_failures_total", "Warm sandboxes that could not be started"
 )
+SHARED_SETUPS: Final = MetricSpec(
+    "rollout_shared_setups_total",
+    "Sandboxes that started from an instance's prepared files: made for them, or reused",
+    ("outcome",),
+    known=(("made",), ("reused",)),
+)
 HOLDS: Final = MetricSpec(
     "rollout_sandbox_holds_total",
     "Sandboxes whose start was throttled, by the reason",
@@ -116,6 +122,7 @@ COUNTERS: Final = (
     SAVED_TURNS,
     LOST_LEASES,
     REFILL_FAILURES,
+    SHARED_SETUPS,
     HOLDS,
     LIMIT_VIOLATIONS,
     RUN_PROBLEMS,
@@ -290,6 +297,10 @@ class Metrics:
     def held_back(self, resource: str) -> None:
         """Count a sandbox whose start is throttled."""
         self._counters[HOLDS].labels(resource).inc()
+
+    def count_shared_setup(self, was_made: bool) -> None:
+        """Count a sandbox that starts from prepared files, which were made before or are new."""
+        self._counters[SHARED_SETUPS].labels("reused" if was_made else "made").inc()
 
     def count_limit_violation(self, limit: str) -> None:
         """Count a sandbox limit that an agent's code reached."""

@@ -32,6 +32,7 @@ from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.fair_slots import FairSlots
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.settlement import ClaimRules
+from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.runs import Delivery, RunManager
@@ -182,6 +183,9 @@ async def open_attempts(
     await stack.enter_async_context(
         tracing(activities, metrics.registry, settings.node_name, engines.serving.views)
     )
+    admission = foundation.node.admission
+    setups = SharedSetups(lambda: bool(admission.hold_reasons), metrics.count_shared_setup)
+    await stack.enter_async_context(setups.running())
     context = AttemptContext(
         owner=foundation.owner,
         store=store,
@@ -189,7 +193,8 @@ async def open_attempts(
         environments=foundation.environments,
         sandboxes=foundation.sandboxes,
         policies=engines.serving,
-        admission=foundation.node.admission,
+        admission=admission,
+        setups=setups,
         metrics=metrics,
         max_attempts=settings.pipeline.max_attempts,
         turn_writer=await _open_turn_writer(stack, foundation) if settings.pipeline.resume else None,

@@ -57,6 +57,9 @@ async def main():
     elif sys.argv[3] == "bomb":
         sandbox = await provider.start(SandboxSpec(max_processes=64))
         await (await sandbox.bash()).run("bomb() { bomb | bomb & }; bomb", timeout=1)
+    elif sys.argv[3] == "snapshot":
+        snapshot = await (await start(provider)).snapshot()
+        await provider.start(SandboxSpec(snapshot=snapshot))
     else:
         for _ in range(2):
             await start(provider)
@@ -272,9 +275,65 @@ async def test_kill_9_while_a_sandbox_is_full_of_forks(run, start_owner):
     await gone(run, name)
 
 
+async def test_kill_9_of_a_service_that_holds_a_snapshot(run, start_owner):
+    owner = await anyio.to_thread.run_sync(start_owner, "snapshot")
+    await anyio.to_thread.run_sync(owner.until, "ready")
+    name = owner.name
+    owner.kill()
+    await gone(run, name)
+
+
+async def test_a_snapshot_is_freed_with_its_last_use(run, provider):
+    first = await provider.start(SandboxSpec())
+    service = run / first.id.split("-")[0]
+    snapshot = await first.snapshot()
+    others = [await provider.start(SandboxSpec(snapshot=snapshot)) for _ in range(2)]
+    await snapshot.close()
+    await others[0].close()
+    assert (await others[1].exec(["true"])).exit_code == 0
+    await others[1].close()
+    assert list(service.glob("[0-9]*")) == []
+
+
+async def test_a_provider_that_closes_removes_open_snapshots(run, provider):
+    sandbox = await provider.start(SandboxSpec())
+    name = sandbox.id.split("-")[0]
+    snapshot = await sandbox.snapshot()
+    await provider.close()
+    assert await anyio.to_thread.run_sync(traces, run, name) == []
+    await snapshot.close()
+
+
+async def test_many_start_from_one_snapshot_at_once(provider):
+    first = await provider.start(SandboxSpec())
+    await first.exec(["bash", "-c", "mkdir many; for one in {1..500}; do echo $one >many/$one; done"])
+    snapshot, counts = await first.snapshot(), []
+
+    async def start() -> None:
+        async with await provider.start(SandboxSpec(snapshot=snapshot)) as sandbox:
+            counts.append((await sandbox.exec(["bash", "-c", "ls many | wc -l"])).stdout)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(8):
+            tasks.start_soon(start)
+    await snapshot.close()
+    assert counts == [b"500\n"] * 8
+
+
+async def test_a_start_from_a_snapshot_that_is_cancelled_leaves_nothing(run, provider):
+    first = await provider.start(SandboxSpec())
+    service = run / first.id.split("-")[0]
+    snapshot = await first.snapshot()
+    for milliseconds in (0, 5, 20, 60, 120):
+        with anyio.move_on_after(milliseconds / 1000):
+            await (await provider.start(SandboxSpec(snapshot=snapshot))).close()
+    await snapshot.close()
+    assert list(service.glob("[0-9]*")) == []
+
+
 async def test_as_an_ordinary_user():
     """An ordinary user has no control groups and no right to inspect the processes in a sandbox."""
-    chosen = "kill_9_of or full_of_forks or service_killed"
+    chosen = "kill_9_of or full_of_forks or service_killed or snapshot"
     pytest_ = [
         sys.executable,
         "-m",

@@ -60,7 +60,7 @@ def test_mistakes_are_named_with_their_place(text, messages):
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        (MINIMAL + "[init]\nfile = []\n", "[init] takes command, files, secrets."),
+        (MINIMAL + "[init]\nfile = []\n", "[init] takes command, each, files, secrets, shared."),
         ("", "The file takes dataset, description, "),
         (MINIMAL.replace("command", "comand"), "[evaluate] takes agent_processes, artifacts, "),
         (MINIMAL + "[limits]\nmax_turns = 0\n", "docs/reference/environment-toml.md says"),

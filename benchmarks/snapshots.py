@@ -1,0 +1,206 @@
+"""Measure snapshots of sandboxes, and what a group of rollouts saves that starts from one.
+
+Run: python benchmarks/snapshots.py [--json FILE] [--quick | --smoke]
+
+Real Apptainer with the base image and this project's defaults; as an ordinary user if one runs it. The prepared files
+are 10,000 of 20 KB (in the small sizes fewer).
+
+- `snapshot_ms_p50`: from the call until the sandbox has ended and others can start from its files.
+- `start_ms_p50`, `start_from_snapshot_ms_p50`: from the call that starts a sandbox until bash is open in it, from the
+  image and from the snapshot; `start_from_snapshot_ratio` is the second over the first. `copy_ms_p50`: the time that
+  the same files take as a tar archive out of one sandbox and into another, which is the way without snapshots.
+- `children_seconds`: 16 sandboxes from one snapshot, started at once, until bash is open in all.
+- `group_start_seconds`, `group_start_shared_seconds`: a group of 16 trials of one task, from the first to the last
+  answer of an agent that answers at once; its `init` uses `init_seconds` of a processor. Each
+  prepares for itself, or all share. `group_start_ratio` is the second over the first.
+- `group_memory_mb`, `group_memory_shared_mb`: what the prepared files of 16 sandboxes take up in memory.
+- `leftovers`: folders and mounts that are left at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+from common import Options, folder_kept_on_error, report, run
+
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.shared_setup import SharedSetups
+from rollout_service.pipeline.trial import play
+from rollout_service.testing.scripted_policy import ScriptedPolicy
+from sandboxes import ApptainerConfig, Sandbox, SandboxProvider, SandboxSpec, Snapshot, make_provider
+
+CHILDREN = 16
+FILL = (
+    "mkdir -p /workspace/files && cd /workspace/files && head -c 20000 /dev/urandom >0 && "
+    "for ((n = 1; n < {files}; n++)); do cp 0 $n; done"
+)
+TOML = """
+name = "prepared"
+image = "base"
+tools = ["bash"]
+[init]
+command = '''bash -c "ulimit -t {seconds}; while :; do :; done" || true; {fill}'''
+shared = {shared}
+[evaluate]
+command = 'echo "{{\\"reward\\": 1}}" >"$ROLLOUT_RESULT"'
+sandbox = "same"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The amount of work."""
+
+    files: int
+    times: int
+    init_seconds: int
+    trials: int
+
+
+@asynccontextmanager
+async def _provider(folder: Path) -> AsyncIterator[SandboxProvider]:
+    provider = make_provider(ApptainerConfig(run_dir=folder / "run"), folder / "state")
+    try:
+        yield provider
+    finally:
+        await provider.close()
+
+
+async def _fill(sandbox: Sandbox, files: int) -> None:
+    done = await sandbox.exec(["bash", "-c", FILL.format(files=files)], timeout=120)
+    if done.exit_code != 0:
+        raise RuntimeError(done.stderr.decode())
+
+
+async def _start(provider: SandboxProvider, snapshot: Snapshot | None = None) -> tuple[Sandbox, float]:
+    """Start a sandbox and open its bash; return it, and the milliseconds that this took."""
+    begun = time.perf_counter()
+    sandbox = await provider.start(SandboxSpec(image="base", snapshot=snapshot))
+    await sandbox.bash()
+    return sandbox, 1000 * (time.perf_counter() - begun)
+
+
+async def _copy(provider: SandboxProvider, source: Sandbox) -> float:
+    """Copy the prepared files into a new sandbox; return the milliseconds that this took."""
+    async with await provider.start(SandboxSpec(image="base")) as target:
+        begun = time.perf_counter()
+        await target.import_path("/workspace", source.export_path("/workspace/files"))
+        return 1000 * (time.perf_counter() - begun)
+
+
+async def _measure_snapshots(provider: SandboxProvider, plan: Plan) -> dict[str, float]:
+    plain, warm, snapshots, copies = [], [], [], []
+    for _ in range(plan.times):
+        first, took = await _start(provider)
+        plain.append(took)
+        await _fill(first, plan.files)
+        copies.append(await _copy(provider, first))
+        begun = time.perf_counter()
+        snapshot = await first.snapshot()
+        snapshots.append(1000 * (time.perf_counter() - begun))
+        for _ in range(3):
+            sandbox, took = await _start(provider, snapshot)
+            warm.append(took)
+            await sandbox.close()
+        await snapshot.close()
+    return {
+        "snapshot_ms_p50": statistics.median(snapshots),
+        "start_ms_p50": statistics.median(plain),
+        "start_from_snapshot_ms_p50": statistics.median(warm),
+        "start_from_snapshot_ratio": statistics.median(warm) / statistics.median(plain),
+        "copy_ms_p50": statistics.median(copies),
+    }
+
+
+def _memory() -> int:
+    """Return the bytes of files in memory on this host."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 1024 * int(lines["Shmem"].split()[0])
+
+
+async def _measure_children(provider: SandboxProvider, plan: Plan) -> dict[str, float]:
+    before = _memory()
+    first, _ = await _start(provider)
+    await _fill(first, plan.files)
+    one = _memory() - before
+    snapshot = await first.snapshot()
+    async with AsyncExitStack() as stack:
+
+        async def start() -> None:
+            stack.push_async_callback((await _start(provider, snapshot))[0].close)
+
+        begun = time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(CHILDREN):
+                tasks.start_soon(start)
+        seconds = time.perf_counter() - begun
+        shared = _memory() - before
+    await snapshot.close()
+    return {
+        "children_seconds": seconds,
+        "group_memory_mb": CHILDREN * one / 1e6,
+        "group_memory_shared_mb": shared / 1e6,
+    }
+
+
+async def _group(provider: SandboxProvider, folder: Path, plan: Plan, *, shared: bool) -> float:
+    """Play a group of trials of one task at once; return the seconds until the last has ended."""
+    await anyio.Path(folder).mkdir()
+    fill = FILL.format(files=plan.files // 10)
+    toml = TOML.format(seconds=plan.init_seconds, fill=fill, shared=str(shared).lower())
+    await anyio.Path(folder / "environment.toml").write_text(toml)
+    environment, source = load_folder(folder), SandboxSource(provider)
+    setups = SharedSetups()
+
+    async def one() -> None:
+        policy = ScriptedPolicy(["Done."])
+        await play(environment, {"question": "?"}, policy, source, setups=setups)
+
+    async with setups.running():
+        begun = time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(plan.trials):
+                tasks.start_soon(one)
+        return time.perf_counter() - begun
+
+
+def _left(folder: Path) -> int:
+    mounts = Path("/proc/self/mounts").read_text().count(str(folder))
+    return mounts + sum(1 for _ in (folder / "run").iterdir())
+
+
+async def main(given: Options) -> None:
+    """Run the benchmark."""
+    plan = given.plan(Plan(10_000, 7, 5, CHILDREN), Plan(3_000, 3, 2, CHILDREN), Plan(50, 1, 1, 2))
+    with folder_kept_on_error("snapshots-") as folder:
+        async with _provider(folder) as provider:
+            figures = await _measure_snapshots(provider, plan)
+            figures |= await _measure_children(provider, plan)
+            alone = await _group(provider, folder / "alone", plan, shared=False)
+            together = await _group(provider, folder / "together", plan, shared=True)
+        figures |= {
+            "init_seconds": plan.init_seconds,
+            "group_start_seconds": alone,
+            "group_start_shared_seconds": together,
+            "group_start_ratio": together / alone,
+            "leftovers": _left(folder),
+        }
+    report(
+        "Snapshots",
+        given,
+        {"user": "root" if os.geteuid() == 0 else "ordinary", "files": plan.files},
+        figures,
+        {"snapshot_ms_p50": "<= 10", "group_start_ratio": "<= 0.15", "leftovers": "0"},
+    )
+
+
+if __name__ == "__main__":
+    run(main, "Measure snapshots of sandboxes.")

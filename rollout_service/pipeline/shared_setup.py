@@ -1,0 +1,146 @@
+"""Setups that rollouts share: the first of an instance prepares its files, and all start from a snapshot of them.
+
+Guarantees:
+- One rollout prepares a setup, and the others that need it wait. If it is cancelled, the next one takes over.
+- A failure is that rollout's own: those that waited prepare their own sandboxes, as they would without sharing.
+- A snapshot is closed once nobody has used it for a while, sooner if the host is under pressure, at the latest with
+  `running`. Sandboxes that started from it keep their files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+from pydantic_core import to_json
+
+from rollout_service.environments.contract import Environment
+from rollout_service.episodes import Episode
+from sandboxes import Snapshot
+
+IDLE_SECONDS = 60.0
+"""How long a setup is kept after its last use: the rest of its group, and a retry, come soon."""
+LOOK_SECONDS = 2.0
+MAX_KEPT = 64
+"""The most setups that are kept while nobody uses them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Prepared files, and the state that the environment noted with them."""
+
+    snapshot: Snapshot
+    state: dict[str, Any]
+
+    def give(self, episode: Episode) -> None:
+        """Give an episode a state of its own."""
+        episode.state.update(deepcopy(self.state))
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A setup that is made, or being made by one of its users."""
+
+    users: int = 0
+    used_at: float = 0.0
+    setup: Setup | None = None
+    failures: int = 0
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+
+class SharedSetups:
+    """The setups of this node; they are closed within and after `running`."""
+
+    def __init__(
+        self,
+        under_pressure: Callable[[], bool] = lambda: False,
+        count: Callable[[bool], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`count` is called for each use, with whether the setup was made before."""
+        self._under_pressure, self._count, self._clock = under_pressure, count, clock
+        self._entries: dict[Hashable, _Shared] = {}
+        self._added = anyio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Close setups that nobody uses any more; at the end, close all."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tidy)
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await self._close(list(self._entries))
+
+    @asynccontextmanager
+    async def use(self, key: Hashable, make: Callable[[], Awaitable[Setup]]) -> AsyncIterator[Setup | None]:
+        """Yield a setup, made with `make` if there is none; it stays open within the block.
+
+        None if another rollout failed to make it while this one waited.
+        """
+        entry = self._entries.setdefault(key, _Shared())
+        entry.users += 1
+        try:
+            yield await self._made(entry, make)
+        finally:
+            entry.users -= 1
+            entry.used_at = self._clock()
+            if entry.setup is None and not entry.users:
+                del self._entries[key]
+            else:
+                self._added.set()
+
+    async def _made(self, entry: _Shared, make: Callable[[], Awaitable[Setup]]) -> Setup | None:
+        failures = entry.failures
+        async with entry.lock:
+            was_made = entry.setup is not None
+            if not was_made:
+                if entry.failures > failures:
+                    return None
+                try:
+                    entry.setup = await make()
+                except Exception:
+                    entry.failures += 1
+                    raise
+            self._count(was_made)
+            return entry.setup
+
+    async def _tidy(self) -> None:
+        while True:
+            await self._added.wait()
+            self._added = anyio.Event()
+            while self._entries:
+                await anyio.sleep(LOOK_SECONDS)
+                await self._close(self._find_unused())
+
+    def _find_unused(self) -> list[Hashable]:
+        """Return the setups to close: long unused, or unused at all under pressure, or too many."""
+        now = self._clock()
+        idle = sorted(
+            (entry.used_at, number, key)
+            for number, (key, entry) in enumerate(self._entries.items())
+            if not entry.users
+        )
+        if self._under_pressure():
+            return [key for _, _, key in idle]
+        surplus = max(0, len(idle) - MAX_KEPT)
+        return [key for place, (at, _, key) in enumerate(idle) if place < surplus or now - at >= IDLE_SECONDS]
+
+    async def _close(self, keys: list[Hashable]) -> None:
+        for key in keys:
+            if (setup := self._entries.pop(key).setup) is not None:
+                await setup.snapshot.close()
+
+
+def setup_key(environment: Environment, episode: Episode, identity: str) -> Hashable:
+    """Return what the prepared files depend on: the environment, the instance, and the image's files."""
+    instance = hashlib.sha256(to_json(episode.instance)).digest()
+    return environment.spec.name, instance, identity

@@ -1,0 +1,109 @@
+"""In real sandboxes, `[init] shared` runs once for the rollouts of an instance, and each has its files for itself."""
+
+import anyio
+import pytest
+
+from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.pipeline.shared_setup import SharedSetups
+from rollout_service.pipeline.trial import play
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+
+pytestmark = pytest.mark.apptainer
+
+TOML = """
+name = "prepared"
+image = "base"
+[init]
+command = "bash /environment/prepare.sh"
+each = "bash /environment/each.sh"
+shared = true
+[evaluate]
+command = "bash /environment/grade.sh"
+"""
+SCRIPTS = {
+    "prepare.sh": """
+set -e
+python3 -c 'import json, os; print(json.load(open(os.environ["ROLLOUT_INSTANCE"]))["n"])' >number
+head -c 8 /dev/urandom | od -An -tx8 >made
+rm -r /usr/share/doc
+mkdir -p /opt/tools && echo 'echo tool' >/opt/tools/tool && chmod +x /opt/tools/tool
+(sleep 1000 >/dev/null 2>&1 &)
+""",
+    "each.sh": "echo each >>each; ls -d /tmp/.rollout-* | wc -l >folders",
+    "grade.sh": """
+test ! -e /usr/share/doc && echo '{"reward": 0}' >"$ROLLOUT_RESULT" && exit
+[ "$(cat "$ROLLOUT_WORKDIR/mine" 2>/dev/null)" = 1 ] && r=1 || r=0
+echo "{\\"reward\\": $r}" >"$ROLLOUT_RESULT"
+""",
+}
+WORK = """cat number each folders made; /opt/tools/tool; pgrep sleep; ls /usr/share/doc
+echo 1 >>mine; rm number; cat mine"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    (folder / "environment.toml").write_text(TOML)
+    for name, text in SCRIPTS.items():
+        (folder / name).write_text(text)
+    return load_folder(folder)
+
+
+async def play_all(environment, sandboxes, instances, setups):
+    """Play one trial for each instance at once; return the agents' outputs and the rewards."""
+    found = {}
+
+    async def one(number, instance):
+        policy = ScriptedPolicy([turn("", call("bash", command=WORK)), "Done."])
+        trial = await play(environment, instance, policy, sandboxes, setups=setups)
+        found[number] = next(m.content for m in policy.messages if m.role == "tool"), trial.score.reward
+
+    async with anyio.create_task_group() as tasks:
+        for number, instance in enumerate(instances):
+            tasks.start_soon(one, number, instance)
+    return [found[number] for number in range(len(instances))]
+
+
+async def test_a_group_starts_from_one_setup(environment, sandboxes):
+    counts = []
+    setups = SharedSetups(count=counts.append)
+    instances = [{"question": "?", "n": n} for n in (1, 1, 1, 2)]
+    async with setups.running():
+        found = await play_all(environment, sandboxes, instances, setups)
+    assert sorted(counts) == [False, False, True, True]
+    made = set()
+    for (output, reward), instance in zip(found, instances, strict=True):
+        number, each, folders, random, *rest = output.splitlines()
+        assert (number, each, folders) == (str(instance["n"]), "each", "1")
+        assert rest[:1] == ["tool"]
+        assert "No such file or directory" in rest[1]
+        assert rest[2:] == ["1"]
+        assert reward == 1.0
+        made.add((instance["n"], random))
+    assert len(made) == 2
+    assert sandboxes.live() == []
+
+
+async def test_without_sharing_each_rollout_prepares_for_itself(environment, sandboxes):
+    instances = [{"question": "?", "n": 1}] * 2
+    (one, _), (two, _) = await play_all(environment, sandboxes, instances, None)
+    assert one.splitlines()[:3] == two.splitlines()[:3] == ["1", "each", "1"]
+    assert one.splitlines()[3] != two.splitlines()[3]
+
+
+async def test_a_setup_that_fails_is_the_error_of_each(environment, sandboxes):
+    setups = SharedSetups()
+    failures = []
+
+    async def one():
+        with pytest.raises(EnvironmentFailedError, match="init command") as caught:
+            await play(environment, {"question": "?"}, ScriptedPolicy(["Done."]), sandboxes, setups=setups)
+        failures.append(str(caught.value))
+
+    async with setups.running(), anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(one)
+    assert len(failures) == 3
+    assert sandboxes.live() == []
