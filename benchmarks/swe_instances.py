@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
@@ -82,8 +81,9 @@ def download(package: str, version: str, folder: Path) -> Path:
     pip = [os.environ.get("SWE_PIP_PYTHON", sys.executable), "-m", "pip", "download", "--quiet"]
     options = ["--disable-pip-version-check", "--no-deps", "--no-binary", ":all:", "--dest", str(into)]
     subprocess.run([*pip, *options, named], check=True, stdout=sys.stderr)
-    with tarfile.open(next(into.glob("*.tar.gz"))) as archive:
-        archive.extractall(into / "tree", filter="data")
+    (into / "tree").mkdir()
+    unpack = ["tar", "--extract", "--no-same-owner", "--file", str(next(into.glob("*.tar.gz")))]
+    subprocess.run([*unpack, "--directory", str(into / "tree")], check=True)
     return next((into / "tree").iterdir())
 
 

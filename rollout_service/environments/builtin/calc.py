@@ -141,8 +141,10 @@ def evaluate_expression(expression: str) -> int:
     Raises:
         ValueError: The expression contains anything else.
     """
+    # Before Python 3.11.4, the parser raises another error for a NUL character.
+    expression = expression.strip().replace("\0", "?")
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
+        return _value(ast.parse(expression, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"not an arithmetic expression: {expression[:80]!r}") from error
 

@@ -220,7 +220,9 @@ class ApptainerProvider(HostProvider):
 
     def _keeps_files(self, image: Path) -> bool:
         """Return whether sandboxes of an image can become snapshots."""
-        return self.launcher.can_overlay(image) and (self.launcher.can_map_files or not self._has_users(image))
+        return self.launcher.can_overlay(image) and (
+            self.launcher.can_map_files or not self._has_users(image)
+        )
 
     @staticmethod
     def _layers_of(spec: SandboxSpec, image: Path) -> tuple[FileLayer, ...]:
