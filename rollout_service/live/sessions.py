@@ -260,9 +260,9 @@ class LiveSessions:
         settings, now = self._settings, self._parts.clock()
         expired = await self._store.expired(now, settings.idle_seconds, settings.max_age_seconds)
         for session_id, because in expired:
-            active = self._active.find(session_id)
-            if because is ClosedBecause.MAX_AGE or active is None or not active.gateway.is_busy:
-                await self._close(session_id, because)
+            async with self._active.held(session_id) as active:
+                if because is ClosedBecause.MAX_AGE or active is None or not active.gateway.is_busy:
+                    await self._close(session_id, because)
 
     async def prune(self) -> None:
         """Remove expired records; runs until it is cancelled."""

@@ -82,7 +82,8 @@ class GatewayApp:
         _admit(scope)
         match request.action:
             case Action.ANSWER | Action.COUNT:
-                return await self._call(request, codec, session, receive)
+                with session.called():
+                    return await self._call(request, codec, session, receive)
             case Action.LIST_MODELS:
                 return Response(codec.models([session.model]), media_type=JSON)
             case Action.SHOW_MODEL:

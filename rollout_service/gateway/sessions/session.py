@@ -105,6 +105,7 @@ class GatewaySession(UndrivenPolicy):
         self._answers: dict[bytes, LiveAnswer] = {}
         """The latest answer to each request, until it was delivered."""
         self._open: set[LiveAnswer] = set()
+        self._calls = 0
         self._call_ended = ChangeSignal()
         self._failed = ChangeSignal()
         """Not the same as the signal of ended calls, which would wake the episode with every call."""
@@ -364,8 +365,17 @@ class GatewaySession(UndrivenPolicy):
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer is being sampled, or may still be asked for again."""
-        return bool(self._open)
+        """Whether a request is being read, or an answer is being sampled or may still be asked for again."""
+        return bool(self._open or self._calls)
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Count a request that is being read or answered."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
 
     def close(self) -> None:
         """End the access; answers that are being sampled are cut off. Idempotent."""

@@ -10,7 +10,8 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -111,7 +112,14 @@ class SessionResolver:
         if len(client_id) > _MAX_ID:
             message = f"must have at most {_MAX_ID} characters"
             raise InvalidFieldError([FieldError(path="X-Session-Id", message=message)])
-        return await self._serve(await self._record_of_client(key, client_id))
+        while True:
+            record = await self._record_of_client(key, client_id)
+            try:
+                return await self._serve(record)
+            except SessionEndedError:
+                if record.closed_because is not None:
+                    raise
+                # It expired meanwhile, so the request goes to the client's next session.
 
     async def _record_of_client(self, key: LiveKey, client_id: str) -> SessionRecord:
         """Return the newest session of a client's id; one that has expired goes on as a new one."""
@@ -280,11 +288,22 @@ class ActiveSessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def get(self, session_id: str, load: Callable[[], Awaitable[ActiveSession]]) -> ActiveSession:
-        """Return a session, which is loaded unless it is in memory."""
+    def _turnstile(self, session_id: str) -> _Turnstile:
         turnstile = self._turnstiles.get(session_id)
         if turnstile is None:
             self._turnstiles[session_id] = turnstile = _Turnstile()
+        return turnstile
+
+    @asynccontextmanager
+    async def held(self, session_id: str) -> AsyncIterator[ActiveSession | None]:
+        """Yield a session, if it is in memory, while no other request can get it."""
+        turnstile = self._turnstile(session_id)
+        async with turnstile.lock:
+            yield self._sessions.get(session_id)
+
+    async def get(self, session_id: str, load: Callable[[], Awaitable[ActiveSession]]) -> ActiveSession:
+        """Return a session, which is loaded unless it is in memory."""
+        turnstile = self._turnstile(session_id)
         async with turnstile.lock:
             session = self._sessions.get(session_id)
             if session is None:
@@ -293,10 +312,6 @@ class ActiveSessions:
         session.used_at = time.monotonic()
         self._sessions.move_to_end(session_id)
         return session
-
-    def find(self, session_id: str) -> ActiveSession | None:
-        """Return a session, if it is in memory."""
-        return self._sessions.get(session_id)
 
     async def end(self, session_id: str) -> None:
         """Cut off the answers under way in a session, and forget it."""

@@ -1,7 +1,9 @@
 """A user's own agent is served through its session, and what it did is recorded as its consent allows."""
 
+from collections.abc import AsyncIterator
 from urllib.parse import quote
 
+import anyio
 import httpx
 import pytest
 from structlog.testing import capture_logs
@@ -224,6 +226,59 @@ async def test_an_idle_session_is_closed_and_a_clients_own_id_goes_on_as_another
         await until(closed)
         again = await service.ask(BARE, "Hi", "One.", "more", headers={"X-Session-Id": "u"})
         assert again.status_code == 200
+        assert (await service.show("chat:u~2")).continues == "chat:u"
+
+
+async def test_a_session_is_not_idle_while_a_request_is_read(tmp_path):
+    live = KEYS | {"idle_seconds": 0.2}
+    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine], live=live) as service:
+        headers = {"authorization": f"Bearer {BARE}", "X-Session-Id": "u"}
+        body = b'{"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}'
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:10]
+            await anyio.sleep(1)  # in which the session would be closed several times over
+            yield body[10:]
+
+        async with httpx.AsyncClient(base_url=service.gateway_url, headers=headers, timeout=30) as http:
+            answer = await http.post(
+                "/v1/chat/completions", content=slowly(), headers={"content-length": str(len(body))}
+            )
+        assert answer.status_code == 200, answer.text
+        assert (await service.show("chat:u")).counts.served == 1
+
+
+async def test_a_request_that_comes_while_its_session_is_closed_goes_to_the_next_one(tmp_path, monkeypatch):
+    live = KEYS | {"idle_seconds": 0.2}
+    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine], live=live) as service:
+        store, closing, found, may_close = service.store, anyio.Event(), anyio.Event(), anyio.Event()
+        close, find = store.close_session, store.latest_of_client
+
+        async def close_slowly(*given: object) -> bool:
+            closing.set()
+            await may_close.wait()
+            return await close(*given)
+
+        async def find_and_say_so(*given: object) -> object:
+            found.set()
+            return await find(*given)
+
+        await service.ask(BARE, "Hi", headers={"X-Session-Id": "u"})
+        monkeypatch.setattr(store, "close_session", close_slowly)
+        await closing.wait()
+        monkeypatch.setattr(store, "latest_of_client", find_and_say_so)
+        answers = []
+
+        async def ask() -> None:
+            answers.append(await service.ask(BARE, "Hi", "One.", "more", headers={"X-Session-Id": "u"}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await found.wait()
+            await anyio.sleep(0.2)  # in which the session that it found would answer
+            may_close.set()
+        assert answers[0].status_code == 200, answers[0].text
+        assert (await service.show("chat:u")).closed_because == "idle"
         assert (await service.show("chat:u~2")).continues == "chat:u"
 
 
