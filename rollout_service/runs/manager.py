@@ -204,7 +204,7 @@ class RunManager:
                 )
         latest = {one.run.run_id: one.run for one in active}
         self.troubled = [run for one in runs if (run := latest.get(one.run_id, one)).problem is not None]
-        await self._share_places(active)
+        failure = await self._share_places(active) or failure
         if failure is not None:
             raise failure
         kept = {one.run.run_id for one in active} | self._stuck.keys()
@@ -275,21 +275,26 @@ class RunManager:
             active.run = await self._runs.update(run.run_id, problem=describe(reported))
             log.warning("a run keeps no group", run=run.run_id, why=str(reported), hint=reported.hint)
 
-    async def _share_places(self, active: Sequence[ActiveRun]) -> None:
-        """Share the free places among the runs that claim groups."""
+    async def _share_places(self, active: Sequence[ActiveRun]) -> StoreError | None:
+        """Share the free places among the runs that claim groups; return the store's failure for single runs."""
         under_way = sum(
             not member.state.terminal for one in active for group in one.groups for member in group.members
         )
         claims = {one.run.run_id: claim_groups(one) for one in active}
         wanting = [one for one in active if claims[one.run.run_id].groups > 0]
+        failure: StoreError | None = None
         if not wanting:
-            return
+            return failure
         size = max(one.run.request.group_size for one in wanting)
         places = (self._places - under_way) // size
         granted = self._scheduler.grant(claims, max(places, 0 if under_way else 1))
         for one in wanting:
             if count := granted.get(one.run.run_id, 0):
-                await self._start_groups(one.run, count)
+                try:
+                    await self._start_groups(one.run, count)
+                except StoreError as error:
+                    failure = failure or error
+        return failure
 
     async def _start_groups(self, run: RunRecord, count: int) -> None:
         try:
