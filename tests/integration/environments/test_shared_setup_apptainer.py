@@ -1,6 +1,7 @@
 """In real sandboxes, `[init] shared` runs once for the rollouts of an instance, and each has its files for itself."""
 
 import anyio
+import httpx
 import pytest
 
 from rollout_service.base.errors import EnvironmentFailedError
@@ -8,6 +9,7 @@ from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from tests.support.processes.service import eventually, scripted_engine, service
 
 pytestmark = pytest.mark.apptainer
 
@@ -107,3 +109,21 @@ async def test_a_setup_that_fails_is_the_error_of_each(environment, sandboxes):
             tasks.start_soon(one)
     assert len(failures) == 3
     assert sandboxes.live() == []
+
+
+def test_a_service_prepares_a_group_once_and_says_so(environment, tmp_path):
+    folder = str(tmp_path / "prepared")
+    request = {"task": {"environment": "prepared", "instance": {"question": "?", "n": 1}}}
+    with (
+        scripted_engine(tmp_path, "Done.", delay=0.0) as engine,
+        service(tmp_path, engine.url, "", "--environment", folder, sandbox="apptainer") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        ids = [http.post("/v1/rollouts", json=request).json()["rollout_id"] for _ in range(4)]
+        for rollout_id in ids:
+            eventually(
+                lambda one=rollout_id: http.get(f"/v1/rollouts/{one}").json()["state"] == "completed", server
+            )
+        metrics = http.get("/metrics").text
+    assert 'rollout_shared_setups_total{outcome="made"} 1.0' in metrics
+    assert 'rollout_shared_setups_total{outcome="reused"} 3.0' in metrics
