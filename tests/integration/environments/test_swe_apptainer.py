@@ -18,6 +18,7 @@ from rollout_service.environments.swe.repository import apply_patch, go_to_start
 from rollout_service.environments.swe.scripts import END, START, plant_canary
 from rollout_service.environments.swe.tasks import read_task
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
@@ -87,6 +88,28 @@ async def test_an_agent_that_does_nothing_gets_none(provider, packages, instance
         packages, instances["sqlparse"], ScriptedPolicy(["I cannot."]), SandboxSource(provider)
     )
     assert (played.score.reward, played.score.parts) == (0.0, {"submitted": 0.0})
+
+
+async def test_agents_of_a_group_share_the_start_and_nothing_else(provider, packages, instances):
+    instance, uses, rewards = instances["cachetools"], [], {}
+    setups, source = SharedSetups(count=uses.append), SandboxSource(provider)
+    scripts = {
+        "repairs": bash(f"cd /testbed && git apply <<'END'\n{instance['patch']}END\n"),
+        "breaks": bash("rm -rf /testbed/.git/objects; cd /testbed && rm -r *"),
+        "rests": bash("cd /testbed && git status --short && git log --all --oneline | wc -l"),
+    }
+
+    async def one(name):
+        policy = ScriptedPolicy([scripts[name], turn("", call("finish"))])
+        rewards[name] = (await play(packages, instance, policy, source, setups=setups)).score.reward
+        if name == "rests":
+            assert next(m.content.split() for m in policy.messages if m.role == "tool") == ["1"]
+
+    async with setups.running(), anyio.create_task_group() as tasks:
+        for name in scripts:
+            tasks.start_soon(one, name)
+    assert rewards == {"repairs": 1.0, "breaks": 0.0, "rests": 0.0}
+    assert sorted(uses) == [False, True, True]
 
 
 async def test_an_agent_that_ends_its_sandbox_or_its_repository_gets_none(provider, packages, instances):
