@@ -3,8 +3,8 @@
 Guarantees:
 - One rollout prepares a setup, and the others that need it wait. If it is cancelled, the next one takes over.
 - A failure is that rollout's own: those that waited prepare their own sandboxes, as they would without sharing.
-- A snapshot is closed once nobody has used it for a while, sooner if the host is under pressure, at the latest with
-  `running`. Sandboxes that started from it keep their files.
+- A snapshot is closed once nobody has used it for a while, sooner if the host is under pressure or if there are many
+  or large ones, at the latest with `running`. Sandboxes that started from it keep their files.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ IDLE_SECONDS = 60.0
 LOOK_SECONDS = 2.0
 MAX_KEPT = 64
 """The most setups that are kept while nobody uses them."""
+KEPT_BYTES = 4 << 30
+"""How much these may take up together, since nothing else bounds what hostile tasks leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +124,17 @@ class SharedSetups:
                 await self._close(self._find_unused())
 
     def _find_unused(self) -> list[Hashable]:
-        """Return the setups to close: long unused, or unused at all under pressure, or too many."""
-        now = self._clock()
-        idle = sorted(
-            (entry.used_at, number, key)
-            for number, (key, entry) in enumerate(self._entries.items())
-            if not entry.users
-        )
+        """Return the setups to close: those unused for long; under pressure all unused ones; the oldest of too many."""
+        idle = [(key, entry) for key, entry in self._entries.items() if not entry.users]
+        idle.sort(key=lambda one: one[1].used_at, reverse=True)
         if self._under_pressure():
-            return [key for _, _, key in idle]
-        surplus = max(0, len(idle) - MAX_KEPT)
-        return [key for place, (at, _, key) in enumerate(idle) if place < surplus or now - at >= IDLE_SECONDS]
+            return [key for key, _ in idle]
+        found, size, now = [], 0, self._clock()
+        for place, (key, entry) in enumerate(idle):
+            size += entry.setup.snapshot.size_bytes if entry.setup is not None else 0
+            if place >= MAX_KEPT or size > KEPT_BYTES or now - entry.used_at >= IDLE_SECONDS:
+                found.append(key)
+        return found
 
     async def _close(self, keys: list[Hashable]) -> None:
         for key in keys:

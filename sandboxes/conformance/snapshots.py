@@ -71,6 +71,7 @@ async def snapshot_has_files(sandbox: Sandbox, provider: SandboxProvider) -> Non
         if snapshot is None:
             return
         await expect_error(SandboxClosedError, sandbox.exec(["true"]))
+        expect(snapshot.size_bytes > 0, snapshot.size_bytes)
         async with await provider.start(_from(snapshot, sandbox)) as other:
             found = [" ".join(line.split()) for line in (await _said(other, LOOK)).splitlines()]
             expect(tuple(found) == SEEN, found)

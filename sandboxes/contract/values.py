@@ -33,6 +33,11 @@ class Bind:
 class Snapshot(ABC):
     """The files of a sandbox as they were at its end, for any number of others to start from."""
 
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """How much of the host's memory or disk it takes up, apart from its image."""
+
     @abstractmethod
     async def close(self) -> None:
         """Let no more sandboxes start from it. Those that did keep the files. Idempotent and shielded."""

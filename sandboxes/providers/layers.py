@@ -39,6 +39,9 @@ class FileLayer:
         self._folder = folder
         self._owner = owner
         self._uses = 0
+        space = os.statvfs(f"/proc/{launcher}/root{folder.overlay}")
+        self.size_bytes = (space.f_blocks - space.f_bfree) * space.f_frsize
+        """The memory that the files take up."""
         self._namespaces: list[int] = []
         try:
             for name in ("mnt", "user") if has_users else ("mnt",):
@@ -92,6 +95,10 @@ class LayeredSnapshot(Snapshot):
             )
         for layer in self._layers:
             layer.hold()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(layer.size_bytes for layer in self._layers)
 
     def layers_on(self, image: Path) -> tuple[FileLayer, ...]:
         """Return the layers for a sandbox of an image, the newest first.

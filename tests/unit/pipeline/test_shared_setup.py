@@ -4,11 +4,13 @@ import anyio
 import pytest
 
 from rollout_service.pipeline import shared_setup
-from rollout_service.pipeline.shared_setup import IDLE_SECONDS, MAX_KEPT, Setup, SharedSetups
+from rollout_service.pipeline.shared_setup import IDLE_SECONDS, KEPT_BYTES, MAX_KEPT, Setup, SharedSetups
 from sandboxes import Snapshot
 
 
 class FakeSnapshot(Snapshot):
+    size_bytes = 1 << 20
+
     def __init__(self):
         self.closed = False
 
@@ -162,6 +164,18 @@ async def test_only_so_many_are_kept(maker, clock):
         for number in range(MAX_KEPT + 1):
             clock[0] += 0.001
             await used(setups, maker, [], key=number)
+        await until_closed(maker.made[0])
+        assert not any(snapshot.closed for snapshot in maker.made[1:])
+
+
+async def test_only_so_much_is_kept(maker, clock):
+    setups = SharedSetups(clock=lambda: clock[0])
+    maker.may_end.set()
+    async with setups.running():
+        for number in range(3):
+            clock[0] += 0.001
+            async with setups.use(number, maker) as setup:
+                setup.snapshot.size_bytes = KEPT_BYTES // 2
         await until_closed(maker.made[0])
         assert not any(snapshot.closed for snapshot in maker.made[1:])
 
