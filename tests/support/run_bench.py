@@ -77,7 +77,7 @@ class Bench:
             tasks, digest = len(dataset), dataset.digest
         await self.store.runs.create(request, tasks=tasks, digest=digest, version=request.version)
 
-    async def lease(self, run_id: str = "a", *, timeout: float = 10, key: str = "k") -> Batch | None:
+    async def lease(self, run_id: str = "a", *, timeout: float = 30, key: str = "k") -> Batch | None:
         leased = await self.delivery.lease(BatchLeaseRequest(run_id, key, 60), version=None, timeout=timeout)
         if leased is None:
             return None
