@@ -133,8 +133,9 @@ def slurm_cluster(count: int = 3, cpus: int = 4) -> Iterator[SlurmCluster]:
     nodes = [f"n{number}" for number in range(1, count + 1)]
     try:
         users = USERS if os.geteuid() == 0 else _missing_user()
-        with network(root, users, nodes) as inside:
-            cluster = SlurmCluster(inside, nodes, _environment(root))
+        environment = _environment(root)
+        with network(root, users, nodes, environment) as inside:
+            cluster = SlurmCluster(inside, nodes, environment)
             _configure(root, nodes, cpus)
             cluster.run(str(SLURM / "usr/sbin/slurmctld"), "-f", cluster.environment["SLURM_CONF"])
             for name in nodes:

@@ -157,8 +157,13 @@ class Network:
 
 
 @contextmanager
-def network(root: Path, users: Mapping[str, int], names: Sequence[str]) -> Iterator[Network]:
-    """Make a network in which some names have addresses, from 1 up, and some users exist."""
+def network(
+    root: Path, users: Mapping[str, int], names: Sequence[str], env: Mapping[str, str]
+) -> Iterator[Network]:
+    """Make a network in which some names have addresses, from 1 up, and some users exist.
+
+    The shell that keeps it runs with these variables, by which it finds `ip`.
+    """
     is_root = os.geteuid() == 0
     _write_etc(root / "etc", users, names)
     shown, hidden = covered_paths() if is_root else ([], [])
@@ -171,7 +176,13 @@ def network(root: Path, users: Mapping[str, int], names: Sequence[str]) -> Itera
     own = ["--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
     command = ["unshare", *around, *own, "--", "bash", "-c", LOGIN, "login", str(root)]
     process = psutil.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/"
+        command,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd="/",
     )
     try:
         said = process.stdout.readline()
