@@ -177,7 +177,7 @@ def _environment(root: Path) -> dict[str, str]:
     return {
         **{name: os.environ[name] for name in kept if name in os.environ},
         "PATH": ":".join([*map(str, programs), "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]),
-        "LD_LIBRARY_PATH": f"{library}:{library}/slurm-wlm",
+        "LD_LIBRARY_PATH": f"{library}:{library}/slurm-wlm:{SLURM / 'lib' / library.name}",
         "SLURM_CONF": str(root / "slurm.conf"),
         "HOME": str(Path.home()),
         "LANG": "C.UTF-8",
