@@ -27,6 +27,7 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.store import Lease, Store
 from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite import SqliteStore
 
 T = TypeVar("T")
@@ -188,7 +189,8 @@ def size_of_files(folder: Path) -> int:
 
 
 async def open_redis(url: str, folder: Path | None = None) -> RedisStore:
-    return await RedisStore.open(RedisConfig(url), is_gone=lambda _: False, folder=folder)
+    files = None if folder is None else SharedFiles(folder)
+    return await RedisStore.open(RedisConfig(url), is_gone=lambda _: False, files=files)
 
 
 def whole_lives(figures: dict[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""`rollout-service store`: show the losses of a store's shared folder, and replace one that is lost for good."""
+"""`rollout-service store`: show what a store's shared folder or bucket lacks, and replace one that is lost for good."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollout_service.cli.common import AsJson, CommandError
 if TYPE_CHECKING:
     from rollout_service.store.redis import RedisConnection
     from rollout_service.store.redis.lost_trajectories import FolderReport
-    from rollout_service.store.segments.files import SharedFiles
+    from rollout_service.store.segments import SegmentFiles
 
 app = typer.Typer(
     name="store",
-    help="See what a store's shared folder lacks, and begin again where it is lost.",
+    help="See what a store's shared folder or bucket lacks, and begin again where it is lost.",
     no_args_is_help=True,
 )
 
@@ -32,7 +32,7 @@ SHOWN = 20
 @app.command("check", epilog="Example: rollout-service store check --json")
 @common.command
 async def check(config: Config = None, as_json: AsJson = False) -> int:
-    """Say which rollouts have their trajectories in files that are not in the shared folder.
+    """Say which rollouts have their trajectories in files that are not in the shared folder or bucket.
 
     Services may be running, and nothing is changed. The exit code is 1 if anything is lost.
     """
@@ -49,7 +49,7 @@ async def new_folder(
     yes: Annotated[bool, typer.Option("--yes", help="Do it; otherwise only say what is lost.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Use the folder of the settings in place of the one before, which is lost, and show what was in it.
+    """Use the folder or the objects of the settings in place of the one before, which is lost, and show what was in it.
 
     It may be empty, or hold the files that could be saved. Rollouts whose trajectories are lost keep their rewards;
     reading the trajectories fails with `record_lost`. Services that run go on by themselves.
@@ -68,36 +68,37 @@ async def new_folder(
 
 
 @asynccontextmanager
-async def _opened(config: Path | None) -> AsyncIterator[tuple[RedisConnection, SharedFiles]]:
+async def _opened(config: Path | None) -> AsyncIterator[tuple[RedisConnection, SegmentFiles]]:
     from rollout_service.settings import load_settings
+    from rollout_service.store.segments.places import files_of
 
     settings = load_settings(config).store
-    if settings.url is None or settings.folder is None:
+    files = None if settings.url is None else files_of(settings)
+    if settings.url is None or files is None:
         raise CommandError(
-            "the settings name no shared folder",
-            hint="Pass the settings of a node with --config: [store] url and folder.",
+            "the settings name no place that services share for trajectories",
+            hint="Pass the settings of a node with --config: [store] url, and folder or objects.",
         )
     from rollout_service.store.redis import RedisConfig, RedisConnection
-    from rollout_service.store.segments.files import SharedFiles
 
     connection = await RedisConnection.open(RedisConfig.of(settings, settings.url))
     try:
-        yield connection, SharedFiles(settings.folder)
+        yield connection, files
     finally:
         await connection.close()
 
 
-async def _look(connection: RedisConnection, files: SharedFiles) -> FolderReport:
+async def _look(connection: RedisConnection, files: SegmentFiles) -> FolderReport:
     from rollout_service.store.redis.lost_trajectories import look
 
     return await look(connection, files)
 
 
-def _show(report: FolderReport, files: SharedFiles, *, as_json: bool) -> None:
+def _show(report: FolderReport, files: SegmentFiles, *, as_json: bool) -> None:
     if as_json:
         common.print_json(
             {
-                "folder": str(files.folder),
+                "folder": files.texts.where,
                 "problem": None if report.problem is None else str(report.problem),
                 "trajectories": report.referenced,
                 "lost": [asdict(one) for one in report.lost],
@@ -107,7 +108,7 @@ def _show(report: FolderReport, files: SharedFiles, *, as_json: bool) -> None:
     if report.problem is not None:
         common.explain(report.problem)
     out, count = common.out(), common.count(report.referenced, "trajectory", "trajectories")
-    out.print(f"{len(report.lost)} of {count} are not in {files.folder}", soft_wrap=True)
+    out.print(f"{len(report.lost)} of {count} are not in {files.texts.subject}", soft_wrap=True)
     for run, lost in report.by_run().most_common():
         out.print(f"  {lost} of {'rollouts of no run' if run is None else f'run {run}'}")
     for environment, lost in report.by_environment().most_common():

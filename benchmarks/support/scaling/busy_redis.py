@@ -21,6 +21,7 @@ from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajecto
 from rollout_service.store import Lease
 from rollout_service.store.contract import EncodedSteps, UnsavedTurn
 from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.segments.files import SharedFiles
 
 ROLLOUTS = 1_500
 AT_ONCE = 64
@@ -40,7 +41,7 @@ async def rollout_seconds(redis: MeasuredRedis, folder: Path, *, turns: int) -> 
     """Return the CPU time of Redis's thread for a rollout of so many turns, without those for sockets."""
     config = RedisConfig(redis.url, prefix="busy")
     async with await RedisStore.open(
-        config, is_gone=lambda _: False, folder=folder / "busy", owner=OWNER
+        config, is_gone=lambda _: False, files=SharedFiles(folder / "busy"), owner=OWNER
     ) as store:
         await _work(store, range(AT_ONCE), turns)
         before = (await redis.usage()).cpu_seconds

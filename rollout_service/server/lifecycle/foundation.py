@@ -159,7 +159,7 @@ async def open_store(
 
     Raises:
         StoreError: It cannot be opened, must not be used, or fails for good within the block.
-        ConfigurationError: The address of the Redis, its password file or the shared folder cannot be used.
+        ConfigurationError: The address of the Redis, its password file or the place of trajectories cannot be used.
     """
     async with await _open(settings, owner, clock) as store, anyio.create_task_group() as tasks:
         tasks.start_soon(store.failed)
@@ -179,9 +179,10 @@ async def _open(settings: Settings, owner: str, clock: Callable[[], float]) -> S
 async def _open_redis(settings: StoreSettings, url: str, owner: str) -> RedisStore:
     # Redis's client takes a tenth of the CPU time of a start, so a service without Redis does not import it.
     from rollout_service.store.redis import RedisConfig, RedisStore
+    from rollout_service.store.segments.places import files_of
 
-    config = RedisConfig.of(settings, url)
-    return await RedisStore.open(config, is_gone=is_gone, folder=settings.folder, owner=owner)
+    config, files = RedisConfig.of(settings, url), await anyio.to_thread.run_sync(files_of, settings)
+    return await RedisStore.open(config, is_gone=is_gone, files=files, owner=owner)
 
 
 # The time of a service, which no jump of its host's clock moves.

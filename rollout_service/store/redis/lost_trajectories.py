@@ -19,7 +19,7 @@ from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import decode_row
 from rollout_service.store.redis.rollout_reading import ROWS_AT_ONCE
 from rollout_service.store.redis.trajectories import RedisSegmentLedger, referred
-from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.proof import FolderMark, FolderProof, prove_shared
 
@@ -56,7 +56,7 @@ class FolderReport:
         return Counter(one.environment for one in self.lost)
 
 
-async def look(connection: RedisConnection, files: SharedFiles) -> FolderReport:
+async def look(connection: RedisConnection, files: SegmentFiles) -> FolderReport:
     """Compare the trajectories that a store refers to with the files in its folder.
 
     Raises:
@@ -66,7 +66,7 @@ async def look(connection: RedisConnection, files: SharedFiles) -> FolderReport:
     proof = FolderProof(files, FolderMark(await ledger.store_id(), await ledger.mark(None)))
     problem = await anyio.to_thread.run_sync(_problem, proof)
     referenced, missing = 0, list[tuple[str, SegmentReference]]()
-    sizes = {} if problem is not None else await anyio.to_thread.run_sync(files.sizes)
+    sizes = {} if problem is not None else await anyio.to_thread.run_sync(_sizes, files)
     async for rollout_id, reference in _references(connection):
         referenced += 1
         if sizes.get(reference.file, 0) < reference.offset + reference.framed_length:
@@ -74,7 +74,7 @@ async def look(connection: RedisConnection, files: SharedFiles) -> FolderReport:
     return FolderReport(problem, referenced, await _described(connection, dict(missing)))
 
 
-async def begin_again(connection: RedisConnection, files: SharedFiles) -> None:
+async def begin_again(connection: RedisConnection, files: SegmentFiles) -> None:
     """Let a store use another folder, which is created and marked; see the module.
 
     Raises:
@@ -85,8 +85,8 @@ async def begin_again(connection: RedisConnection, files: SharedFiles) -> None:
     proof = FolderProof(files, FolderMark(await ledger.store_id(), await ledger.mark(None)))
     if await anyio.to_thread.run_sync(_problem, proof) is None:
         raise ConfigurationError(
-            f"the folder {files.folder} is the store's, and can be used",
-            hint="Services that cannot use it see another folder: mount it on their nodes.",
+            f"{files.texts.subject} is the store's, and can be used",
+            hint=f"Services that cannot use it see another one. {files.texts.shared}",
         )
     await connection.call("segments_begin_again")
     await prove_shared(files, ledger)
@@ -121,6 +121,13 @@ async def _described(
             name = row["rollout_id"]
             found.append(LostTrajectory(name, lost[name].file, row["run_id"], environment))
     return found
+
+
+def _sizes(files: SegmentFiles) -> dict[str, int]:
+    try:
+        return files.sizes()
+    except OSError as error:
+        raise files.failed(error) from error
 
 
 def _problem(proof: FolderProof) -> StoreError | None:

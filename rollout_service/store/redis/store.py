@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
@@ -38,7 +37,7 @@ from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.rollout_changes import RedisRollouts
 from rollout_service.store.redis.runs.store import RedisRuns
 from rollout_service.store.redis.trajectories import InSharedFolder, RedisSegmentLedger, TrajectoryPlace
-from rollout_service.store.segments import SegmentFolder
+from rollout_service.store.segments import SegmentFiles, SegmentFolder
 
 # The backends and the commands to pools of all services that share a Redis.
 #
@@ -271,7 +270,7 @@ class RedisStore(RedisRollouts):
     """The Redis store: `async with await RedisStore.open(config, is_gone=is_gone) as store:`."""
 
     segments: SegmentFolder | None = None
-    """The shared folder with the trajectories; None if they are in Redis."""
+    """The shared place of the trajectories; None if they are in Redis."""
 
     def __init__(
         self,
@@ -294,22 +293,22 @@ class RedisStore(RedisRollouts):
         *,
         is_gone: Callable[[str], bool],
         clock: Callable[[], float] | None = None,
-        folder: Path | None = None,
+        files: SegmentFiles | None = None,
         owner: str = "",
     ) -> Self:
         """Open the store in a Redis; `clock` returns Unix seconds, and Redis's own clock is used without it.
 
         `is_gone` tells whether the service of an owner has certainly ended, so that `recover` may requeue its work.
-        Trajectories go to `folder`, which all services share, in files of `owner`; without a folder, to Redis.
+        Trajectories go to a place that all services share, in files of `owner`; without `files`, to Redis.
 
         Raises:
             StoreError: The Redis does not answer, or must not be used.
-            ConfigurationError: The address or the password file is wrong, or the folder is not writable, is not
+            ConfigurationError: The address or the password file is wrong, or the place is not writable, is not
                 shared, or belongs to another store.
         """
         connection = await RedisConnection.open(config, clock=clock)
         try:
-            segments = None if folder is None else await _open_segments(connection, folder, owner)
+            segments = None if files is None else await _open_segments(connection, files, owner)
             place = None if segments is None else InSharedFolder(segments)
             store = cls(connection, is_gone=is_gone, place=place, clock=clock)
         except BaseException:
@@ -367,6 +366,6 @@ class RedisStore(RedisRollouts):
             await super().close()
 
 
-async def _open_segments(connection: RedisConnection, folder: Path, owner: str) -> SegmentFolder:
+async def _open_segments(connection: RedisConnection, files: SegmentFiles, owner: str) -> SegmentFolder:
     name = uuid4().hex[:12]
-    return await SegmentFolder.open(folder, RedisSegmentLedger(connection), owner=owner or name, name=name)
+    return await SegmentFolder.open(files, RedisSegmentLedger(connection), owner=owner or name, name=name)

@@ -1,4 +1,4 @@
-"""The places of the trajectories of a Redis store: Redis itself, or segment files of a shared folder.
+"""The places of the trajectories of a Redis store: Redis itself, or segment files of a shared folder or bucket.
 
 Guarantee: the reference from `keep` finds the trajectory again, on every node, until its rollout is deleted.
 """
@@ -47,7 +47,7 @@ class TrajectoryPlace(Protocol):
         ...
 
     async def collect(self) -> int:
-        """Free the space that belongs to no rollout any more; return how many bytes.
+        """Delete what belongs to no rollout any more; return how many files.
 
         Raises:
             StoreError: The store or the place fails.

@@ -1,30 +1,64 @@
-"""The operations on the shared folder, each of which may block and may fail as the file system does.
+"""Segment files in a folder that hosts share.
 
 Guarantees: a new file has its name only once its header and its name are on the disk; nothing relies on locks or on
-appending, so hosts may share the folder over NFS. Only the owner can read the files. Call these in threads.
+appending, so hosts may share the folder over NFS. Only the owner can read the files.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+from rollout_service.base.errors import StoreError
 from rollout_service.base.private_files import OWNER_ONLY
-from rollout_service.store.segments.ledger import DRAFT_SUFFIX
+from rollout_service.store.segments.contract import PlaceTexts, SegmentFile, SegmentFiles
+from rollout_service.store.segments.ledger import DRAFT_SUFFIX, FILE_HEADER
+
+_HINTS = {
+    errno.ENOSPC: "Free space on the file system of [store] folder; no restart is needed.",
+    errno.EDQUOT: "Raise the quota on the file system of [store] folder, or free space; no restart is needed.",
+    errno.EROFS: "Mount the file system of [store] folder for writing; no restart is needed.",
+    errno.EACCES: "Give the service's user write access to [store] folder.",
+    errno.EPERM: "Give the service's user write access to [store] folder.",
+    errno.ENOENT: "Mount the file system of [store] folder again; no restart is needed.",
+    errno.ESTALE: "Mount the file system of [store] folder again; no restart is needed.",
+}
+_OTHERWISE = "Check the file system of [store] folder, and the kernel's log (dmesg)."
 
 
-class SharedFiles:
-    """The files of one folder.
+class SharedFiles(SegmentFiles):
+    """The files of one folder."""
 
-    Raises:
-        OSError: The file system fails; every method can raise it.
-    """
+    write_seconds = 0.0
+    """A flush takes long enough to gather records."""
+    reads_at_once = 8
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @property
+    def texts(self) -> PlaceTexts:
+        return PlaceTexts(
+            where=str(self.folder),
+            subject=f"the shared folder {self.folder}",
+            unused="Set [store] folder to an empty folder.",
+            shared="Set [store] folder to a folder that all nodes share, and mount its file system on this node.",
+            bring_back="Mount it or move it back; no restart is needed.",
+            slow="Look at its file server and at the network; no restart is needed.",
+        )
+
+    def prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def begin(self, name: str) -> SegmentFile:
+        return _FolderFile(self, name, self.create(name, FILE_HEADER))
+
+    def store(self, name: str, data: bytes) -> None:
+        self.close(self.create(name, data))
 
     def create(self, name: str, header: bytes) -> int:
         """Create a durable file that begins with a header; return a descriptor to write to.
@@ -45,15 +79,10 @@ class SharedFiles:
             raise
         return descriptor
 
-    def create_once(self, name: str, data: bytes) -> None:
-        """Create a durable file with these contents, if no host has created one of this name.
-
-        Raises:
-            FileExistsError: There is such a file.
-        """
+    def store_once(self, name: str, data: bytes) -> None:
         source = f"{uuid4().hex}-{name}"
         try:
-            self.close(self.create(source, data))
+            self.store(source, data)
             os.link(self.folder / source, self.folder / name)  # unlike a rename, it never replaces a file
             self.sync_folder()
         finally:
@@ -74,13 +103,7 @@ class SharedFiles:
         os.close(descriptor)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Return up to this many bytes; fewer where the file ends.
-
-        The file is opened anew each time, because NFS shows the writes of other hosts only to those who open it later.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-        """
+        # Opened anew each time, because NFS shows the writes of other hosts only to those who open the file later.
         try:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -96,11 +119,6 @@ class SharedFiles:
             os.close(descriptor)
 
     def overwrite(self, name: str, offset: int, length: int) -> None:
-        """Overwrite bytes of a file with zeros, and wait until they are on the disk.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-        """
         descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CLOEXEC)
         try:
             self.write(descriptor, [bytes(length)], offset)
@@ -122,30 +140,50 @@ class SharedFiles:
         finally:
             os.close(found)
 
-    def delete(self, name: str) -> int:
-        """Delete a file and its draft, if they exist; return the bytes that this freed."""
-        freed = 0
-        for path in (self.folder / f"{name}{DRAFT_SUFFIX}", self.folder / name):
-            with suppress(FileNotFoundError):
-                size = path.stat().st_size
-                path.unlink()
-                freed += size
-        return freed
+    def delete(self, *names: str) -> None:
+        for name in names:
+            for path in (self.folder / f"{name}{DRAFT_SUFFIX}", self.folder / name):
+                path.unlink(missing_ok=True)
 
     def names(self) -> list[str]:
         return [path.name for path in self.folder.iterdir()]
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of each file, in bytes, by its name."""
-        with os.scandir(self.folder) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
 
-    def changed_at(self, name: str) -> float:
-        """Return when a file was last changed, in Unix seconds of the file server's clock."""
-        return (self.folder / name).stat().st_mtime
+    def sizes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
+
+    def ages(self) -> dict[str, float]:
+        now = self._server_time()
+        found: dict[str, float] = {}
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):
+                age = now - path.stat().st_mtime
+                name = path.name.removesuffix(DRAFT_SUFFIX)
+                found[name] = max(age, found.get(name, age))
+        return found
+
+    def failed(self, error: OSError) -> StoreError:
+        why = error.strerror or type(error).__name__
+        return StoreError(
+            f"{self.texts.subject} cannot be used: {why}", hint=_HINTS.get(error.errno or 0, _OTHERWISE)
+        )
+
+    def _server_time(self) -> float:
+        """Return the time of the file server, in Unix seconds."""
+        name = f"probe-{uuid4().hex}"
+        try:
+            self.store(name, b"")
+            return (self.folder / name).stat().st_mtime
+        finally:
+            self.delete(name)
 
     def sync_folder(self) -> None:
         """Wait until the names of new files are on the disk."""
@@ -154,3 +192,24 @@ class SharedFiles:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class _FolderFile(SegmentFile):
+    """A file of the folder that is open for writing."""
+
+    takes_more = True
+
+    def __init__(self, files: SharedFiles, name: str, descriptor: int) -> None:
+        self._files = files
+        self._name = name
+        self._descriptor = descriptor
+
+    def append(self, parts: Sequence[bytes], offset: int) -> None:
+        self._files.write(self._descriptor, parts, offset)
+        self._files.sync(self._descriptor)
+
+    def is_there(self) -> bool:
+        return self._files.leads_to(self._name, self._descriptor)
+
+    def close(self) -> None:
+        self._files.close(self._descriptor)

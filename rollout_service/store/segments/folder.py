@@ -1,25 +1,26 @@
 """The shared folder of a store: large records go in, references come out.
 
+A folder is one of a file system, or a part of a bucket: whatever `contract` describes.
+
 Guarantees: see `writer`, `files`, `ledger` and `proof`, each of which has a part of it.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
-from uuid import uuid4
 
 import anyio
 import anyio.to_thread
 
 from rollout_service.base.errors import RecordLostError, StoreError
-from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.ledger import (
-    DRAFT_SUFFIX,
     FILE_NAME,
     SegmentLedger,
     SegmentReference,
@@ -28,12 +29,12 @@ from rollout_service.store.segments.ledger import (
 from rollout_service.store.segments.proof import (
     FolderMark,
     FolderProof,
-    folder_failed,
     folder_hangs,
     prove_shared,
     record_lost,
 )
 from rollout_service.store.segments.writer import FILE_BYTES, FILE_SECONDS, SegmentWriter
+from sandboxes.task_groups import open_task_group
 
 SWEEP_SECONDS = 86_400.0
 """How often the service that collects looks for files that the ledger does not know."""
@@ -46,7 +47,7 @@ class SegmentFolder:
 
     def __init__(
         self,
-        files: SharedFiles,
+        files: SegmentFiles,
         proof: FolderProof,
         ledger: SegmentLedger,
         watch: FolderWatch,
@@ -64,12 +65,11 @@ class SegmentFolder:
     @classmethod
     async def open(
         cls,
-        folder: Path,
+        files: SegmentFiles,
         ledger: SegmentLedger,
         *,
         owner: str,
         name: str,
-        files: SharedFiles | None = None,
         file_bytes: int = FILE_BYTES,
         file_seconds: float = FILE_SECONDS,
     ) -> Self:
@@ -81,7 +81,6 @@ class SegmentFolder:
             ConfigurationError: The folder is not writable, is not shared, or belongs to another store.
             StoreError: The store fails.
         """
-        files = files or SharedFiles(folder)
         proof = await prove_shared(files, ledger)
         watch = FolderWatch(proof, ledger)
         writer = SegmentWriter(
@@ -130,7 +129,7 @@ class SegmentFolder:
         try:
             await anyio.to_thread.run_sync(self._overwrite, references)
         except OSError as error:
-            raise folder_failed(self._files.folder, error) from error
+            raise self._files.failed(error) from error
 
     def _overwrite(self, references: Sequence[str]) -> None:
         for reference in references:
@@ -149,7 +148,7 @@ class SegmentFolder:
         await self._writer.rotate(only_old=True)
 
     async def collect(self) -> int:
-        """Delete garbage and, once a day, old files that the ledger does not know; return the bytes that this freed.
+        """Delete garbage and, once a day, old files that the ledger does not know; return how many files.
 
         Only the leader of `retention` calls this. See `collect` and `sweep`.
 
@@ -157,11 +156,11 @@ class SegmentFolder:
             StoreError: The store fails, or the folder is not the store's any more: its files are not ours to delete.
         """
         await anyio.to_thread.run_sync(self._proof.check)
-        freed = await collect(self._files, self.ledger)
+        deleted = await collect(self._files, self.ledger)
         if time.monotonic() >= self._sweep_at:
-            freed += await sweep(self._files, self.ledger)
+            deleted += await sweep(self._files, self.ledger)
             self._sweep_at = time.monotonic() + SWEEP_SECONDS
-        return freed
+        return deleted
 
     async def totals(self) -> SegmentTotals:
         """Return the totals of the segment files."""
@@ -177,17 +176,14 @@ class SegmentFolder:
 # Guarantees: the event loop never waits for the disk; a record that cannot be read is a RecordLostError, which harms
 # no other record; a folder that has gone away as a whole is a StoreError, since its records are not lost.
 
-READERS = 8
-"""The most threads that read at once."""
-
 
 class SegmentReader:
     """Reads from the files of one folder."""
 
-    def __init__(self, files: SharedFiles, proof: FolderProof) -> None:
+    def __init__(self, files: SegmentFiles, proof: FolderProof) -> None:
         self._files = files
         self._proof = proof
-        self._threads = anyio.CapacityLimiter(READERS)
+        self._threads = anyio.CapacityLimiter(files.reads_at_once)
 
     async def read(self, reference: str, subject: str) -> bytes:
         """Return a record; `subject` names its owner in errors.
@@ -207,18 +203,28 @@ class SegmentReader:
         Raises:
             StoreError: The folder cannot be read at the moment.
         """
-        return await anyio.to_thread.run_sync(self._read_all, references, limiter=self._threads)
+        pairs = list(references.items())
+        found: list[bytes | RecordLostError] = [b""] * len(pairs)
 
-    def _read_all(self, references: Mapping[str, str]) -> list[bytes | RecordLostError]:
+        async def read(part: slice) -> None:
+            found[part] = await anyio.to_thread.run_sync(self._read_some, pairs[part], limiter=self._threads)
+
+        length = max(1, -(-len(pairs) // self._files.reads_at_once))
+        async with open_task_group() as readers:
+            for start in range(0, len(pairs), length):
+                readers.start_soon(read, slice(start, start + length))
+        return found
+
+    def _read_some(self, references: Sequence[tuple[str, str]]) -> list[bytes | RecordLostError]:
         found: list[bytes | RecordLostError] = []
-        for subject, reference in references.items():
+        for subject, reference in references:
             try:
                 found.append(self._read(SegmentReference.parse(reference)))
             except FileNotFoundError:
                 self._proof.check()
                 found.append(record_lost(subject, "its file is missing"))
             except OSError as error:
-                raise folder_failed(self._files.folder, error) from error
+                raise self._files.failed(error) from error
             except ValueError as error:
                 found.append(record_lost(subject, str(error)))
         return found
@@ -303,7 +309,7 @@ class FolderWatch:
 
     async def _tell_if_it_hangs(self) -> None:
         await anyio.sleep(HANGS_SECONDS)
-        self._found(folder_hangs(self._proof.folder, HANGS_SECONDS))
+        self._found(folder_hangs(self._proof.files, HANGS_SECONDS))
 
 
 # Deletes the segment files that nothing refers to any more.
@@ -314,13 +320,14 @@ class FolderWatch:
 
 T = TypeVar("T")
 
-FILES_AT_ONCE = 64
+PROBE_NAME = re.compile(r"probe-[0-9a-f]{32}", re.ASCII)
+FILES_AT_ONCE = 500
 UNKNOWN_SECONDS = 86_400.0
 """The age from which a file that the ledger does not know is deleted."""
 
 
-async def collect(files: SharedFiles, ledger: SegmentLedger) -> int:
-    """Seal the files of services that have left or died, and delete garbage; return the bytes that this freed.
+async def collect(files: SegmentFiles, ledger: SegmentLedger) -> int:
+    """Seal the files of services that have left or died, and delete garbage; return how many files.
 
     A service that was only taken for dead writes to another file when it goes on.
 
@@ -329,54 +336,34 @@ async def collect(files: SharedFiles, ledger: SegmentLedger) -> int:
     """
     if orphans := await ledger.orphans():
         await ledger.seal(orphans)
-    freed = 0
+    deleted = 0
     while garbage := await ledger.garbage(FILES_AT_ONCE):
-        freed += await _delete(files, garbage)
+        await _in_thread(files, partial(files.delete, *garbage))
         await ledger.forget(garbage)
-    return freed
+        deleted += len(garbage)
+    return deleted
 
 
-async def sweep(files: SharedFiles, ledger: SegmentLedger, *, age: float = UNKNOWN_SECONDS) -> int:
-    """Delete files that the ledger does not know and that are older than `age` seconds; return the bytes freed.
+async def sweep(files: SegmentFiles, ledger: SegmentLedger, *, age: float = UNKNOWN_SECONDS) -> int:
+    """Delete files that the ledger does not know, and forgotten probes, older than `age` seconds; return how many.
 
     Raises:
         StoreError: The store or the folder fails.
     """
-    old = await _in_thread(files, lambda: _older_than(files, age))
-    freed = 0
+    ages = await _in_thread(files, files.ages)
+    old = sorted(name for name, seconds in ages.items() if FILE_NAME.fullmatch(name) and seconds >= age)
+    probes = [name for name, seconds in ages.items() if PROBE_NAME.fullmatch(name) and seconds >= age]
+    await _in_thread(files, partial(files.delete, *probes))
+    deleted = len(probes)
     for start in range(0, len(old), FILES_AT_ONCE):
-        unknown = await ledger.unknown(old[start : start + FILES_AT_ONCE])
-        freed += await _delete(files, unknown)
-    return freed
+        if unknown := await ledger.unknown(old[start : start + FILES_AT_ONCE]):
+            await _in_thread(files, partial(files.delete, *unknown))
+            deleted += len(unknown)
+    return deleted
 
 
-async def _delete(files: SharedFiles, names: Sequence[str]) -> int:
-    return await _in_thread(files, lambda: sum(files.delete(name) for name in names))
-
-
-async def _in_thread(files: SharedFiles, job: Callable[[], T]) -> T:
+async def _in_thread(files: SegmentFiles, job: Callable[[], T]) -> T:
     try:
         return await anyio.to_thread.run_sync(job)  # a thread that was begun is waited for
     except OSError as error:
-        raise folder_failed(files.folder, error) from error
-
-
-def _older_than(files: SharedFiles, age: float) -> list[str]:
-    """Return the segment files that are older than `age` seconds by the file server's own clock."""
-    now = _server_time(files)
-    old = set()
-    for listed in files.names():
-        name = listed.removesuffix(DRAFT_SUFFIX)
-        with suppress(FileNotFoundError):
-            if FILE_NAME.fullmatch(name) and now - files.changed_at(listed) >= age:
-                old.add(name)
-    return sorted(old)
-
-
-def _server_time(files: SharedFiles) -> float:
-    name = f"probe-{uuid4().hex}"
-    try:
-        files.close(files.create(name, b""))
-        return files.changed_at(name)
-    finally:
-        files.delete(name)
+        raise files.failed(error) from error

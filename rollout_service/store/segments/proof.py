@@ -14,14 +14,13 @@ from __future__ import annotations
 import errno
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from uuid import uuid4
 
 import anyio
 import anyio.to_thread
 
 from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
-from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.ledger import SegmentLedger
 
 MARK_FILE = "store.json"
@@ -43,9 +42,8 @@ class FolderProof:
     `check` and `check_usable` may block: call them in threads.
     """
 
-    def __init__(self, files: SharedFiles, mark: FolderMark) -> None:
-        self._files = files
-        self.folder = files.folder
+    def __init__(self, files: SegmentFiles, mark: FolderMark) -> None:
+        self.files = files
         self.mark = mark
         """The mark that the folder is to have."""
 
@@ -56,17 +54,17 @@ class FolderProof:
             StoreError: It is not, or it cannot be read.
         """
         try:
-            found = _read(self._files)
+            found = _read(self.files)
         except ConfigurationError as error:
-            raise folder_lost(self.folder, "has a damaged mark") from error
+            raise folder_lost(self.files, "has a damaged mark") from error
         except OSError as error:
-            raise folder_failed(self.folder, error) from error
+            raise self.files.failed(error) from error
         if found is None:
-            raise folder_lost(self.folder, "has no mark: it was deleted, moved or emptied, or is not mounted")
+            raise folder_lost(self.files, "has no mark: it was deleted, moved or emptied, or is not mounted")
         if found.store != self.mark.store:
-            raise folder_lost(self.folder, "belongs to another store than the one in Redis")
+            raise folder_lost(self.files, "belongs to another store than the one in Redis")
         if found != self.mark:
-            raise folder_lost(self.folder, "is not the one that the other services of this store use")
+            raise folder_lost(self.files, "is not the one that the other services of this store use")
 
     def check_usable(self) -> None:
         """Check the folder as `check` does, and that files can be written there.
@@ -76,12 +74,12 @@ class FolderProof:
         """
         self.check()
         try:
-            _probe(self._files)
+            _probe(self.files)
         except OSError as error:
-            raise folder_failed(self.folder, error) from error
+            raise self.files.failed(error) from error
 
 
-async def prove_shared(files: SharedFiles, ledger: SegmentLedger) -> FolderProof:
+async def prove_shared(files: SegmentFiles, ledger: SegmentLedger) -> FolderProof:
     """Check a folder at the start of a service; the first service of a store creates and marks it.
 
     Raises:
@@ -94,24 +92,23 @@ async def prove_shared(files: SharedFiles, ledger: SegmentLedger) -> FolderProof
     return FolderProof(files, mark)
 
 
-async def _prove(files: SharedFiles, ledger: SegmentLedger, store: str, *, may_create: bool) -> FolderMark:
+async def _prove(files: SegmentFiles, ledger: SegmentLedger, store: str, *, may_create: bool) -> FolderMark:
     found, is_new = await anyio.to_thread.run_sync(_look, files, store, may_create)
     if found is None:
-        raise _not_shared(files.folder, "has no mark, although other services have marked theirs")
+        raise _not_shared(files, "has no mark, although other services have marked theirs")
     if found.store != store:
         raise ConfigurationError(
-            f"the folder {files.folder} belongs to another store",
-            hint="Set [store] folder to an empty folder. If the other store is gone for good, delete "
-            f"{MARK_FILE} there.",
+            f"{files.texts.subject} belongs to another store",
+            hint=f"{files.texts.unused} If the other store is gone for good, delete {MARK_FILE} there.",
         )
     if await ledger.mark(found.mark) != found.mark:
         if is_new:
             await anyio.to_thread.run_sync(files.delete, MARK_FILE)
-        raise _not_shared(files.folder, "is not the one that other services of this store see")
+        raise _not_shared(files, "is not the one that other services of this store see")
     return found
 
 
-def _look(files: SharedFiles, store: str, may_create: bool) -> tuple[FolderMark | None, bool]:
+def _look(files: SegmentFiles, store: str, may_create: bool) -> tuple[FolderMark | None, bool]:
     """Return the folder's mark, and whether it was written now.
 
     Raises:
@@ -119,34 +116,34 @@ def _look(files: SharedFiles, store: str, may_create: bool) -> tuple[FolderMark 
     """
     try:
         if may_create:
-            files.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            files.prepare()
         _probe(files)
         found = _read(files)
         if found is not None or not may_create:
             return found, False
         mark = json.dumps({"store": store, "mark": uuid4().hex}).encode()
         try:
-            files.create_once(MARK_FILE, mark)
+            files.store_once(MARK_FILE, mark)
         except FileExistsError:
             return _read(files), False  # another service was faster
         return _read(files), True
     except OSError as error:
-        failed = folder_failed(files.folder, error)
+        failed = files.failed(error)
         raise ConfigurationError(str(failed), hint=failed.hint) from error
 
 
-def _probe(files: SharedFiles) -> None:
+def _probe(files: SegmentFiles) -> None:
     """Check that files can be created, flushed, read and deleted."""
     name, data = f"probe-{uuid4().hex}", b"probe"
     try:
-        files.close(files.create(name, data))
+        files.store(name, data)
         if files.read(name, 0, len(data)) != data:
-            raise OSError(f"a new file in {files.folder} does not contain what was written")
+            raise OSError(errno.EIO, "a new file does not contain what was written")
     finally:
         files.delete(name)
 
 
-def _read(files: SharedFiles) -> FolderMark | None:
+def _read(files: SegmentFiles) -> FolderMark | None:
     """Return the mark, or None if there is none.
 
     Raises:
@@ -161,33 +158,19 @@ def _read(files: SharedFiles) -> FolderMark | None:
         return FolderMark(str(found["store"]), str(found["mark"]))
     except (ValueError, TypeError, KeyError):
         raise ConfigurationError(
-            f"{files.folder / MARK_FILE} is damaged",
-            hint="Restore it from a backup, or set [store] folder to an empty folder.",
+            f"{MARK_FILE} in {files.texts.subject} is damaged",
+            hint=f"Restore it from a backup. Or begin anew: {files.texts.unused}",
         ) from None
 
 
-def _not_shared(folder: Path, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"the folder {folder} {why}",
-        hint="Set [store] folder to a folder that all nodes share, and mount its file system on this node. "
-        f"{BEGIN_AGAIN_HINT}",
-    )
+def _not_shared(files: SegmentFiles, why: str) -> ConfigurationError:
+    return ConfigurationError(f"{files.texts.subject} {why}", hint=f"{files.texts.shared} {BEGIN_AGAIN_HINT}")
 
 
 # Failures of the shared folder as errors of the store, with what to do next.
 
-_HINTS = {
-    errno.ENOSPC: "Free space on the file system of [store] folder; no restart is needed.",
-    errno.EDQUOT: "Raise the quota on the file system of [store] folder, or free space; no restart is needed.",
-    errno.EROFS: "Mount the file system of [store] folder for writing; no restart is needed.",
-    errno.EACCES: "Give the service's user write access to [store] folder.",
-    errno.EPERM: "Give the service's user write access to [store] folder.",
-    errno.ENOENT: "Mount the file system of [store] folder again; no restart is needed.",
-    errno.ESTALE: "Mount the file system of [store] folder again; no restart is needed.",
-}
-_OTHERWISE = "Check the file system of [store] folder, and the kernel's log (dmesg)."
 LOST_HINT = (
-    "Restore the file from a backup of [store] folder, or let the task run again under another rollout_id. "
+    "Restore the file from a backup, or let the task run again under another rollout_id. "
     "`rollout-service store check` names all that is lost."
 )
 BEGIN_AGAIN_HINT = (
@@ -195,28 +178,14 @@ BEGIN_AGAIN_HINT = (
 )
 
 
-def folder_failed(folder: Path, error: OSError) -> StoreError:
-    """Return the store's error for a failure of the file system."""
-    why = error.strerror or type(error).__name__
-    return StoreError(
-        f"the shared folder {folder} cannot be used: {why}", hint=_HINTS.get(error.errno or 0, _OTHERWISE)
-    )
-
-
-def folder_lost(folder: Path, why: str) -> StoreError:
+def folder_lost(files: SegmentFiles, why: str) -> StoreError:
     """Return the store's error for a folder that is not the store's any more."""
-    return StoreError(
-        f"the shared folder {folder} {why}",
-        hint=f"Mount it or move it back; no restart is needed. {BEGIN_AGAIN_HINT}",
-    )
+    return StoreError(f"{files.texts.subject} {why}", hint=f"{files.texts.bring_back} {BEGIN_AGAIN_HINT}")
 
 
-def folder_hangs(folder: Path, seconds: float) -> StoreError:
+def folder_hangs(files: SegmentFiles, seconds: float) -> StoreError:
     """Return the store's error for a folder that does not answer."""
-    return StoreError(
-        f"the shared folder {folder} has not answered for {seconds:g} s",
-        hint="Look at its file server and at the network; no restart is needed.",
-    )
+    return StoreError(f"{files.texts.subject} has not answered for {seconds:g} s", hint=files.texts.slow)
 
 
 def record_lost(subject: str, why: str) -> RecordLostError:

@@ -2,7 +2,7 @@
 
 Guarantees:
 - A reference is given out only once the record is on the disk, in a file that its name leads to, in the store's folder.
-- Records that wait at the same time share one write and one flush to the disk.
+- Records that wait at the same time share one write and one flush to the disk; an object is written once.
 - After a failed write nothing more is written to that file, since nobody knows what the disk holds of it.
 - A file that was deleted under the writer is followed by another, to which its last records are written again.
 - A file is sealed only once everyone who was given a reference to it is done with it.
@@ -22,9 +22,9 @@ import anyio.to_thread
 import structlog
 
 from rollout_service.base.errors import ServiceError, StoreError
-from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.contract import SegmentFile, SegmentFiles
 from rollout_service.store.segments.ledger import FILE_HEADER, SegmentLedger, SegmentReference, frame
-from rollout_service.store.segments.proof import LOST_HINT, FolderProof, folder_failed, folder_lost
+from rollout_service.store.segments.proof import LOST_HINT, FolderProof, folder_lost
 
 log = structlog.get_logger(__name__)
 
@@ -46,16 +46,22 @@ class _SegmentGoneError(Exception):
     """The file that was written was deleted or exchanged; its folder is as it should be."""
 
 
-@dataclass(eq=False)
-class _OpenSegment:
-    """A file that this service writes."""
+@dataclass(eq=False, kw_only=True)
+class _Registered:
+    """A file that the ledger has as open, whether or not it exists."""
 
     name: str
-    descriptor: int
-    opened: float
-    end: int = len(FILE_HEADER)
     pending: int = 0
     """The number of callers that hold references to it."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _OpenSegment(_Registered):
+    """A file that this service writes."""
+
+    file: SegmentFile
+    opened: float
+    end: int = len(FILE_HEADER)
     broken: bool = False
 
 
@@ -79,7 +85,7 @@ class SegmentWriter:
 
     def __init__(
         self,
-        files: SharedFiles,
+        files: SegmentFiles,
         proof: FolderProof,
         ledger: SegmentLedger,
         *,
@@ -104,8 +110,10 @@ class SegmentWriter:
         self._number = 0
         self._queue: list[_PendingWrite] = []
         self._is_writing = False
+        self._write_at = 0.0
+        """When the next write may begin, in monotonic seconds."""
         self._segment: _OpenSegment | None = None
-        self._retired: list[_OpenSegment] = []
+        self._retired: list[_Registered] = []
         self._thread = anyio.CapacityLimiter(1)
 
     @asynccontextmanager
@@ -134,10 +142,16 @@ class SegmentWriter:
         await self.seal()
 
     async def abandon(self, reference: str) -> None:
-        """Close the file of a reference that the ledger refused to further records."""
-        segment = self._segment
-        if segment is not None and segment.name == SegmentReference.parse(reference).file:
+        """Close the file of a reference that the ledger refused to further records.
+
+        If the store has deleted the file before it was whole, nobody else deletes it now.
+        """
+        segment, name = self._segment, SegmentReference.parse(reference).file
+        if segment is not None and segment.name == name:
             await self._retire(segment)
+        with suppress(StoreError):  # then the sweep does it
+            if await self._ledger.unknown([name]):
+                await self._in_thread(self._files.delete, name)
 
     async def seal(self) -> None:
         """Seal the files that nobody needs any more; if the ledger fails, a later call does it."""
@@ -167,10 +181,14 @@ class SegmentWriter:
     async def _write_queue(self) -> None:
         """Write the records that wait, up to a limit, then let the first of the others write."""
         self._is_writing = True
+        await anyio.sleep(max(0.0, self._write_at - time.monotonic()))
+        self._write_at = time.monotonic() + self._files.write_seconds
         batch = self._next_batch()
         try:
             segment, found = await self._write_batch(batch)
             segment.pending += len(batch)
+            if not segment.file.takes_more:
+                await self._retire(segment)
             for write, references in zip(batch, found, strict=True):
                 write.references, write.segment = references, segment
         except ServiceError as error:
@@ -201,7 +219,7 @@ class SegmentWriter:
             else:
                 self._wrote(None)
                 return segment, found
-        raise folder_lost(self._proof.folder, "loses the files that are written there")
+        raise folder_lost(self._files, "loses the files that are written there")
 
     async def _report_gone(self, segment: _OpenSegment) -> None:
         """Log that a file is gone with the results in it; the store deletes only files that it has forgotten.
@@ -212,7 +230,8 @@ class SegmentWriter:
         if not is_there and not await self._ledger.unknown([segment.name]):
             log.error(
                 "a file of the shared folder was deleted, with the trajectories in it",
-                file=str(self._proof.folder / segment.name),
+                file=segment.name,
+                place=self._files.texts.subject,
                 hint=LOST_HINT,
             )
 
@@ -225,7 +244,7 @@ class SegmentWriter:
         try:
             return await anyio.to_thread.run_sync(work, *arguments, limiter=self._thread)
         except OSError as error:
-            failed = folder_failed(self._proof.folder, error)
+            failed = self._files.failed(error)
             self._wrote(failed)
             raise failed from error
         except StoreError as error:
@@ -276,10 +295,9 @@ class SegmentWriter:
             StoreError: The folder is not the store's any more.
             _SegmentGoneError: The file is not in the folder any more.
         """
-        self._files.write(segment.descriptor, parts, segment.end)
-        self._files.sync(segment.descriptor)
+        segment.file.append(parts, segment.end)
         self._proof.check()
-        if not self._files.leads_to(segment.name, segment.descriptor):
+        if not segment.file.is_there():
             raise _SegmentGoneError
 
     async def _current(self) -> _OpenSegment:
@@ -298,17 +316,17 @@ class SegmentWriter:
         name = f"{self._name}-{self._number}.segment"
         await self._ledger.register(name, self._owner)
         try:
-            descriptor = await self._in_thread(self._files.create, name, FILE_HEADER)
+            file = await self._in_thread(self._files.begin, name)
         except StoreError:
-            self._retired.append(_OpenSegment(name, -1, 0.0))
+            self._retired.append(_Registered(name=name))
             raise
-        return _OpenSegment(name, descriptor, time.monotonic())
+        return _OpenSegment(name=name, file=file, opened=time.monotonic())
 
     async def _retire(self, segment: _OpenSegment) -> None:
         self._segment = None
         self._retired.append(segment)
         with suppress(OSError):  # what counts is flushed
-            await anyio.to_thread.run_sync(self._files.close, segment.descriptor, limiter=self._thread)
+            await anyio.to_thread.run_sync(segment.file.close, limiter=self._thread)
 
     def _is_full(self, segment: _OpenSegment) -> bool:
         return segment.end >= self._file_bytes

@@ -20,10 +20,13 @@ from rollout_service.store import Store
 from rollout_service.store.contract import EncodedSteps
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import GroupClosure, NewGroup
+from rollout_service.store.segments import SegmentFiles
+from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, create_run, lease_batch, leased_batch, trajectory
 from tests.support.searching import holding, redis_values, sqlite_values, traces
+from tests.support.store.servers import PLACES, files_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -116,9 +119,7 @@ def result(rollout_id: str) -> Rollout:
     )
 
 
-@pytest.fixture(
-    params=["sqlite", *(pytest.param(one, marks=pytest.mark.redis) for one in ("redis", "folder"))]
-)
+@pytest.fixture(params=["sqlite", *PLACES])
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
     if request.param == "sqlite":
         path = tmp_path / "store.sqlite3"
@@ -127,17 +128,13 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         return
     server: RedisServer = request.getfixturevalue("shared_redis")
     config = server.config()
-    folder = tmp_path if request.param == "folder" else None
-    async with await RedisStore.open(config, is_gone=is_gone, folder=folder) as redis:
-        files = [] if folder is None else [folder]
-        yield Bench(
-            redis,
-            lambda: [*redis_values(server, config), *(data for one in files for data in read(one))],
-        )
+    files = files_of(request.param, request)
+    async with await RedisStore.open(config, is_gone=is_gone, files=files) as redis:
+        yield Bench(redis, lambda: [*redis_values(server, config), *read(files)])
 
 
-def read(folder: Path) -> list[bytes]:
-    return [path.read_bytes() for path in folder.iterdir() if path.is_file()]
+def read(files: SegmentFiles | None) -> list[bytes]:
+    return [] if files is None else [files.read(name, 0, size) for name, size in files.sizes().items()]
 
 
 async def in_an_open_group(bench: Bench) -> None:
@@ -178,7 +175,9 @@ async def test_nothing_of_an_erased_sample_is_kept(bench, reach):
         kept = bench.values()
         gone = [trace for trace in shown if not any(trace in value for value in kept)]
         assert gone
-        assert [trace for trace in gone if any(trace in data for data in read(bench.file.parent))] == []
+        assert [
+            trace for trace in gone if any(trace in data for data in read(SharedFiles(bench.file.parent)))
+        ] == []
     assert await bench.store.save_steps([EncodedSteps("a.0.0", b"later")]) == 0
     assert await bench.store.runs.erase(["a.0.0", "a.9.0", "gone.0.0"]) == batches
 

@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import anyio
 import anyio.from_thread
@@ -46,10 +44,12 @@ from rollout_service.store import Lease, Store
 from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTurn
 from rollout_service.store.redis import RedisStore
 from rollout_service.store.runs_contract import NewGroup
+from rollout_service.store.segments import SegmentFiles
 from rollout_service.store.sqlite import SqliteStore
 from tests.support import samples
 from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
+from tests.support.store.servers import PLACES, files_of
 
 START = 1_700_000_000.0
 INFRASTRUCTURE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
@@ -65,28 +65,18 @@ async def sqlite_in_memory(clock: ManualClock) -> AsyncIterator[Store]:
         yield store
 
 
-def redis_shared(server: RedisServer) -> Factory:
-    """Return a factory of stores in one Redis, in which every other owner but one with a live process is gone."""
+def redis_shared(server: RedisServer, place: Callable[[], SegmentFiles | None]) -> Factory:
+    """Return a factory of stores in one Redis, in which every other owner but one with a live process is gone.
 
-    @asynccontextmanager
-    async def opened(clock: ManualClock) -> AsyncIterator[Store]:
-        async with await RedisStore.open(
-            server.config(), clock=clock, is_gone=lambda owner: "/" not in owner or is_gone(owner)
-        ) as store:
-            yield store
-
-    return opened
-
-
-def redis_with_folder(server: RedisServer, folder: Path) -> Factory:
-    """Return a factory of stores in one Redis, with the trajectories of each in a folder of its own."""
+    The trajectories of each are in a place of its own.
+    """
 
     @asynccontextmanager
     async def opened(clock: ManualClock) -> AsyncIterator[Store]:
         async with await RedisStore.open(
             server.config(),
             clock=clock,
-            folder=folder / uuid4().hex,
+            files=place(),
             is_gone=lambda owner: "/" not in owner or is_gone(owner),
         ) as store:
             yield store
@@ -94,16 +84,11 @@ def redis_with_folder(server: RedisServer, folder: Path) -> Factory:
     return opened
 
 
-KINDS = ["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder"))]
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["sqlite", *PLACES])
 def kind(request: pytest.FixtureRequest) -> Factory:
     if request.param == "sqlite":
         return sqlite_in_memory
-    if request.param == "redis":
-        return redis_shared(request.getfixturevalue("shared_redis"))
-    return redis_with_folder(request.getfixturevalue("shared_redis"), request.getfixturevalue("tmp_path"))
+    return redis_shared(request.getfixturevalue("shared_redis"), lambda: files_of(request.param, request))
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Every kind of store keeps the sub-agents of rollouts, and delivers them only where they were asked for."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -20,21 +18,21 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, create_run, leased_batch, without_tokens
+from tests.support.store.servers import PLACES, files_of
 from tests.support.store.trees import NOW, WORK, bare, conversation, node, order, rollout
 
-KINDS = ["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder"))]
 SUMMARY, TOKENS = NodeDetail.SUMMARY, NodeDetail.TOKENS
 
 
-@pytest.fixture(params=KINDS)
-async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Store]:
+@pytest.fixture(params=["sqlite", *PLACES])
+async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
     if request.param == "sqlite":
         async with await SqliteStore.open(":memory:", clock=clock) as made:
             yield made
         return
     server: RedisServer = request.getfixturevalue("shared_redis")
-    folder = tmp_path / uuid4().hex if "folder" in request.param else None
-    async with await RedisStore.open(server.config(), is_gone=is_gone, clock=clock, folder=folder) as shared:
+    files = files_of(request.param, request)
+    async with await RedisStore.open(server.config(), is_gone=is_gone, clock=clock, files=files) as shared:
         yield shared
 
 

@@ -16,6 +16,7 @@ from rollout_service.cluster.slurm.spec import JobSpec, Resources
 from rollout_service.live.register import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import program, redis_server
 from tests.support.store.rollouts import TRAJECTORY, completed, order
@@ -52,7 +53,9 @@ async def test_a_job_of_one_node(tmp_path):
 
 
 async def opened(config: RedisConfig, job_folder: JobFolder) -> RedisStore:
-    return await RedisStore.open(config, is_gone=is_gone, folder=job_folder.path / "shared", owner="node")
+    return await RedisStore.open(
+        config, is_gone=is_gone, files=SharedFiles(job_folder.path / "shared"), owner="node"
+    )
 
 
 @pytest.mark.redis

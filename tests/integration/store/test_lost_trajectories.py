@@ -26,7 +26,7 @@ def config(shared_redis: RedisServer) -> RedisConfig:
 
 
 async def opened(config: RedisConfig, folder: Path, owner: str = "one") -> RedisStore:
-    return await RedisStore.open(config, is_gone=is_gone, folder=folder, owner=owner)
+    return await RedisStore.open(config, is_gone=is_gone, files=SharedFiles(folder), owner=owner)
 
 
 async def finish(store: RedisStore, *names: str) -> None:

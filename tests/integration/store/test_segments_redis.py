@@ -27,7 +27,7 @@ async def opened(
     config: RedisConfig, folder: Path, owner: str, clock: ManualClock | None = None
 ) -> RedisStore:
     return await RedisStore.open(
-        config, is_gone=lambda other: other != owner, folder=folder, owner=owner, clock=clock
+        config, is_gone=lambda other: other != owner, files=SharedFiles(folder), owner=owner, clock=clock
     )
 
 

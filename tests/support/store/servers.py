@@ -1,9 +1,17 @@
-"""The servers in which the store's tests can run; an environment variable chooses one, as the second tier does."""
+"""The servers in which the store's tests can run; an environment variable chooses one, as the second tier does.
+
+Beside each are the places in which such a store keeps its trajectories.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from uuid import uuid4
 
+import pytest
+
+from rollout_service.store.segments import SegmentFiles
+from rollout_service.store.segments.files import SharedFiles
 from tests.support.redis_cluster import RedisCluster, redis_cluster
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -24,3 +32,13 @@ STORE_SERVERS: Mapping[str, Callable[[], AbstractContextManager[RedisServer | Re
     "cluster": redis_cluster,
     "valkey": valkey_server,
 }
+
+PLACES = [pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder")]
+"""The places of trajectories, as parameters of a fixture."""
+
+
+def files_of(place: str, request: pytest.FixtureRequest) -> SegmentFiles | None:
+    """Return new files of a place, for a test; None if trajectories are in Redis."""
+    if place == "redis with folder":
+        return SharedFiles(request.getfixturevalue("tmp_path") / uuid4().hex)
+    return None

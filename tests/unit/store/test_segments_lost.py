@@ -24,7 +24,7 @@ NAME = "0123456789ab"
 
 
 async def opened(folder: Path, ledger: MemoryLedger, files: SharedFiles | None = None) -> SegmentFolder:
-    return await SegmentFolder.open(folder, ledger, owner="host/one", name=NAME, files=files)
+    return await SegmentFolder.open(files or SharedFiles(folder), ledger, owner="host/one", name=NAME)
 
 
 async def keep(segments: SegmentFolder, ledger: MemoryLedger, record: bytes) -> str:
@@ -105,7 +105,8 @@ async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_
         with pytest.raises(RecordLostError, match="r1"):
             await segments.read(before, "r1")
         [line] = [line for line in logs if line["log_level"] == "error"]
-        assert line["file"] == str(gone)
+        assert line["file"] == gone.name
+        assert str(tmp_path) in line["place"]
         assert segments.watch.problem is None
 
 
@@ -188,7 +189,7 @@ async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path
         await segments.watch.check()
         assert segments.watch.problem is not None
         ledger.forget_mark()
-        async with await SegmentFolder.open(folder, ledger, owner="host/two", name="b" * 12):
+        async with await SegmentFolder.open(SharedFiles(folder), ledger, owner="host/two", name="b" * 12):
             await segments.watch.check()
             assert segments.watch.problem is None
             reference = await keep(segments, ledger, b"in the new folder")
@@ -200,7 +201,9 @@ async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path):
     async with await opened(folder, ledger) as segments:
         await keep(segments, ledger, b"before")
         ledger.forget_mark()
-        async with await SegmentFolder.open(tmp_path / "new", ledger, owner="host/two", name="b" * 12):
+        async with await SegmentFolder.open(
+            SharedFiles(tmp_path / "new"), ledger, owner="host/two", name="b" * 12
+        ):
             await segments.watch.check()
             with pytest.raises(StoreError, match="other services of this store use"):
                 await keep(segments, ledger, b"held")
@@ -238,11 +241,10 @@ class Machine:
         self.number += 1
         self.files.fail.clear()
         self.segments = await SegmentFolder.open(
-            self.folder,
+            self.files,
             self.ledger,
             owner=str(self.number),
             name=f"{self.number:012x}",
-            files=self.files,
             file_bytes=300,
         )
 
