@@ -23,12 +23,13 @@ from rollout_service.backup.manifest import (
     Manifest,
     Places,
     copy,
-    copy_folder,
+    copy_shared,
     describe_all,
 )
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import make_private
+from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import explain
 
 COUNTED = {"rollouts": private_files.STORE, "runs": private_files.STORE, "sessions": private_files.LIVE_STORE}
@@ -124,8 +125,8 @@ class _Backup:
         return found[0]
 
     def _copy_folder(self) -> None:
-        if self._places.folder is not None:
-            copy_folder(self._places.folder, self._target / FOLDER)
+        if self._places.files is not None:
+            copy_shared(self._places.files, SharedFiles(self._target / FOLDER))
 
     def _copy_state(self, name: str, state: Path, databases: PinnedDatabases) -> None:
         copied = self._target / STATES / name

@@ -21,6 +21,7 @@ from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import make_private, write_private
 from rollout_service.settings import Settings
+from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.ledger import FILE_NAME
 from rollout_service.store.segments.proof import MARK_FILE
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 REDIS_DUMP = "redis.dump"
 STATES, FOLDER = "states", "folder"
-"""The folders of a backup: of state folders, and the files of a shared folder."""
+"""The folders of a backup: of state folders, and the files of a shared folder or bucket."""
 _READ_BYTES = 1 << 20
 
 
@@ -177,28 +178,33 @@ def copy(source: Path, target: Path) -> None:
         os.fsync(write.fileno())
 
 
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy the files of a store's shared folder that the target lacks, or has less of.
+def copy_shared(source: SegmentFiles, target: SegmentFiles) -> None:
+    """Copy the files of trajectories that the target lacks, or has less of.
 
     Raises:
         OSError: One cannot be read or written.
     """
-    target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in shared_files(source):
-        copied = target / path.name
-        try:
-            if not copied.exists() or copied.stat().st_size < path.stat().st_size:
-                copy(path, copied)
-        except FileNotFoundError:  # the store deleted it: nothing refers to it any more
-            copied.unlink(missing_ok=True)
+    target.prepare()
+    copied = target.sizes()
+    for name, size in shared_files(source).items():
+        if copied.get(name, -1) < size:
+            try:
+                target.store(name, source.read(name, 0, size))
+            except FileNotFoundError:  # the store deleted it: nothing refers to it any more
+                target.delete(name)
 
 
-def shared_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that a store keeps in its shared folder, if it exists."""
-    if folder.is_dir():
-        yield from (
-            path for path in folder.iterdir() if path.name == MARK_FILE or FILE_NAME.fullmatch(path.name)
-        )
+def shared_files(files: SegmentFiles) -> dict[str, int]:
+    """Return the sizes of the files that a store keeps in its shared folder or bucket.
+
+    Raises:
+        OSError: The place cannot be read.
+    """
+    try:
+        found = files.sizes()
+    except FileNotFoundError:  # there is no such folder
+        return {}
+    return {name: size for name, size in found.items() if name == MARK_FILE or FILE_NAME.fullmatch(name)}
 
 
 # Where the state of services is: their state folders, and the stores that they share.
@@ -217,8 +223,8 @@ class Places:
     """Whether the store is in the state folder, which is then the only one."""
     redis: RedisConfig | None = None
     """The store that services share; None if there is none, or if it is in another backup."""
-    folder: Path | None = None
-    """The shared folder of that store, if it has one."""
+    files: SegmentFiles | None = None
+    """The shared folder or bucket of that store, if it has one."""
     documents: Mapping[str, Path] = field(default_factory=dict)
     """Other files, by their paths in a backup; restoring one replaces it."""
 
@@ -236,6 +242,7 @@ class Places:
         if not with_store:
             return cls(states, owns_store=False)
         from rollout_service.store.redis import RedisConfig
+        from rollout_service.store.segments.places import files_of
 
         redis = RedisConfig.of(settings.store, url)
-        return cls(states, owns_store=False, redis=redis, folder=settings.store.folder)
+        return cls(states, owns_store=False, redis=redis, files=files_of(settings.store))

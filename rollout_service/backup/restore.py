@@ -18,12 +18,14 @@ from rollout_service.backup.manifest import (
     Manifest,
     Places,
     copy,
-    copy_folder,
+    copy_shared,
     shared_files,
 )
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import open_state_folder
+from rollout_service.store.segments.contract import SegmentFiles
+from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import FileClaim
 
 if TYPE_CHECKING:  # the package of Redis may be missing
@@ -47,11 +49,11 @@ def restore_backup(backup: Path, places: Places) -> Manifest:
     for folder in targets.values():
         _check_empty(folder)
     if redis is not None:
-        _check_shared_empty(redis, places.folder)
+        _check_shared_empty(redis, places.files)
     try:
         with ExitStack() as undo:
             if redis is not None:
-                _restore_shared(backup, redis, places.folder, undo)
+                _restore_shared(backup, redis, places.files, undo)
             for name, state in targets.items():
                 _restore_state(backup / STATES / name, state, undo)
             undo.pop_all()
@@ -93,9 +95,10 @@ def _check_fit(manifest: Manifest, places: Places) -> None:
             "the backup is of a service with a store of its own",
             hint="Leave [store] url out of the settings.",
         )
-    if has_folder and places.folder is None:
+    if has_folder and places.files is None:
         raise ConfigurationError(
-            "the backup has the files of a shared folder", hint="Set [store] folder to an empty folder."
+            "the backup has the files of a shared folder or bucket",
+            hint="Set [store] folder to an empty folder, or [store] objects to an unused prefix.",
         )
 
 
@@ -109,22 +112,20 @@ def _check_empty(state: Path) -> None:
         )
 
 
-def _check_shared_empty(redis: RedisConfig, folder: Path | None) -> None:
+def _check_shared_empty(redis: RedisConfig, files: SegmentFiles | None) -> None:
     from rollout_service.backup import redis_dump
 
     redis_dump.check_empty(redis)
-    if folder is not None and any(shared_files(folder)):
-        raise ConfigurationError(
-            f"the shared folder {folder} has files of a store", hint="Set [store] folder to an empty folder."
-        )
+    if files is not None and any(shared_files(files)):
+        raise ConfigurationError(f"{files.texts.subject} has files of a store", hint=files.texts.unused)
 
 
-def _restore_shared(backup: Path, redis: RedisConfig, folder: Path | None, undo: ExitStack) -> None:
+def _restore_shared(backup: Path, redis: RedisConfig, files: SegmentFiles | None, undo: ExitStack) -> None:
     from rollout_service.backup import redis_dump
 
-    if folder is not None and (backup / FOLDER).exists():
-        undo.callback(_empty, folder)
-        copy_folder(backup / FOLDER, folder)
+    if files is not None and (backup / FOLDER).exists():
+        undo.callback(_empty, files)
+        copy_shared(SharedFiles(backup / FOLDER), files)
     undo.callback(redis_dump.remove, redis)
     redis_dump.load(redis, backup / REDIS_DUMP)
 
@@ -136,9 +137,8 @@ def _restore_state(source: Path, state: Path, undo: ExitStack) -> None:
             copy(path, state / path.name)
 
 
-def _empty(folder: Path) -> None:
-    for path in shared_files(folder):
-        path.unlink(missing_ok=True)
+def _empty(files: SegmentFiles) -> None:
+    files.delete(*shared_files(files))
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from rollout_service.cluster.slurm.redis_server import (
     redis_program,
 )
 from rollout_service.cluster.slurm.spec import JobSpec
+from rollout_service.store.segments.files import SharedFiles
 
 if TYPE_CHECKING:  # the package of Redis may be missing
     from rollout_service.store.redis import RedisConfig
@@ -49,7 +50,9 @@ def job_places(folder: JobFolder, *, is_running: bool) -> Iterator[Places]:
         yield Places(states, owns_store=False, documents=keys)
         return
     with _redis(folder, spec, is_running=is_running) as config:
-        yield Places(states, owns_store=False, redis=config, folder=folder.path / "shared", documents=keys)
+        yield Places(
+            states, owns_store=False, redis=config, files=SharedFiles(folder.path / "shared"), documents=keys
+        )
 
 
 @contextmanager

@@ -94,7 +94,7 @@ async def test_nodes_that_joined_a_job_have_their_own_state_alone(tmp_path):
     guest.save(Submitted(job="", spec=JobSpec(name="guest", join=home.path)))
     await live(guest.state(0))
     with job_places(guest, is_running=False) as places:
-        assert (places.redis, places.folder, places.owns_store) == (None, None, False)
+        assert (places.redis, places.files, places.owns_store) == (None, None, False)
         assert make_backup(places, tmp_path / "backup").states == ["node-0"]
 
 
