@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from api_schemas.base import Name
 from rollout_service.settings.values import Labels, Section
@@ -25,6 +25,13 @@ class StoreSettings(Section):
     folder: Path | None = None
     """The folder for trajectories, which are too large for the Redis; all nodes share it, under any path. Left out,
     they are in the Redis."""
+    objects: str | None = Field(None, pattern=r"^s3://[A-Za-z0-9][A-Za-z0-9_.-]{1,254}(/[^?#]*)?$")
+    """In place of `folder`, the part of a bucket for trajectories: `s3://BUCKET/PREFIX`. Credentials are never here:
+    they are found as the AWS tools find them, in variables, in `~/.aws`, or from the role of the machine."""
+    objects_endpoint: str | None = Field(None, pattern="^https?://[^/@?#]+/?$")
+    """The address of the server that has the bucket: `https://HOST:PORT`. Left out, AWS, or `AWS_ENDPOINT_URL_S3`."""
+    objects_region: Name | None = None
+    """The region of the bucket. Left out, as the AWS tools find it, or `us-east-1`."""
     redis_durability: Literal["strict", "relaxed"] = "strict"
     """`strict` refuses a Redis that could lose acknowledged writes: it needs `appendonly yes` and `appendfsync
     always`. `relaxed` accepts that a crash of Redis loses work."""
@@ -45,6 +52,12 @@ class StoreSettings(Section):
         if parts.password is not None or "password=" in parts.query:
             raise ValueError("the URL contains a password; put it in a file, and set password_file")
         return url
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.folder is not None and self.objects is not None:
+            raise ValueError("`folder` and `objects` are both set; keep one")
+        return self
 
 
 class ClusterSettings(Section):

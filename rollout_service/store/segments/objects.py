@@ -1,0 +1,160 @@
+"""Segment files as objects of a bucket that speaks S3's API.
+
+Guarantees: a file is one object that one request writes, so it is there as a whole or not at all, and nothing of a
+write that failed is left in the bucket unseen. What is there already is replaced only by requests with a condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import obstore
+from obstore.store import ObjectStore
+
+from rollout_service.base.errors import StoreError
+from rollout_service.store.segments.contract import PlaceTexts, SegmentFile, SegmentFiles
+from rollout_service.store.segments.ledger import FILE_HEADER
+from rollout_service.store.segments.object_errors import (
+    CONFLICT,
+    UNCONDITIONAL,
+    ObjectChangedError,
+    RequestFailedError,
+    explained,
+)
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta, PutMode
+
+WRITE_SECONDS = 0.2
+"""How long a service gathers records for the next object: each has its price, so it writes at most five in a second."""
+READS_AT_ONCE = 32
+ANOTHER = f'"{"0" * 32}"'
+"""The tag of contents that no object has."""
+TRIES = 8
+"""How often an object is read and written again, if others change it meanwhile, before an overwriting fails."""
+
+
+class ObjectFiles(SegmentFiles):
+    """The objects below one prefix of a bucket."""
+
+    reads_at_once = READS_AT_ONCE
+
+    def __init__(self, store: ObjectStore, address: str, *, write_seconds: float = WRITE_SECONDS) -> None:
+        """Use the objects of a store; `address` is how errors call it."""
+        self._store = store
+        self._address = address
+        self.write_seconds = write_seconds
+
+    @property
+    def texts(self) -> PlaceTexts:
+        return PlaceTexts(
+            where=self._address,
+            subject=f"the object store {self._address}",
+            unused="Set [store] objects to a bucket or a prefix that nobody uses.",
+            shared="Set [store] objects and objects_endpoint to the same values on all nodes.",
+            bring_back="Bring the objects back, or correct [store] objects; no restart is needed for the first.",
+            slow="Look at [store] objects_endpoint, its server, and the network; no restart is needed.",
+        )
+
+    def prepare(self) -> None:
+        """Do nothing: a prefix needs no creation, and buckets are the operator's."""
+
+    def begin(self, name: str) -> SegmentFile:
+        return _ObjectFile(self, name)
+
+    def store(self, name: str, data: bytes) -> None:
+        with explained():
+            # In one request: the parts of an unfinished upload are seen by nobody, and kept forever.
+            obstore.put(self._store, name, data, use_multipart=False)
+
+    def store_once(self, name: str, data: bytes) -> None:
+        with explained():
+            obstore.put(self._store, name, data, mode="create")
+        if self._ignores(name, data, "create") or self._ignores(name, data, {"e_tag": ANOTHER}):
+            self.delete(name)
+            raise RequestFailedError(UNCONDITIONAL)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        try:
+            with explained():
+                return bytes(obstore.get_range(self._store, name, start=offset, length=length))
+        except RequestFailedError as error:
+            if error.is_beyond_end:
+                return b""
+            raise
+
+    def overwrite(self, name: str, offset: int, length: int) -> None:
+        for _ in range(TRIES):
+            with explained():
+                found = obstore.get(self._store, name)
+                data = bytearray(found.bytes())
+            end = min(offset + length, len(data))
+            data[offset:end] = bytes(max(0, end - offset))
+            with suppress(ObjectChangedError, FileExistsError), explained():
+                obstore.put(self._store, name, bytes(data), mode={"e_tag": found.meta["e_tag"]})
+                return
+        raise RequestFailedError(CONFLICT)
+
+    def delete(self, *names: str) -> None:
+        with explained():
+            obstore.delete(self._store, list(names))
+
+    def has(self, name: str) -> bool:
+        try:
+            with explained():
+                obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def sizes(self) -> dict[str, int]:
+        return {one["path"]: one["size"] for one in self._listed()}
+
+    def ages(self) -> dict[str, float]:
+        probe = f"probe-{uuid4().hex}"
+        self.store(probe, b"")
+        try:
+            changed = {one["path"]: one["last_modified"] for one in self._listed()}
+        finally:
+            self.delete(probe)
+        now = changed.pop(probe)
+        return {name: (now - at).total_seconds() for name, at in changed.items()}
+
+    def failed(self, error: OSError) -> StoreError:
+        why = error.strerror or type(error).__name__
+        hint = error.hint if isinstance(error, RequestFailedError) else self.texts.bring_back
+        return StoreError(f"{self.texts.subject} cannot be used: {why}", hint=hint)
+
+    def _listed(self) -> list[ObjectMeta]:
+        with explained():
+            return [one for some in obstore.list(self._store) for one in some]
+
+    def _ignores(self, name: str, data: bytes, condition: PutMode) -> bool:
+        """Return whether the server writes although a condition does not hold."""
+        with suppress(FileExistsError, ObjectChangedError), explained():
+            obstore.put(self._store, name, data, mode=condition)
+            return True
+        return False
+
+
+class _ObjectFile(SegmentFile):
+    """An object that is yet to be written."""
+
+    takes_more = False
+
+    def __init__(self, files: ObjectFiles, name: str) -> None:
+        self._files = files
+        self._name = name
+
+    def append(self, parts: Sequence[bytes], offset: int) -> None:
+        del offset  # it follows the header
+        self._files.store(self._name, b"".join([FILE_HEADER, *parts]))
+
+    def is_there(self) -> bool:
+        return True  # the server has said so
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
