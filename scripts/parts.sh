@@ -17,6 +17,7 @@ declare -A after=(
     [browser]=programs
     [harbor]=bootstrap
     [perfetto]=bootstrap
+    [seaweedfs]=bootstrap
     [valkey]=bootstrap
     [sglang]=bootstrap
     [vllm]=bootstrap

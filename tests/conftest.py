@@ -88,6 +88,24 @@ def shared_redis() -> Iterator[RedisServer | RedisCluster]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def shared_objects() -> Iterator[Any]:
+    """Run one object store per worker, for tests that leave it as it is; each takes a prefix of its own."""
+    from tests.support.store.object_server import object_server  # which imports the AWS client
+
+    with object_server() as server:
+        yield server
+
+
+@pytest.fixture
+def as_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the keys of the user that may read and write one bucket of an object store."""
+    from tests.support.store.object_server import SERVICE, keys
+
+    for name, value in keys(SERVICE).items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
 def own_redis() -> Iterator[RedisServer]:
     """Run a Redis that the test may break."""

@@ -53,6 +53,12 @@ PARTS = (
         ("rollout_service/store/",),
     ),
     Part(
+        "seaweedfs",
+        2,
+        "starts a real object store that speaks S3's API",
+        ("rollout_service/store/",),
+    ),
+    Part(
         "trainers",
         2,
         "uses real trainers on the CPU",
