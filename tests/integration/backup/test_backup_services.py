@@ -32,12 +32,15 @@ class Machine:
 
     folder: Path
     redis: RedisServer | None = None
+    place: str = ""
+    """The settings of the place for trajectories, if it is not a folder."""
 
     @property
     def config(self) -> str:
         if self.redis is None:
             return ""
-        return f'[store]\nurl = "{self.redis.url}"\nfolder = "{self.folder / "shared"}"\n'
+        place = self.place or f'folder = "{self.folder / "shared"}"\n'
+        return f'[store]\nurl = "{self.redis.url}"\n{place}'
 
     def serve(self) -> Any:
         self.folder.mkdir(exist_ok=True)
@@ -70,14 +73,25 @@ ON_REDIS = (
 )
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=ON_REDIS)])
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("redis", marks=ON_REDIS),
+        pytest.param("objects", marks=[*ON_REDIS, pytest.mark.seaweedfs]),
+    ]
+)
 def machines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Machine, Machine]]:
     """Yield a machine, and an empty one."""
     if request.param == "sqlite":
         yield Machine(tmp_path / "a"), Machine(tmp_path / "b")
         return
+    places = ["", ""]
+    if request.param == "objects":
+        request.getfixturevalue("as_service")
+        objects = request.getfixturevalue("shared_objects")
+        places = [objects.settings(objects.address()) for _ in places]
     with redis_server() as one, redis_server() as other:
-        yield Machine(tmp_path / "a", one), Machine(tmp_path / "b", other)
+        yield Machine(tmp_path / "a", one, places[0]), Machine(tmp_path / "b", other, places[1])
 
 
 def open_session(server: Running, user: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whatever happens to the folders of a service at work, it says so, loses nothing, and duplicates nothing."""
+"""Whatever happens to the folders and the bucket of a service at work, it says so, loses and duplicates nothing."""
 
 import json
 import shutil
@@ -120,6 +120,28 @@ def test_an_outage_of_the_folder_is_reported_and_loses_nothing(folder, engine, o
         mend(disk)
         goes_on(server)
         assert server.said_of_the_store() == ["the store fails", "the store works again"]
+
+
+@LONG
+@pytest.mark.seaweedfs
+@pytest.mark.usefixtures("as_service")
+def test_an_outage_of_the_object_store_is_reported_and_loses_nothing(folder, engine, own_redis):
+    from tests.support.store.object_server import SERVICE, keys, object_server
+
+    with object_server() as objects:
+        place = objects.settings(objects.address())
+        store = f'[store]\nurl = "{own_redis.url}"\n{place}'
+        with service(folder, engine, LOG + store + FEW_AT_ONCE) as server:
+            server.submit_all(range(ROLLOUTS))
+            eventually(lambda: server.counts().get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
+            objects.kill()
+            holds_work(server, "objects_endpoint")
+            assert "cannot be reached" in store_command(folder, "check")["problem"]
+            objects.start()
+            goes_on(server)
+            assert server.said_of_the_store() == ["the store fails", "the store works again"]
+            assert store_command(folder, "check")["lost"] == []
+            assert not any(value in server.log for value in keys(SERVICE).values())
 
 
 def store_command(folder: Path, *words: str) -> dict[str, Any]:

@@ -33,7 +33,10 @@ STORE_SERVERS: Mapping[str, Callable[[], AbstractContextManager[RedisServer | Re
     "valkey": valkey_server,
 }
 
-PLACES = [pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder")]
+PLACES = [
+    *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder")),
+    pytest.param("redis with objects", marks=[pytest.mark.redis, pytest.mark.seaweedfs]),
+]
 """The places of trajectories, as parameters of a fixture."""
 
 
@@ -41,4 +44,12 @@ def files_of(place: str, request: pytest.FixtureRequest) -> SegmentFiles | None:
     """Return new files of a place, for a test; None if trajectories are in Redis."""
     if place == "redis with folder":
         return SharedFiles(request.getfixturevalue("tmp_path") / uuid4().hex)
+    if place == "redis with objects":
+        from rollout_service.store.segments.s3 import open_objects
+
+        server = request.getfixturevalue("shared_objects")
+        request.getfixturevalue("as_service")
+        files = open_objects(server.address(), endpoint=server.endpoint)
+        files.write_seconds = 0.0
+        return files
     return None

@@ -1,0 +1,262 @@
+"""Trajectories of a Redis store are in a real object store, and whatever fails there loses and leaves nothing."""
+
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.tasks import Task
+from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
+from rollout_service.store.contract import Lease
+from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.redis.lost_trajectories import begin_again, look
+from rollout_service.store.segments import s3
+from rollout_service.store.segments.objects import ObjectFiles
+from rollout_service.store.segments.proof import MARK_FILE
+from tests.support.redis_server import RedisServer
+from tests.support.store.object_server import READER, SERVICE, STRANGER, ObjectServer, keys, object_server
+from tests.support.store.rollouts import TRAJECTORY, completed
+
+pytestmark = [pytest.mark.redis, pytest.mark.seaweedfs, pytest.mark.usefixtures("as_service")]
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def config(shared_redis: RedisServer) -> RedisConfig:
+    return shared_redis.config()
+
+
+@pytest.fixture
+def address(shared_objects: ObjectServer) -> str:
+    return shared_objects.address()
+
+
+@pytest.fixture(scope="module")
+def own_objects() -> Iterator[ObjectServer]:
+    """Run an object store that the tests may break."""
+    with object_server() as server:
+        yield server
+
+
+async def opened(config: RedisConfig, server: ObjectServer, address: str, owner: str) -> RedisStore:
+    files = s3.open_objects(address, endpoint=server.endpoint)
+    return await RedisStore.open(config, is_gone=lambda other: other != owner, files=files, owner=owner)
+
+
+@pytest.fixture
+async def stores(config, shared_objects, address) -> AsyncIterator[list[RedisStore]]:
+    """Open the stores of two services."""
+    async with (
+        await opened(config, shared_objects, address, "one") as one,
+        await opened(config, shared_objects, address, "two") as two,
+    ):
+        yield [one, two]
+
+
+async def leased(store: RedisStore, rollout_id: str) -> Lease:
+    await store.submit(RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc")))
+    (lease,) = await store.claim("worker", limit=1, lease_seconds=100)
+    return lease
+
+
+async def finish(store: RedisStore, *names: str) -> None:
+    for name in names:
+        lease = await leased(store, name)
+        assert await store.finish(lease, "worker", completed(lease, TRAJECTORY))
+
+
+def segments(server: ObjectServer, address: str) -> set[str]:
+    return server.objects(address).keys() - {MARK_FILE}
+
+
+async def test_redis_has_a_reference_and_the_object_goes_with_its_rollout(
+    stores, config, shared_redis, shared_objects, address
+):
+    one, two = stores
+    await finish(one, "r1")
+    assert await two.trajectory("r1") == TRAJECTORY
+    assert len(shared_redis.do("GET", f"{config.root}:t:r1")) < 64
+    assert len(segments(shared_objects, address)) == 1
+    assert await two.delete_expired(0) == 1
+    await two.collect_garbage()
+    assert not segments(shared_objects, address)
+
+
+async def test_a_lost_object_is_named_and_harms_no_other_rollout(stores, shared_objects, address):
+    one, two = stores
+    await finish(one, "r1")
+    [gone] = segments(shared_objects, address)
+    await finish(one, "r2")
+    shared_objects.delete(address, gone)
+    with pytest.raises(RecordLostError, match="r1"):
+        await two.trajectory("r1")
+    assert (await two.get("r1")).reward == 1.0
+    assert await two.trajectory("r2") == TRAJECTORY
+    report = await look(two.connection, s3.open_objects(address, endpoint=shared_objects.endpoint))
+    assert [(each.rollout_id, each.file) for each in report.lost] == [("r1", gone)]
+
+
+async def test_another_prefix_and_the_prefix_of_another_store_are_refused(
+    stores, config, shared_redis, shared_objects, address
+):
+    assert stores
+    with pytest.raises(ConfigurationError, match="has no mark"):
+        await opened(config, shared_objects, f"{address}/other", "three")
+    with pytest.raises(ConfigurationError, match="another store"):
+        await opened(shared_redis.config(), shared_objects, address, "three")
+
+
+async def test_a_prefix_that_is_lost_for_good_is_replaced(stores, shared_objects, address):
+    one, _ = stores
+    await finish(one, "a")
+    shared_objects.delete(address, *shared_objects.objects(address))
+    files = s3.open_objects(address, endpoint=shared_objects.endpoint)
+    assert "has no mark" in str((await look(one.connection, files)).problem)
+    await begin_again(one.connection, files)
+    await one.segments.watch.check()
+    await finish(one, "b")
+    assert await one.trajectory("b") == TRAJECTORY
+    assert [each.rollout_id for each in (await look(one.connection, files)).lost] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("user", "bucket", "why", "hint"),
+    [
+        (READER, "trajectories", "access is denied", "s3:PutObject"),
+        (STRANGER, "trajectories", "refuses the credentials", "AWS_PROFILE"),
+        ("operator", "no-such-bucket", "the bucket does not exist", "Create the bucket"),
+    ],
+)
+async def test_a_bucket_that_cannot_be_used_stops_the_start(
+    config, shared_objects, monkeypatch, user, bucket, why, hint
+):
+    for name, value in keys(user).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=why) as caught:
+        await opened(config, shared_objects, shared_objects.address(bucket), "one")
+    assert hint in caught.value.hint
+    assert not any(value in f"{caught.value} {caught.value.hint}" for value in keys(user).values())
+
+
+DIES = """
+import os, signal, sys
+import anyio
+from rollout_service.store.segments.s3 import open_objects
+from rollout_service.store.redis import RedisConfig
+from tests.integration.store.test_objects_redis import RedisStore, TRAJECTORY, completed, leased
+
+url, prefix, address, endpoint = sys.argv[1:]
+
+async def main():
+    files = open_objects(address, endpoint=endpoint)
+    put = files.store
+
+    def put_and_die(name, data):
+        put(name, data)
+        if name.endswith(".segment"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    files.store = put_and_die
+    store = await RedisStore.open(RedisConfig(url, prefix), is_gone=lambda _: False, files=files, owner="dies")
+    lease = await leased(store, "r1")
+    await store.finish(lease, "worker", completed(lease, TRAJECTORY))
+
+anyio.run(main)
+"""
+
+
+async def test_an_object_whose_writer_was_killed_before_it_told_redis_is_deleted(
+    stores, config, shared_objects, address
+):
+    arguments = [config.url, config.prefix, address, shared_objects.endpoint]
+    done = await anyio.run_process([sys.executable, "-c", DIES, *arguments], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    one, two = stores
+    [left] = segments(shared_objects, address)
+    assert (await one.get("r1")).reward is None
+    await one.release("worker")
+    (lease,) = await one.claim("worker", limit=1, lease_seconds=100)
+    assert await one.finish(lease, "worker", completed(lease, TRAJECTORY))
+    await two.collect_garbage()
+    assert left not in segments(shared_objects, address)
+    assert await two.trajectory("r1") == TRAJECTORY
+
+
+async def test_a_server_that_goes_away_and_comes_back_loses_nothing(config, own_objects):
+    address = own_objects.address()
+    async with await opened(config, own_objects, address, "one") as store:
+        await finish(store, "r1")
+        lease = await leased(store, "r2")
+        own_objects.kill()
+        with pytest.raises(StoreError, match="cannot be reached") as caught:
+            await store.finish(lease, "worker", completed(lease, TRAJECTORY))
+        assert "no restart is needed" in caught.value.hint
+        with pytest.raises(StoreError, match="cannot be reached"):
+            await store.trajectory("r1")
+        await store.segments.watch.check()
+        assert "cannot be reached" in str(store.segments.watch.problem)
+        own_objects.start()
+        await store.segments.watch.check()
+        assert store.segments.watch.problem is None
+        assert await store.finish(lease, "worker", completed(lease, TRAJECTORY))
+        for name in ("r1", "r2"):
+            assert await store.trajectory(name) == TRAJECTORY
+
+
+async def test_a_server_that_does_not_answer_is_given_up_and_used_again(config, own_objects, monkeypatch):
+    monkeypatch.setattr(s3, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(s3, "RETRY_SECONDS", 1.0)
+    address = own_objects.address()
+    async with await opened(config, own_objects, address, "one") as store:
+        lease = await leased(store, "r1")
+        with own_objects.paused(), pytest.raises(StoreError, match="did not answer in time"):
+            await store.finish(lease, "worker", completed(lease, TRAJECTORY))
+        assert await store.finish(lease, "worker", completed(lease, TRAJECTORY))
+        assert await store.trajectory("r1") == TRAJECTORY
+        assert await store.delete_expired(0) == 1
+        await store.collect_garbage()
+        assert not segments(own_objects, address), "nor is the object left that was written too late"
+
+
+async def test_access_that_is_taken_away_is_told_and_given_back(config, own_objects):
+    address, before = own_objects.address(), dict(own_objects.actions)
+    async with await opened(config, own_objects, address, "one") as store:
+        lease = await leased(store, "r1")
+        own_objects.kill()
+        own_objects.actions[SERVICE] = before[READER]
+        own_objects.start()
+        with pytest.raises(StoreError, match="access is denied") as caught:
+            await store.finish(lease, "worker", completed(lease, TRAJECTORY))
+        assert "s3:PutObject" in caught.value.hint
+        own_objects.kill()
+        own_objects.actions[SERVICE] = before[SERVICE]
+        own_objects.start()
+        assert await store.finish(lease, "worker", completed(lease, TRAJECTORY))
+
+
+def test_keys_that_were_exchanged_in_a_file_are_used(own_objects, tmp_path, monkeypatch):
+    for name in keys(SERVICE):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setattr(s3, "KEYS_SECONDS", 1.0)  # they are asked for all the time, but for a moment
+    write_keys(tmp_path, STRANGER)
+    files: ObjectFiles = s3.open_objects(own_objects.address(), endpoint=own_objects.endpoint)
+    with pytest.raises(OSError, match="refuses the credentials"):
+        files.store("a", b"1")
+    write_keys(tmp_path, SERVICE)
+    time.sleep(0.3)
+    files.store("a", b"1")
+    (tmp_path / "credentials").unlink()
+    time.sleep(0.3)
+    with pytest.raises(OSError, match="there are no credentials"):
+        files.store("a", b"1")
+
+
+def write_keys(folder: Path, user: str) -> None:
+    lines = [f"{name.lower()} = {value}" for name, value in keys(user).items()]
+    (folder / "credentials").write_text("\n".join(["[default]", *lines, ""]))
