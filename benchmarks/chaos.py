@@ -1,12 +1,13 @@
 """Break a cluster over and over, and count from the ids on the trainer's side what is lost, duplicated or left behind.
 
-Run: python benchmarks/chaos.py [--sandbox local|apptainer] [--json FILE] [--quick | --smoke]
+Run: python benchmarks/chaos.py [--sandbox local|apptainer] [--trajectories folder|s3] [--json FILE] [--quick | --smoke]
 
 Three nodes on machines of their own (namespaces of network, host name, processes and mounts) share a Redis over TCP, a
 folder, and two engines. A trainer asks them in turn: it leases and acknowledges the batches of a run, and submits
 rollouts of 20 turns. Each round kills with SIGKILL a node, the Redis, an engine, or the node that leads the runs; or it
 ends a machine with everything on it; or it stops a node with SIGSTOP, or cuts its network, for longer than its leases;
-or it moves the shared folder away for as long, and may leave an empty one in its place.
+or it moves the shared folder away for as long, and may leave an empty one in its place. With `--trajectories s3` there
+is an object store instead of the folder (`.cache/seaweedfs`), and it is stopped or killed.
 It happens at a random moment after observed progress, and the next round begins once the cluster is well again.
 
 - `lost`: groups and rollouts that were never delivered; `failed`: those that ended in another way than they should;
@@ -140,7 +141,7 @@ class Trainer:
 async def main(given: Options) -> None:
     """Break, drain, and count."""
     seed, began = time.time_ns(), time.monotonic()
-    plan = replace(given.plan(FULL, QUICK, QUICK), sandbox=given.chosen["sandbox"])
+    plan = replace(given.plan(FULL, QUICK, QUICK), **given.chosen)
     await connect()
     with folder_kept_on_error("chaos-") as folder:
         cluster = Cluster(folder, plan)
@@ -158,7 +159,7 @@ async def main(given: Options) -> None:
         well = [fault.well_seconds for fault in faults]
         figures |= {"well_seconds_median": statistics.median(well), "well_seconds_max": max(well)}
         figures |= {"seconds": time.monotonic() - began}
-        settings = {"seed": seed, "sandbox": plan.sandbox, "turn_seconds": plan.turn_seconds}
+        settings = {"seed": seed, "turn_seconds": plan.turn_seconds} | given.chosen
         report("A cluster under faults", given, settings, {"rounds": plan.rounds} | figures, AIMS)
         for one in left:
             sys.stderr.write(f"left: {one}\n")
@@ -269,4 +270,4 @@ def kept(cluster: Cluster, faults: Sequence[Fault]) -> dict[str, float | int | N
 
 if __name__ == "__main__":
     enter()
-    run(main, __doc__ or "", {"sandbox": ["local", "apptainer"]})
+    run(main, __doc__ or "", {"sandbox": ["local", "apptainer"], "trajectories": ["folder", "s3"]})

@@ -1,16 +1,19 @@
 """Measure the durable store: submits, claims, stages, results, and reads per second, with 256 callers at once.
 
-Run: python benchmarks/store.py [--store sqlite|redis] [--json FILE] [--quick | --smoke]
+Run: python benchmarks/store.py [--store sqlite|redis|s3] [--json FILE] [--quick | --smoke]
 
 Every write is on the disk before it counts; results carry a trajectory of about 5 KB of JSON. The store's file is in
 the folder for temporary files: set TMPDIR to a folder on the disk to measure. `--store redis` measures SQLite first,
 then a Redis that it starts in that folder, and prints what a rollout takes in Redis. At last it does so with long
-trajectories, of about 20 kB once they are encoded, in Redis itself and in a shared folder.
+trajectories, of about 20 kB once they are encoded, in Redis itself and in a shared folder. `--store s3` measures such
+trajectories in a folder and in an object store that it starts (`.cache/seaweedfs`): one caller at a time, and many.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,16 +22,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-from common import Options, report, run
+import anyio.to_thread
+from common import HERE, Options, report, run
 from support.redis_usage import measured_redis
 
+sys.path.insert(0, str(HERE.parent))  # the tests' object store
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.store import Lease, Store
 from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.segments import SegmentFiles
 from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.s3 import open_objects
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.store.object_server import SERVICE, ObjectServer, keys, object_server
 
 T = TypeVar("T")
 
@@ -36,6 +44,7 @@ CALLERS = 256
 OWNER = "benchmark"
 TOKENS = 150
 LONG_TOKENS = 1_900
+ALONE = 200
 
 
 def trajectory(tokens: int) -> Trajectory:
@@ -158,12 +167,14 @@ async def measure_redis(requests: Sequence[RolloutRequest], sample: Trajectory) 
     }
 
 
-async def measure_long(requests: Sequence[RolloutRequest], *, in_folder: bool) -> dict[str, float]:
-    """Return what rollouts with long trajectories take of Redis's memory and of the disk."""
-    place, count, sample = "folder" if in_folder else "redis", len(requests), trajectory(LONG_TOKENS)
+async def measure_long(
+    requests: Sequence[RolloutRequest], place: str, objects: ObjectServer | None = None
+) -> dict[str, float]:
+    """Return what rollouts with long trajectories take of Redis's memory and of the disk, and how long."""
+    count, sample = len(requests), trajectory(LONG_TOKENS)
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        folder = Path(name) if in_folder else None
-        async with measured_redis() as server, await open_redis(server.url, folder) as store:
+        files = files_of(place, Path(name), objects)
+        async with measured_redis() as server, await open_redis(server.url, files) as store:
             lives = Lives(store, requests, sample)
             before = await server.usage()
             await lives.submit()
@@ -172,24 +183,30 @@ async def measure_long(requests: Sequence[RolloutRequest], *, in_folder: bool) -
             under_way = await server.usage()
             figures = await lives.finish()
             settled = await server.usage()
+            alone = lives.leases[:ALONE]
+            sizes = {} if files is None else await anyio.to_thread.run_sync(files.sizes)
             figures |= {
                 "trajectories_per_second_c256": await rate(
                     lives.leases, lambda lease: store.trajectory(lease.rollout_id)
                 ),
+                "trajectory_ms_c1": 1e3
+                / await rate(alone, lambda lease: store.trajectory(lease.rollout_id), callers=1),
+                "files": len(sizes),
                 "bytes_per_rollout_under_way": (under_way.memory_bytes - before.memory_bytes) / count,
                 "bytes_per_settled_rollout": (settled.memory_bytes - before.memory_bytes) / count,
                 "log_bytes_per_rollout": (settled.log_bytes - before.log_bytes) / count,
-                "file_bytes_per_rollout": size_of_files(Path(name)) / count,
+                "file_bytes_per_rollout": sum(sizes.values()) / count,
             }
     return {f"long_in_{place}_{key}": value for key, value in figures.items()}
 
 
-def size_of_files(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
+def files_of(place: str, folder: Path, objects: ObjectServer | None) -> SegmentFiles | None:
+    if objects is not None and place == "objects":
+        return open_objects(objects.address(), endpoint=objects.endpoint)
+    return SharedFiles(folder) if place == "folder" else None
 
 
-async def open_redis(url: str, folder: Path | None = None) -> RedisStore:
-    files = None if folder is None else SharedFiles(folder)
+async def open_redis(url: str, files: SegmentFiles | None = None) -> RedisStore:
     return await RedisStore.open(RedisConfig(url), is_gone=lambda _: False, files=files)
 
 
@@ -214,16 +231,29 @@ async def main(given: Options) -> None:
     sample = trajectory(TOKENS)
     kind = given.chosen["store"]
     figures: dict[str, float | int | None] = {}
-    figures |= await measure_sqlite(requests, sample)
-    if kind == "redis":
-        sqlite = {name.removeprefix("sqlite_"): value for name, value in figures.items()}
-        figures = {f"sqlite_{name}": value for name, value in sqlite.items()}
-        figures |= await measure_redis(requests, sample)
-        for in_folder in (False, True):
-            figures |= await measure_long(requests[: count // 6], in_folder=in_folder)
+    if kind == "s3":
+        os.environ.update(keys(SERVICE))
+        with object_server() as objects:
+            for place in ("folder", "objects"):
+                figures |= await measure_long(requests[: count // 6], place, objects)
+    else:
+        figures |= await measure_local(kind, requests, sample)
     settings = {"store": kind, "rollouts": count, "trajectory_bytes": len(sample.model_dump_json())}
     report("The durable store", given, settings, figures, {})
 
 
+async def measure_local(
+    kind: str, requests: Sequence[RolloutRequest], sample: Trajectory
+) -> dict[str, float]:
+    figures = await measure_sqlite(requests, sample)
+    if kind == "redis":
+        sqlite = {name.removeprefix("sqlite_"): value for name, value in figures.items()}
+        figures = {f"sqlite_{name}": value for name, value in sqlite.items()}
+        figures |= await measure_redis(requests, sample)
+        for place in ("redis", "folder"):
+            figures |= await measure_long(requests[: len(requests) // 6], place)
+    return figures
+
+
 if __name__ == "__main__":
-    run(main, "Measure how fast the durable store is.", {"store": ["sqlite", "redis"]})
+    run(main, "Measure how fast the durable store is.", {"store": ["sqlite", "redis", "s3"]})

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import httpx
 import psutil
 from anyio.abc import Process
@@ -30,6 +31,9 @@ from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
 from rollout_service.cluster.leadership import RUNS_ROLE
 from sandboxes.host.children import start_process
+
+sys.path.insert(0, str(HERE.parent))  # the tests' object store
+from tests.support.store.object_server import SERVICE, ObjectServer, keys
 
 NODES = ("n1", "n2", "n3")
 ENGINES = ("e1", "e2")
@@ -53,6 +57,8 @@ class Plan:
     longest_seconds: float
     """A fault comes at a random moment within this time after the last observed progress."""
     sandbox: str = "local"
+    trajectories: str = "folder"
+    """Where they are: in a `folder` that the nodes share, or in a bucket (`s3`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,19 @@ class Cluster:
     networks: dict[str, int] = field(default_factory=dict)
     """The namespaces of all machines that there were, with the descriptors that pin them."""
     key: str = field(default_factory=lambda: secrets.token_hex(16))
+    objects: ObjectServer = field(init=False)
+    """The object store, if the trajectories are there."""
+    objects_address: str = field(init=False)
     _machines: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def __post_init__(self) -> None:
+        self.objects = ObjectServer(self.folder / "objects", host=HUB)
+        self.objects_address = self.objects.address()
+
+    @property
+    def needs_objects(self) -> bool:
+        """Whether the trajectories are in the object store."""
+        return self.plan.trajectories == "s3"
 
     @property
     def redis_url(self) -> str:
@@ -106,7 +124,8 @@ class Cluster:
         for name in NODES:
             await self._start_machine(name)
         stack.push_async_callback(self.close)  # before the machines end, under their services
-        for name in ("redis", *ENGINES, *NODES):
+        objects = ("objects",) if self.needs_objects else ()
+        for name in ("redis", *objects, *ENGINES, *NODES):
             await self.run(name)
         async with RolloutClient(self.urls[0], self.key, patience_seconds=WELL_SECONDS) as client:
             for engine in ENGINES:
@@ -117,14 +136,21 @@ class Cluster:
         """Start one of the processes; `settings` are those of a node's retention."""
         if name == "redis":
             command = await self._redis()
+        elif name == "objects":
+            self.objects.folder.mkdir(exist_ok=True)
+            self.objects.prepare()
+            command = self.objects.command()
         elif name in ENGINES:
             command = self._engine(name)
         else:
             command = self._node(name, settings)
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = await start_process(command, stdout=log, stderr=log)
+            environment = os.environ | (keys(SERVICE) if self.needs_objects and name in NODES else {})
+            self.processes[name] = await start_process(command, stdout=log, stderr=log, env=environment)
         if name == "redis":
             await MeasuredRedis(self.folder).wait_until_ready()
+        elif name == "objects":
+            await anyio.to_thread.run_sync(self.objects.wait_until_ready)
 
     async def fault(self, kind: str, draw: random.Random) -> Fault:
         """Let a fault happen, and wait until the cluster is well again."""
@@ -136,7 +162,8 @@ class Cluster:
             await self._start_machine(victim)
             await self.run(victim)
         elif kind == "folder":
-            await self._without_folder(draw.uniform(*self.plan.away_seconds), is_empty=draw.random() < 0.5)
+            leave = self._without_objects if self.needs_objects else self._without_folder
+            await leave(draw.uniform(*self.plan.away_seconds), draw.random() < 0.5)
         elif kind in ("pause", "partition"):
             await self._away(kind, victim, draw.uniform(*self.plan.away_seconds))
         else:
@@ -175,6 +202,7 @@ class Cluster:
         """End the processes that still run; idempotent."""
         for process in self.processes.values():
             await stop(process)
+        self.objects.remove_sockets()
 
     async def _start_machine(self, name: str) -> None:
         context = machine(name, 1 + NODES.index(name))
@@ -194,7 +222,18 @@ class Cluster:
         finally:
             self._signal(node, signal.SIGCONT)
 
-    async def _without_folder(self, seconds: float, *, is_empty: bool) -> None:
+    async def _without_objects(self, seconds: float, is_killed: bool) -> None:
+        """Kill or stop the object store for a while."""
+        self._signal("objects", signal.SIGKILL if is_killed else signal.SIGSTOP)
+        await anyio.sleep(seconds)
+        if is_killed:
+            await self.processes["objects"].wait()
+            await self.processes["objects"].aclose()
+            await self.run("objects")
+        else:
+            self._signal("objects", signal.SIGCONT)
+
+    async def _without_folder(self, seconds: float, is_empty: bool) -> None:
         """Move the shared folder away for a while, as if its file system were not mounted."""
         shared, away = self.folder / "shared", self.folder / "away"
         shared.rename(away)
@@ -279,6 +318,11 @@ class Cluster:
         serve = ["-m", "rollout_service.cli", "serve", "--config", str(config), "--keys-file", str(keys)]
         return self.machines[name].command([sys.executable, *serve])
 
+    def _place(self) -> str:
+        if self.needs_objects:
+            return self.objects.settings(self.objects_address)
+        return f'folder = "{self.folder / "shared"}"'
+
     def _settings(self, name: str) -> str:
         """Return the settings of a node, with the retention last."""
         return f"""
@@ -303,7 +347,7 @@ lease_seconds = {LEASE_SECONDS}
 drain_seconds = 1
 [store]
 url = "{self.redis_url}"
-folder = "{self.folder / "shared"}"
+{self._place()}
 [cluster]
 name = "{name}"
 [retention]

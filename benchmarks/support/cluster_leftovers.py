@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import redis.asyncio
 from support.cluster import NODES, Cluster
 from support.network import namespaces
@@ -70,8 +72,13 @@ async def stored(cluster: Cluster) -> list[str]:
     found = [
         f"key {key}" for key in keys if key in _OF_ALL or (key.partition(":")[0] in _OF_WORK and ":" in key)
     ]
-    shared = cluster.folder / "shared"
-    return found + [f"file {path}" for path in shared.rglob("*") if FILE_NAME.search(path.name)]
+    if cluster.needs_objects:
+        files: Iterable[str] = await anyio.to_thread.run_sync(
+            cluster.objects.objects, cluster.objects_address
+        )
+    else:
+        files = (path.name for path in (cluster.folder / "shared").rglob("*"))
+    return found + [f"file {name}" for name in files if FILE_NAME.search(name)]
 
 
 async def after_all(cluster: Cluster) -> list[str]:

@@ -107,18 +107,18 @@ KILLED = (
 )
 CRASHED = (zero("lost", "duplicated"), positive("groups_acknowledged"))
 
+UNBROKEN = (
+    zero("lost", "failed", "duplicated", "leftovers"),
+    positive("rollouts", "groups_acknowledged", "stored_before_retention"),
+    most_turns_are_kept,
+)
+
 CASES: Mapping[str, tuple[Case, ...]] = {
     "asynchrony": (Case(("apptainer", "torch"), (positive("speedup"),)),),
     "budget": (Case((), (zero("over"), positive("turn", "rollout", "idle")), size="quick"),),
     "chaos": (
-        Case(
-            ("redis",),
-            (
-                zero("lost", "failed", "duplicated", "leftovers"),
-                positive("rollouts", "groups_acknowledged", "stored_before_retention"),
-                most_turns_are_kept,
-            ),
-        ),
+        Case(("redis",), UNBROKEN),
+        Case(("redis", "seaweedfs"), UNBROKEN, ("--trajectories", "s3")),
     ),
     "crash": (Case((), CRASHED, ("--store", "sqlite")), Case(("redis",), CRASHED, ("--store", "redis"))),
     "dashboard": (Case(("browser",)), Case(("redis",), flags=("--store", "redis"), gives_all=False)),
@@ -187,7 +187,10 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         ),
     ),
     "security": (Case(("apptainer",), (zero("broken"), positive("attacks"))),),
-    "store": (Case(("redis",), flags=("--store", "redis")),),  # it begins with SQLite
+    "store": (
+        Case(("redis",), flags=("--store", "redis")),  # it begins with SQLite
+        Case(("redis", "seaweedfs"), flags=("--store", "s3"), gives_all=False),
+    ),
     "trace": (Case(("browser", "perfetto"), (positive("perfetto_seconds"),)),),
     "weights": (Case(("sglang",), (zero("lost_tokens", "duplicated_tokens"), positive("compared_tokens"))),),
 }
