@@ -74,6 +74,8 @@ async def submit_rollout(
     rollout_id = request.rollout_id or uuid.uuid4().hex
     known = {"rollout_id": rollout_id, "trace": request.trace or trace_of(http)}
     rollout = await service.submit(request.model_copy(update=known))
+    if wait and rollout.state.terminal:  # submitted before; reading it may take longer than the caller waits
+        return as_json(await service.get(rollout_id, trajectory=True))
     if wait:
         with suppress(ShuttingDownError):  # the rollout is stored already
             if ended := await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, wait)):
