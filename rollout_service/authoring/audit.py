@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,7 @@ class _Probe(Environment):
         self._solves = solves
         self._leaks = leaks
         self.spec: EnvironmentSpec = environment.spec
+        self.shares_setup = environment.shares_setup
         self.record = TrialRecord()
         self._episode: Episode | None = None
 
@@ -133,20 +134,25 @@ class _Probe(Environment):
 
     def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
         self._environment = self._environment.for_instance(instance)
-        self.spec = self._environment.spec
+        self.spec, self.shares_setup = self._environment.spec, self._environment.shares_setup
         return self
 
+    async def prepare(self, episode: Episode) -> None:
+        await self._measured(self._environment.prepare, episode)
+
     async def init(self, episode: Episode) -> None:
-        self._episode = episode
         if self._environment.uses_gateway:
             raise EnvironmentFailedError(
                 "the agent is a program of its own, which cannot be replaced by an audit",
                 hint="Audit a copy of the environment without `harness`.",
             )
-        begun = time.perf_counter()
+        await self._measured(self._environment.init, episode)
+
+    async def _measured(self, do: Callable[[Episode], Awaitable[None]], episode: Episode) -> None:
+        self._episode, begun = episode, time.perf_counter()
         with anyio.fail_after(episode.limits.init_seconds):
-            await self._environment.set_up(episode)
-        self.record.init_seconds = time.perf_counter() - begun
+            await do(episode)
+        self.record.init_seconds += time.perf_counter() - begun
 
     async def run(self, episode: Episode) -> StopReason:
         if self._leaks is not None:

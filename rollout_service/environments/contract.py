@@ -291,7 +291,8 @@ class Environment(ABC):
     that they do not recreate, such as a service elsewhere."""
 
     shares_setup: bool = False
-    """Whether `prepare` does the same for all rollouts of an instance, and what it does is in files."""
+    """Whether `prepare` does the same for all rollouts of an instance, and leaves only files: see `Sandbox.snapshot`
+    for which. Its processes are ended."""
 
     has_solution: bool = False
     """Whether `solve` can act as a perfect agent, for checks of the grading."""
@@ -350,9 +351,14 @@ class Environment(ABC):
         """Prepare the sandbox for the agent, in every rollout."""
 
     async def set_up(self, episode: Episode, *, is_prepared: bool = False) -> None:
-        """Run `prepare`, unless the sandbox started from its files, then `init`."""
+        """Run `prepare`, unless the sandbox started from its files, then `init`.
+
+        Where setups are not shared, the processes that `prepare` left are ended all the same; no session may be open.
+        """
         if not is_prepared:
             await self.prepare(episode)
+            if self.shares_setup and episode.sandbox is not None:
+                await episode.sandbox.end_processes()
         await self.init(episode)
 
     def tool_definitions(self) -> list[ToolSpec]:

@@ -20,17 +20,26 @@ from rollout_service.episodes import Episode, Score
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SEPARATORS = {";", "&", "&&", "|", "||", "(", ")"}
 _NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"()$]+)")
+_MOUNTED = re.compile(r">>?\s*(/etc/(?:hosts|passwd|group|resolv\.conf)\b|/dev/shm/[^\s;|&]*)")
 _CREATES = re.compile(rf"(?:>|\b(?:mkdir|touch|tee)\b[^;|&]*?)\s*{INSIDE}/")
 
 
 def findings(declaration: Declaration, files: Sequence[PackedFile]) -> Iterator[str]:
     """Yield the mistakes in the commands of a declaration, given the files of its folder."""
     by_path = {file.path: file for file in files}
+    yield from _lost(declaration)
     for where, command in _commands(declaration):
         if _CREATES.search(command):
             continue  # it creates files there itself
         yield from _missing(where, command, by_path)
         yield from _not_runnable(where, command, by_path)
+
+
+def _lost(declaration: Declaration) -> Iterator[str]:
+    """Yield what a shared command writes where no other sandbox sees it."""
+    if declaration.init is not None and declaration.init.shared:
+        for path in sorted(set(_MOUNTED.findall(declaration.init.command))):
+            yield f"[init] command writes to {path}, which is not shared: let `each` do so, or set shared = false"
 
 
 def _commands(declaration: Declaration) -> Iterator[tuple[str, str]]:
@@ -85,6 +94,7 @@ class Solving(Environment):
         """`environment` has a solution."""
         self._environment = environment
         self.spec = environment.spec
+        self.shares_setup = environment.shares_setup
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         self._environment.check(instance)
@@ -92,8 +102,11 @@ class Solving(Environment):
     def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
         return Solving(self._environment.for_instance(instance))
 
+    async def prepare(self, episode: Episode) -> None:
+        await self._environment.prepare(episode)
+
     async def init(self, episode: Episode) -> None:
-        await self._environment.set_up(episode)
+        await self._environment.init(episode)
 
     async def run(self, episode: Episode) -> StopReason:
         return await self._environment.solve(episode)

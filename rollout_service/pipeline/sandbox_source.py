@@ -238,7 +238,7 @@ def _inside(sandbox: Sandbox, path: str) -> str:
 
 log = structlog.get_logger(__name__)
 
-_AGENT, _GRADER = "the agent", "the grader"
+_AGENT, _GRADER, _SETUP = "the agent", "the grader", "the setup"
 """Whose code a sandbox runs, for notes."""
 
 
@@ -314,12 +314,14 @@ class EpisodeSandboxes:
 
     async def snapshot(self, episode: Episode) -> Snapshot:
         """End the episode's sandbox, and return its files for others to start from."""
-        sandbox = require_sandbox(episode.sandbox)
+        sandbox, self._owner = require_sandbox(episode.sandbox), _SETUP
         for reached in sandbox.limits_reached:
             self._tell(episode, sandbox, reached)
         with waits_for(StepKind.SANDBOX_END, "snapshot", sandbox=sandbox.id):
             snapshot = await sandbox.snapshot()
         episode.sandbox = None
+        if (activity := current_activity()) is not None:
+            activity.sandbox = None
         return snapshot
 
     async def open_sessions(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:

@@ -1,8 +1,9 @@
 """Setups that rollouts share: the first of an instance prepares its files, and all start from a snapshot of them.
 
 Guarantees:
-- One rollout prepares a setup, and the others that need it wait. If it is cancelled, the next one takes over.
-- A failure is that rollout's own: those that waited prepare their own sandboxes, as they would without sharing.
+- One rollout prepares a setup, and the others that need it wait, which counts against no deadline. If it fails or is
+  cancelled, those that waited prepare their own sandboxes, as they would without sharing.
+- A setup from which a sandbox did not start is not used again.
 - A snapshot is closed once nobody has used it for a while, sooner if the host is under pressure or if there are many
   or large ones, at the latest with `running`. Sandboxes that started from it keep their files.
 """
@@ -21,8 +22,8 @@ import anyio
 from pydantic_core import to_json
 
 from rollout_service.environments.contract import Environment
-from rollout_service.episodes import Episode
-from sandboxes import Snapshot
+from rollout_service.episodes import Episode, WorkClock
+from sandboxes import SandboxError, Snapshot
 
 IDLE_SECONDS = 60.0
 """How long a setup is kept after its last use: the rest of its group, and a retry, come soon."""
@@ -65,9 +66,11 @@ class SharedSetups:
         count: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`count` is called for each use, with whether the setup was made before."""
+        """`count` is called for each setup that is used, with whether it was made before."""
         self._under_pressure, self._count, self._clock = under_pressure, count, clock
         self._entries: dict[Hashable, _Shared] = {}
+        self._dropped: list[Snapshot] = []
+        """Those to close that nobody may start from any more."""
         self._added = anyio.Event()
 
     @asynccontextmanager
@@ -83,33 +86,44 @@ class SharedSetups:
             await self._close(list(self._entries))
 
     @asynccontextmanager
-    async def use(self, key: Hashable, make: Callable[[], Awaitable[Setup]]) -> AsyncIterator[Setup | None]:
-        """Yield a setup, made with `make` if there is none; it stays open within the block.
+    async def use(
+        self, key: Hashable, make: Callable[[], Awaitable[Setup]], clock: WorkClock | None = None
+    ) -> AsyncIterator[Setup | None]:
+        """Yield a setup, made with `make` if there is none; it stays open while the block starts a sandbox from it.
 
-        None if another rollout failed to make it while this one waited.
+        None if another rollout failed to make it while this one waited. The clock stands still meanwhile.
         """
         entry = self._entries.setdefault(key, _Shared())
         entry.users += 1
         try:
-            yield await self._made(entry, make)
+            yield await self._made(entry, make, clock or WorkClock())
+        except SandboxError:
+            if entry.setup is not None and self._entries.get(key) is entry:
+                del self._entries[key]
+                self._dropped.append(entry.setup.snapshot)
+            raise
         finally:
             entry.users -= 1
             entry.used_at = self._clock()
             if entry.setup is None and not entry.users:
-                del self._entries[key]
+                self._entries.pop(key, None)
             else:
                 self._added.set()
 
-    async def _made(self, entry: _Shared, make: Callable[[], Awaitable[Setup]]) -> Setup | None:
-        failures = entry.failures
+    async def _made(
+        self, entry: _Shared, make: Callable[[], Awaitable[Setup]], clock: WorkClock
+    ) -> Setup | None:
+        failures, shown = entry.failures, clock.seconds
+        clock.stop()
         async with entry.lock:
+            clock.start(shown)
+            if entry.failures > failures and entry.setup is None:
+                return None
             was_made = entry.setup is not None
             if not was_made:
-                if entry.failures > failures:
-                    return None
                 try:
                     entry.setup = await make()
-                except Exception:
+                except BaseException:
                     entry.failures += 1
                     raise
             self._count(was_made)
@@ -119,7 +133,7 @@ class SharedSetups:
         while True:
             await self._added.wait()
             self._added = anyio.Event()
-            while self._entries:
+            while self._entries or self._dropped:
                 await anyio.sleep(LOOK_SECONDS)
                 await self._close(self._find_unused())
 
@@ -129,17 +143,24 @@ class SharedSetups:
         idle.sort(key=lambda one: one[1].used_at, reverse=True)
         if self._under_pressure():
             return [key for key, _ in idle]
-        found, size, now = [], 0, self._clock()
+        found: list[Hashable] = []
+        size, now = 0, self._clock()
         for place, (key, entry) in enumerate(idle):
-            size += entry.setup.snapshot.size_bytes if entry.setup is not None else 0
-            if place >= MAX_KEPT or size > KEPT_BYTES or now - entry.used_at >= IDLE_SECONDS:
+            own = entry.setup.snapshot.size_bytes if entry.setup is not None else 0
+            is_old = now - entry.used_at >= IDLE_SECONDS
+            if place - len(found) >= MAX_KEPT or size + own > KEPT_BYTES or is_old:
                 found.append(key)
+            else:
+                size += own
         return found
 
     async def _close(self, keys: list[Hashable]) -> None:
-        for key in keys:
-            if (setup := self._entries.pop(key).setup) is not None:
-                await setup.snapshot.close()
+        # Before the first wait, so that nobody begins to use one of them meanwhile.
+        setups = [self._entries.pop(key).setup for key in keys]
+        snapshots = [*self._dropped, *(setup.snapshot for setup in setups if setup is not None)]
+        self._dropped.clear()
+        for snapshot in snapshots:
+            await snapshot.close()
 
 
 def setup_key(environment: Environment, episode: Episode, identity: str) -> Hashable:

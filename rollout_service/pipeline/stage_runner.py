@@ -139,7 +139,8 @@ class StageRunner:
     async def _init(self) -> Episode:
         spec, limits = self._environment.spec, self.limits
         purpose = Purpose.AGENT if spec.image is not None else None
-        async with self._stage(self._context.stages.init, limits.init_seconds, purpose) as timer:
+        clock = WorkClock()
+        async with self._stage(self._context.stages.init, limits.init_seconds, purpose, clock) as timer:
             self.hidden |= self._context.sandboxes.secrets.check(spec)
             policy = await self._policy.open(self._environment.tool_definitions(), self.hidden)
             episode = Episode(
@@ -157,8 +158,9 @@ class StageRunner:
             self.episode = episode
             if spec.evaluate_in is EvaluateIn.FRESH:
                 episode.checkpoint = partial(self._sandboxes.keep, episode, spec)
-            is_prepared = spec.image is not None and await self._start_sandbox(episode, timer)
-            if spec.init_secrets:  # no session may be open when the processes of the init command are ended
+            is_prepared = spec.image is not None and await self._start_sandbox(episode, timer, clock)
+            # No session may be open when the processes of a setup are ended.
+            if spec.init_secrets or (self._environment.shares_setup and not is_prepared):
                 await self._set_up(episode, is_prepared)
                 await self._sandboxes.open_sessions(episode, spec, timer)
                 return episode
@@ -167,7 +169,7 @@ class StageRunner:
                 await self._set_up(episode, is_prepared)
         return episode
 
-    async def _start_sandbox(self, episode: Episode, timer: Timer) -> bool:
+    async def _start_sandbox(self, episode: Episode, timer: Timer, clock: WorkClock) -> bool:
         """Start the agent's sandbox; return whether it has the files of the environment's `prepare`."""
         spec, setups = self._environment.spec, self._context.setups
         start = partial(
@@ -179,7 +181,7 @@ class StageRunner:
             await start()
             return False
         key = setup_key(self._environment, episode, identity)
-        async with setups.use(key, partial(self._make_setup, episode, timer)) as setup:
+        async with setups.use(key, partial(self._make_setup, episode, timer), clock) as setup:
             if setup is not None:
                 setup.give(episode)
             await start(snapshot=setup.snapshot if setup is not None else None)

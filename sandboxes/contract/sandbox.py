@@ -283,8 +283,9 @@ class Sandbox(ABC):
         """End the sandbox, and return its files for others to start from (`SandboxSpec.snapshot`).
 
         Its processes are ended first. Each sandbox that starts from the files sees them as its own, and what it changes
-        is seen by no other. Files below /dev/shm are not among them. As with files of the image, a hard link becomes a
-        file of its own once it is changed.
+        is seen by no other. Files of the provider's own mounts are not among them: /dev, /dev/shm, /etc/hosts,
+        /etc/resolv.conf, /etc/passwd and /etc/group. As with files of the image, a hard link becomes a file of its own
+        once it is changed.
 
         Raises:
             SandboxConfigError: This provider takes no snapshots here; see `SandboxProvider.takes_snapshots`.

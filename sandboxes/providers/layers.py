@@ -23,6 +23,8 @@ from sandboxes.reclaim.run_folders import RunFolder
 MAX_LAYERS = 32
 """The most snapshots that one is made from in turn; the kernel allows 500, and each start mounts all of them."""
 REMOVE_SECONDS = 30.0
+INODE_BYTES = 2_000
+"""The kernel's memory for a file and its name, about."""
 
 
 class FileLayer:
@@ -41,6 +43,7 @@ class FileLayer:
         self._uses = 0
         space = os.statvfs(f"/proc/{launcher}/root{folder.overlay}")
         self.size_bytes = (space.f_blocks - space.f_bfree) * space.f_frsize
+        self.size_bytes += (space.f_files - space.f_ffree) * INODE_BYTES
         """The memory that the files take up."""
         self._namespaces: list[int] = []
         try:
@@ -69,9 +72,12 @@ class FileLayer:
         """End a use; the last one frees the files."""
         self._uses -= 1
         if self._uses == 0:
-            self._close()
-            deadline = time.monotonic() + REMOVE_SECONDS
-            await anyio.to_thread.run_sync(remove_tree, self._folder.path, deadline)
+            await anyio.to_thread.run_sync(self._free)
+
+    def _free(self) -> None:
+        """Free the files. Closing the last descriptor takes seconds if there are many files."""
+        self._close()
+        remove_tree(self._folder.path, time.monotonic() + REMOVE_SECONDS)
 
     def _close(self) -> None:
         while self._namespaces:
@@ -82,17 +88,8 @@ class LayeredSnapshot(Snapshot):
     """The layers that a sandbox had above its image."""
 
     def __init__(self, image: Path, layers: Sequence[FileLayer]) -> None:
-        """`layers` are the newest first, above this image on the host.
-
-        Raises:
-            SandboxConfigError: There are too many layers.
-        """
+        """`layers` are the newest first, above this image on the host; at most `MAX_LAYERS`."""
         self._image, self._layers, self._closed = image, tuple(layers), False
-        if len(layers) > MAX_LAYERS:
-            raise SandboxConfigError(
-                f"a snapshot can be made from at most {MAX_LAYERS - 1} earlier ones in turn",
-                hint="start the sandbox from its image, or from an earlier snapshot",
-            )
         for layer in self._layers:
             layer.hold()
 
@@ -105,7 +102,7 @@ class LayeredSnapshot(Snapshot):
 
         Raises:
             SandboxClosedError: The snapshot is closed.
-            SandboxConfigError: The snapshot was made with another image, or another build of it.
+            SandboxConfigError: The snapshot was made with another image file, or another unpacking of it.
         """
         if self._closed:
             raise SandboxClosedError("the snapshot has been closed")

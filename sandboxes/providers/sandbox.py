@@ -312,13 +312,18 @@ class ControlledSandbox(Sandbox):
         if (make := self._launched.make_snapshot) is None:
             raise SandboxConfigError(
                 f"no snapshot of a sandbox of {self._launched.image!r} can be made here",
-                hint="sandboxes need Apptainer, unpacked images, and a kernel and user that may mount overlays",
+                hint="this needs Apptainer, unpacked images, a kernel and a user that may mount overlays, and at most "
+                "31 snapshots that it was made from in turn",
             )
         await self.end_processes()
         try:
             snapshot = make()
-        except OSError as error:
+        except (FileNotFoundError, ProcessLookupError) as error:
             raise self._make_ended_error() from error
+        except OSError as error:
+            raise SandboxError(
+                f"no snapshot can be made: {error}", hint="raise the limit on open files"
+            ) from error
         await self.close()
         return snapshot
 

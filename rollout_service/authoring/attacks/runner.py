@@ -200,12 +200,16 @@ class _WithoutProgram(Environment):
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self.spec: EnvironmentSpec = environment.spec
+        self.shares_setup = environment.shares_setup
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         self._environment.check(instance)
 
+    async def prepare(self, episode: Episode) -> None:
+        await self._environment.prepare(episode)
+
     async def init(self, episode: Episode) -> None:
-        await self._environment.set_up(episode)
+        await self._environment.init(episode)
 
     async def run(self, episode: Episode) -> StopReason:
         turn = await episode.policy.respond([], max_tokens=episode.limits.max_turn_tokens)

@@ -26,7 +26,6 @@ from rollout_service.base.errors import ConfigurationError, EnvironmentFailedErr
 from rollout_service.base.masking import mask_texts
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import (
     FILE_NAME,
@@ -40,7 +39,7 @@ from rollout_service.environments.declarative.files import PackedFile, archive, 
 from rollout_service.environments.declarative.from_image import empty_folder
 from rollout_service.environments.submission import encode_runs, read_inputs, run_submission
 from rollout_service.episodes import Episode, Score
-from sandboxes import ExecResult, Sandbox
+from sandboxes import ExecResult, Sandbox, SessionName
 from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
 from sandboxes.image_names import find_own_file
 from sandboxes.sessions.serial_session import return_to_workdir
@@ -100,23 +99,23 @@ class DeclarativeEnvironment(AgentEnvironment):
 
     async def prepare(self, episode: Episode) -> None:
         if self.shares_setup and (init := self._declaration.init):
-            await self._run_init(episode, init.command)
+            await self._run_init(episode, init.command, frozenset())
 
     async def init(self, episode: Episode) -> None:
         await super().init(episode)
         if init := self._declaration.init:
             if not self.shares_setup:
-                await self._run_init(episode, init.command)
+                await self._run_init(episode, init.command, self.spec.sessions)
             elif init.each:
-                await self._run_init(episode, init.each)
+                await self._run_init(episode, init.each, self.spec.sessions)
 
-    async def _run_init(self, episode: Episode, command: str) -> None:
+    async def _run_init(self, episode: Episode, command: str, sessions: frozenset[SessionName]) -> None:
         sandbox = episode.require_sandbox()
         files = [instance_file(episode.instance), *self._init_files]
         place = await SecretFolder.make(sandbox, files, episode)
         result = await place.run(command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
         require_success("init", command, result)
-        await _enter_again(sandbox, self.spec, command)
+        await _enter_again(sandbox, sessions, command)
         await place.remove()
 
     def check(self, instance: dict[str, JsonValue]) -> None:
@@ -341,10 +340,10 @@ def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
     return Score(result.reward, result.parts)
 
 
-async def _enter_again(sandbox: Sandbox, spec: EnvironmentSpec, command: str) -> None:
+async def _enter_again(sandbox: Sandbox, sessions: frozenset[SessionName], command: str) -> None:
     """Return the sessions to the working folder: the init command may have replaced it since they were opened."""
     try:
-        await return_to_workdir(sandbox, spec.sessions)
+        await return_to_workdir(sandbox, sessions)
     except FileMissingError as error:
         raise EnvironmentFailedError(
             f"the init command {command!r} left no working folder: {error}",

@@ -79,7 +79,7 @@ REFILL_FAILURES: Final = MetricSpec(
 )
 SHARED_SETUPS: Final = MetricSpec(
     "rollout_shared_setups_total",
-    "Sandboxes that started from an instance's prepared files: made for them, or reused",
+    "Uses of an instance's prepared files: made for it, or reused",
     ("outcome",),
     known=(("made",), ("reused",)),
 )

@@ -184,7 +184,7 @@ async def open_attempts(
         tracing(activities, metrics.registry, settings.node_name, engines.serving.views)
     )
     admission = foundation.node.admission
-    setups = SharedSetups(lambda: bool(admission.hold_reasons), metrics.count_shared_setup)
+    setups = SharedSetups(lambda: bool(admission.pressure_reasons), metrics.count_shared_setup)
     await stack.enter_async_context(setups.running())
     context = AttemptContext(
         owner=foundation.owner,

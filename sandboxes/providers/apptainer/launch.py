@@ -336,7 +336,8 @@ def copy_layer(mounts: int, users: int, space: str) -> int:
 
     A child enters that sandbox's namespaces, since whoever is not root cannot come back from them.
     """
-    import socket  # takes half as long as all the rest, and few sandboxes need it
+    import shutil
+    import socket  # these take longer than all the rest, and few sandboxes need them
 
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -346,6 +347,7 @@ def copy_layer(mounts: int, users: int, space: str) -> int:
             if users >= 0:
                 call("setns", users, CLONE_NEWUSER)
             call("setns", mounts, CLONE_NEWNS)
+            shutil.rmtree(f"{space}/shm", ignore_errors=True)  # which no other sandbox sees
             layer = f"{space}/data/layer"
             move_files(f"{space}/data/upper", layer)
             tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(layer), OPEN_TREE_CLONE)

@@ -32,7 +32,7 @@ from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, EgressPlan, HostProvider, LaunchPlan
-from sandboxes.providers.layers import FileLayer, LayeredSnapshot
+from sandboxes.providers.layers import MAX_LAYERS, FileLayer, LayeredSnapshot
 from sandboxes.reclaim.host_resources import LauncherResources
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT
@@ -210,7 +210,7 @@ class ApptainerProvider(HostProvider):
             listens=("sandbox" if listens_inside else "host") if spec.listens else None,
             layers=layers,
             make_snapshot=partial(self._snapshot, folder, prepared.image, user, layers)
-            if self._keeps_files(prepared.image)
+            if len(layers) < MAX_LAYERS and self._keeps_files(prepared.image)
             else None,
         )
 

@@ -93,6 +93,11 @@ async def test_without_sharing_each_rollout_prepares_for_itself(environment, san
     (one, _), (two, _) = await play_all(environment, sandboxes, instances, None)
     assert one.splitlines()[:3] == two.splitlines()[:3] == ["1", "each", "1"]
     assert one.splitlines()[3] != two.splitlines()[3]
+    for output in (one, two):
+        assert output.splitlines()[4:6] == [
+            "tool",
+            "ls: cannot access '/usr/share/doc': No such file or directory",
+        ]
 
 
 async def test_a_setup_that_fails_is_the_error_of_each(environment, sandboxes):

@@ -222,6 +222,23 @@ def test_a_script_that_cannot_be_run_is_found(tmp_path, command, found):
         assert text in finding
 
 
+def test_a_shared_command_that_writes_what_no_other_sandbox_sees_is_found(tmp_path):
+    init = """
+[init]
+command = "echo 127.0.0.1 db >>/etc/hosts; cp a /srv; echo 1 > /dev/shm/x"
+shared = true
+each = "echo 127.0.0.1 db >>/etc/hosts"
+"""
+    write(tmp_path, MINIMAL + init)
+    found = load_folder(tmp_path).findings()
+    assert [line.split(",")[0] for line in found] == [
+        "[init] command writes to /dev/shm/x",
+        "[init] command writes to /etc/hosts",
+    ]
+    write(tmp_path, MINIMAL + '[init]\ncommand = "echo 127.0.0.1 db >>/etc/hosts"\n')
+    assert load_folder(tmp_path).findings() == []
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -3,9 +3,10 @@
 import anyio
 import pytest
 
+from rollout_service.episodes import WorkClock
 from rollout_service.pipeline import shared_setup
 from rollout_service.pipeline.shared_setup import IDLE_SECONDS, KEPT_BYTES, MAX_KEPT, Setup, SharedSetups
-from sandboxes import Snapshot
+from sandboxes import SandboxStartError, Snapshot
 
 
 class FakeSnapshot(Snapshot):
@@ -99,7 +100,7 @@ async def test_those_that_waited_for_a_failure_prepare_on_their_own():
     assert found[-1].snapshot is maker.made[0]
 
 
-async def test_the_next_one_takes_over_from_one_that_is_cancelled(maker):
+async def test_those_that_waited_for_one_that_is_cancelled_prepare_on_their_own(maker):
     found, scope = [], anyio.CancelScope()
 
     async def first():
@@ -110,18 +111,79 @@ async def test_the_next_one_takes_over_from_one_that_is_cancelled(maker):
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(first)
         await anyio.wait_all_tasks_blocked()
-        tasks.start_soon(used, setups, maker, found)
+        for _ in range(2):
+            tasks.start_soon(used, setups, maker, found)
         await anyio.wait_all_tasks_blocked()
         scope.cancel()
+    assert (maker.calls, found) == (1, [None] * 2)
+    maker.may_end.set()
+    await used(setups, maker, found)
+    assert found[-1].snapshot is maker.made[0]
+
+
+async def test_the_wait_for_another_counts_against_no_deadline(maker):
+    setups, clock, found = SharedSetups(), WorkClock(), []
+
+    async def second():
+        with clock.limit(0.05) as scope:
+            async with setups.use("key", maker, clock) as setup:
+                found.append(setup)
+        found.append(scope.cancelled_caught)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(used, setups, maker, [])
         await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(second)
+        await anyio.sleep(0.2)
         maker.may_end.set()
-    assert (maker.calls, len(maker.made), len(found)) == (2, 1, 1)
+    assert [setup.snapshot for setup in found[:1]] == maker.made
+    assert found[1] is False
+
+
+async def test_a_setup_from_which_nothing_starts_is_not_used_again(maker, clock):
+    setups = SharedSetups(clock=lambda: clock[0])
+    maker.may_end.set()
+    async with setups.running():
+        with pytest.raises(SandboxStartError):
+            async with setups.use("key", maker):
+                raise SandboxStartError("its folder is gone")
+        await used(setups, maker, found := [])
+        assert found[0].snapshot is maker.made[1]
+        await until_closed(maker.made[0])
+        assert not maker.made[1].closed
+
+
+async def test_a_setup_that_is_taken_while_others_are_closed_stays_open(maker, clock):
+    """Closing takes time, in which a rollout may take a setup that was found unused."""
+    setups = SharedSetups(lambda: pressure[0], clock=lambda: clock[0])
+    pressure, may_close = [False], anyio.Event()
+
+    async def close_slowly():
+        await may_close.wait()
+
+    maker.may_end.set()
+    async with setups.running():
+        await used(setups, maker, [], key="second")
+        await used(setups, maker, [], key="first")
+        maker.made[1].close = close_slowly  # the newest is closed first
+        pressure[0] = True
+        await until(lambda: "first" not in setups._entries)
+        pressure[0] = False
+        async with setups.use("second", maker) as setup:
+            may_close.set()
+            await until_closed(maker.made[0])
+            assert setup.snapshot is maker.made[2]
+            assert not setup.snapshot.closed
+
+
+async def until(holds):
+    with anyio.fail_after(5):
+        while not holds():
+            await anyio.sleep(0.001)
 
 
 async def until_closed(snapshot):
-    with anyio.fail_after(5):
-        while not snapshot.closed:
-            await anyio.sleep(0.001)
+    await until(lambda: snapshot.closed)
 
 
 async def test_a_setup_that_nobody_uses_is_closed_after_a_while(maker, clock):
@@ -178,6 +240,18 @@ async def test_only_so_much_is_kept(maker, clock):
                 setup.snapshot.size_bytes = KEPT_BYTES // 2
         await until_closed(maker.made[0])
         assert not any(snapshot.closed for snapshot in maker.made[1:])
+
+
+async def test_one_that_is_too_large_takes_no_other_along(maker, clock):
+    setups = SharedSetups(clock=lambda: clock[0])
+    maker.may_end.set()
+    async with setups.running():
+        await used(setups, maker, [], key="small")
+        clock[0] += 0.001
+        async with setups.use("large", maker) as setup:
+            setup.snapshot.size_bytes = KEPT_BYTES + 1
+        await until_closed(maker.made[1])
+        assert not maker.made[0].closed
 
 
 async def test_each_episode_gets_a_copy_of_the_state():
