@@ -97,6 +97,8 @@ class BackendView(WireModel):
     """The token extras that it can return: `top_logprobs`, `prompt_logprobs`, `routed_experts`."""
     in_flight: int
     """Requests of this service that it is working on."""
+    queued: int | None = None
+    """Requests of all services in its own queue, by its last report; null if it does not report any."""
     served: int
     """Requests of this service that it has answered."""
     failures: int

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from api_schemas.base import Number, StrEnum, WireModel
+from api_schemas.rollouts.stages import Stage
+from api_schemas.rollouts.steps import StepKind
 
 
 class HoldView(WireModel):
@@ -58,6 +60,22 @@ class NodeState(StrEnum):
     """It has been silent for 10 seconds; its rollouts were queued again."""
 
 
+class StageOverview(WireModel):
+    """A stage of the pipeline now."""
+
+    stage: Stage
+    working: int
+    workers: int
+    waiting: int
+    """Rollouts that wait for a worker."""
+    places: int
+    """The most that may wait."""
+    oldest_seconds: float = 0.0
+    """How long the oldest has been in the stage."""
+    waits_for: dict[StepKind, int] = {}
+    """The number of rollouts at work in it, by the kind of step that they are in now."""
+
+
 class NodeView(WireModel):
     """One node: a service, and the host that its sandboxes run on."""
 
@@ -78,6 +96,8 @@ class NodeView(WireModel):
     """The rollouts that it has ended since it started."""
     places: int = 0
     """The most rollouts that it works on at once, before their evaluation."""
+    stages: list[StageOverview] = []
+    """The stages of its pipeline."""
     silent_seconds: float = 0.0
     """The time since its last heartbeat."""
     cpus: int

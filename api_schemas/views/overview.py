@@ -9,28 +9,11 @@ from typing import Literal
 
 from api_schemas.base import StrEnum, Timestamp, WireModel
 from api_schemas.inference import BackendView
-from api_schemas.nodes import NodeView
-from api_schemas.rollouts import RolloutState, Stage
-from api_schemas.rollouts.steps import StepKind
+from api_schemas.nodes import NodeView, StageOverview
+from api_schemas.rollouts import RolloutState
 from api_schemas.runs import RunState
 from api_schemas.views.hangs import HangFinding
 from api_schemas.views.summaries import ErrorGroup
-
-
-class StageOverview(WireModel):
-    """A stage of the pipeline now."""
-
-    stage: Stage
-    working: int
-    workers: int
-    waiting: int
-    """Rollouts that wait for a worker."""
-    places: int
-    """The most that may wait."""
-    oldest_seconds: float = 0.0
-    """How long the oldest has been in the stage."""
-    waits_for: dict[StepKind, int] = {}
-    """The number of rollouts at work in it, by the kind of step that they are in now."""
 
 
 class BackendOverview(WireModel):
@@ -76,18 +59,33 @@ class BottleneckKind(StrEnum):
     """The host bears no further sandbox."""
     SANDBOXES = "sandboxes"
     """The number of sandboxes that are started at once."""
+    STORE = "store"
+    """Rollouts wait for the store."""
+    TRAINER = "trainer"
+    """Groups are ready, and the trainer takes none of them."""
     ORDERS = "orders"
     """Too little is asked of the service."""
 
 
 class Bottleneck(WireModel):
-    """The present limit of the throughput."""
+    """The present limit of the throughput, over all nodes."""
 
     kind: BottleneckKind
     message: str
     """The evidence, in a sentence."""
     hint: str
     """The change that would raise it, with the setting."""
+
+
+class NextNode(WireModel):
+    """The gain of one more node like those that there are."""
+
+    rollouts: int = 0
+    """The rollouts that it would begin now; 0 if it would bring nothing."""
+    nodes: int = 0
+    """How many such nodes would have work now."""
+    message: str
+    """The same in a sentence: what waits, or why another node would bring nothing."""
 
 
 class Overview(WireModel):
@@ -124,6 +122,8 @@ class Overview(WireModel):
     findings: list[HangFinding] = []
     """The steps that are stuck, slow or held back, without stacks."""
     bottleneck: Bottleneck | None = None
-    """The limit of this node's throughput; null if the node is idle, or something is stuck and comes first."""
+    """The limit of the throughput of all nodes; null if they are idle, or something is stuck and comes first."""
+    next_node: NextNode | None = None
+    """The gain of one more node."""
     sessions_open: int = 0
     """Live sessions that are open."""

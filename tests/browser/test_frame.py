@@ -221,6 +221,7 @@ async def test_what_limits_the_throughput_is_said_with_what_would_change_it(page
     limit = page.get_by_text("Bottleneck: engines.").locator("..")
     await expect(limit).to_contain_text("73% of them wait for engines")
     await expect(limit).to_contain_text("Add engines.")
+    await expect(limit).to_contain_text("One more node would bring nothing: the engines are full")
 
 
 async def test_a_page_that_does_not_exist_says_so(page, fake):

@@ -11,10 +11,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from api_schemas.nodes import StageOverview
 from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.figures import ParallelFigures, RunParallel
 from api_schemas.views.hangs import HangFinding
-from api_schemas.views.overview import BackendOverview, Bottleneck, Overview, RunOverview, StageOverview
+from api_schemas.views.overview import BackendOverview, Bottleneck, NextNode, Overview, RunOverview
 from rollout_service.cli.common import count
 from rollout_service.cli.console import HANG_STYLES, id_column, table
 
@@ -27,7 +28,7 @@ def all_of(overview: Overview) -> Iterator[RenderableType | None]:
     yield head(overview)
     yield findings(overview.findings)
     yield pipeline(overview.stages)
-    yield limit(overview.bottleneck)
+    yield limit(overview.bottleneck, overview.next_node)
     yield failures(overview)
     yield engines(overview.backends, overview.paused_pools)
     yield nodes(overview)
@@ -83,11 +84,13 @@ def pipeline(stages: Iterable[StageOverview]) -> RenderableType:
     return rows
 
 
-def limit(found: Bottleneck | None) -> RenderableType | None:
-    """Return the limit of the throughput, and the remedy."""
-    if found is None:
+def limit(found: Bottleneck | None, more: NextNode | None) -> RenderableType | None:
+    """Return the limit of the throughput, the remedy, and the gain of one more node."""
+    if found is None and more is None:
         return None
-    return Text(f"bottleneck: {found.kind}. {found.message} ", "cyan").append(found.hint, "dim")
+    line = Text() if found is None else Text(f"bottleneck: {found.kind}. {found.message} ", "cyan")
+    line.append("" if found is None else f"{found.hint} ", "dim")
+    return line.append("" if more is None else more.message, "cyan" if more and more.rollouts else "dim")
 
 
 def failures(overview: Overview) -> RenderableType | None:

@@ -91,6 +91,8 @@ class BackendHandle:
     """The backend's id."""
     state: BackendState = BackendState.READY
     in_flight: int = 0
+    queued: int | None = None
+    """The requests in its own queue, by its last report."""
     served: int = 0
     chunks: int = 0
     """The chunks of tokens that it has streamed."""
@@ -246,6 +248,7 @@ class BackendHandle:
             context_length=self.info.context_length,
             exports=sorted(self.info.extras),
             in_flight=self.in_flight,
+            queued=self.queued,
             served=self.served,
             failures=self.failures,
             last_error=self.last_error,

@@ -344,6 +344,7 @@ class StallDetector:
             raise
         except (InferenceError, TimeoutError):
             return None
+        handle.queued = load.waiting
         if handle.id in self._registry:
             self._router.observe(handle.id, load)
         return load

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from api_schemas.errors import FieldError
 from api_schemas.nodes import NodeState
+from rollout_service.activity import ActivityBoard
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.cluster.membership import ClusterNodes, Membership, Placement
 from rollout_service.cluster.node import Node
 from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.settlement import ClaimRules
-from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.runs import RunManager
+from rollout_service.server.overview.stages import stage_overviews
 from rollout_service.settings import Settings
 from rollout_service.store.cluster_contract import ClusterStore, Heartbeat, NodeReport
 
@@ -34,8 +36,8 @@ class ClusterMember:
     claims: ClaimRules
     pipeline: Pipeline
     manager: RunManager
-    stages: tuple[StageLimiter, ...]
-    """Those before the evaluation; their sizes are the places of this node."""
+    stages: Stages
+    board: ActivityBoard
 
     def membership(self) -> Membership:
         """Return the membership, not yet begun."""
@@ -53,6 +55,7 @@ class ClusterMember:
 
     def report(self) -> NodeReport:
         """Return this node's report on itself."""
+        before = (self.stages.init, self.stages.rollout)  # what is evaluated needs no place
         figures = {
             "address": self.settings.address,
             "labels": list(self.placement.labels),
@@ -60,7 +63,8 @@ class ClusterMember:
             "images": list(self.placement.images),
             "rollouts": self.pipeline.live(),
             "finished": self.pipeline.finished,
-            "places": sum(stage.places.size + stage.workers.size for stage in self.stages),
+            "places": sum(each.places.size + each.workers.size for each in before),
+            "stages": stage_overviews(self.stages, self.board),
             "state": NodeState.READY if self.claims.is_open else NodeState.DRAINING,
         }
         view = self.node.view().model_copy(update=figures)

@@ -258,7 +258,8 @@ async def make_member(
         claims=claims,
         pipeline=pipeline,
         manager=await _make_run_manager(foundation, serving),
-        stages=(context.stages.init, context.stages.rollout),
+        stages=context.stages,
+        board=context.activities,
     )
 
 

@@ -1,4 +1,4 @@
-"""The present limit of the throughput, in a sentence, with the setting that would change it: pure decisions.
+"""The present limit of the throughput of all nodes, with the setting that would change it: pure decisions.
 
 Guarantee: it is said only of a service that works. A low number of busy workers means opposite things in a healthy
 service and in a starved one, so a service that is stuck or takes no work is not given advice on its settings.
@@ -9,14 +9,15 @@ The stages are asked from the last to the first, since a full one fills those be
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from api_schemas.nodes import NodeView
+from api_schemas.inference import BackendState
+from api_schemas.nodes import NodeState, NodeView, StageOverview
 from api_schemas.rollouts import RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict
-from api_schemas.views.overview import Bottleneck, BottleneckKind, Overview, StageOverview
+from api_schemas.views.overview import BackendOverview, Bottleneck, BottleneckKind, Overview
 from rollout_service.server.hangs.signs.runs import RUN
 
 WINDOW_SECONDS = 10.0
@@ -71,16 +72,39 @@ def bottleneck(overview: Overview, loads: dict[Stage, StageLoad]) -> Bottleneck 
     if any(one.verdict is HangVerdict.STUCK and one.kind != RUN for one in overview.findings):
         return None
     # A service without an engine in service is not ready, even if the next weights are just being loaded.
-    if not overview.ready:
+    if not overview.ready and not _only_drains(overview):
         return _pause(rollout)
     queued = overview.counts.get(RolloutState.QUEUED, 0)
     return (
-        _graders(evaluate)
+        _store(loads)
+        or _graders(evaluate)
         or _pause(rollout)
-        or _agents(rollout, queued)
+        or _agents(rollout, queued, overview.backends)
         or _host(init, overview.nodes)
         or _starts(init, queued)
         or _orders(rollout, queued, overview)
+    )
+
+
+def _only_drains(overview: Overview) -> bool:
+    """Return whether the node that answers takes no work only since it drains, and others do."""
+    states = {node.node: node.state for node in overview.nodes}
+    return (
+        states.get(overview.node) is NodeState.DRAINING
+        and NodeState.READY in states.values()
+        and any(one.backend.state is BackendState.READY for one in overview.backends)
+    )
+
+
+def _store(loads: Mapping[Stage, StageLoad]) -> Bottleneck | None:
+    working = sum(load.working for load in loads.values())
+    waiting = sum(load.waits_for.get(StepKind.STORE, 0.0) for load in loads.values())
+    if waiting < max(1.0, MOST * working):
+        return None
+    return Bottleneck(
+        kind=BottleneckKind.STORE,
+        message=f"{_rollouts(waiting)} for the store, of {working:.0f}.",
+        hint="Look at the load and the disk of its Redis, or of [store] folder.",
     )
 
 
@@ -106,11 +130,17 @@ def _pause(rollout: StageLoad) -> Bottleneck | None:
     )
 
 
-def _agents(rollout: StageLoad, queued: int) -> Bottleneck | None:
+def _agents(rollout: StageLoad, queued: int, backends: Sequence[BackendOverview]) -> Bottleneck | None:
     if not rollout.is_full or not (rollout.waiting >= 1 or queued):
         return None
     full = f"All {_workers(rollout)} are busy"
     if (share := rollout.share(_ENGINES)) >= MOST:
+        if _have_room(backends) and not rollout.waits_for.get(StepKind.POOL_QUEUE):
+            return Bottleneck(
+                kind=BottleneckKind.AGENTS,
+                message=f"{full}, and no engine has a queue, though {share:.0%} of them wait for one.",
+                hint="Add nodes, or raise pipeline.rollout_workers if the hosts have room: engines could serve more.",
+            )
         return Bottleneck(
             kind=BottleneckKind.ENGINES,
             message=f"{full}, and {share:.0%} of them wait for engines.",
@@ -127,6 +157,12 @@ def _agents(rollout: StageLoad, queued: int) -> Bottleneck | None:
         message=f"{full}, and others wait for one.",
         hint="Raise pipeline.rollout_workers if engines and hosts have room.",
     )
+
+
+def _have_room(backends: Sequence[BackendOverview]) -> bool:
+    """Return whether all engines report their queues, and these are empty."""
+    in_service = [one.backend for one in backends if one.backend.state is BackendState.READY]
+    return bool(in_service) and all(one.queued == 0 for one in in_service)
 
 
 def _host(init: StageLoad, nodes: Sequence[NodeView]) -> Bottleneck | None:
@@ -160,10 +196,17 @@ def _orders(rollout: StageLoad, queued: int, overview: Overview) -> Bottleneck |
         return None
     free = rollout.workers - rollout.working
     ready = sum(run.ready_groups for run in overview.runs)
-    trainer = f" {ready} groups are ready and wait for the trainer." if ready else ""
+    message = f"{free:.0f} of {_workers(rollout)} are free, and nothing is queued."
+    if ready:
+        return Bottleneck(
+            kind=BottleneckKind.TRAINER,
+            message=f"{message} {ready} groups are ready and wait for the trainer.",
+            hint="Make the trainer's steps faster, or let the service begin more ahead of them: raise the run's "
+            "max_concurrent or max_staleness.",
+        )
     return Bottleneck(
         kind=BottleneckKind.ORDERS,
-        message=f"{free:.0f} of {_workers(rollout)} are free, and nothing is queued.{trainer}",
+        message=message,
         hint="The service could do more: submit more at once, or raise the run's max_concurrent or max_staleness.",
     )
 

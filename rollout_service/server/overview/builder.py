@@ -7,7 +7,6 @@ else in it is of this moment.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,22 +17,22 @@ import structlog
 from fastapi.sse import format_sse_event
 
 from api_schemas.inference import BackendState, BackendView
-from api_schemas.nodes import NodeView
+from api_schemas.nodes import NodeState, NodeView
 from api_schemas.rollouts import RolloutState
-from api_schemas.rollouts.steps import StepKind
 from api_schemas.runs import RunState
-from api_schemas.views.overview import BackendOverview, Overview, RunOverview, StageOverview
+from api_schemas.views.overview import BackendOverview, Overview, RunOverview
 from rollout_service import __version__
-from rollout_service.activity import Activity, ActivityBoard
+from rollout_service.activity import ActivityBoard
 from rollout_service.base.errors import StoreError
 from rollout_service.cluster.membership import ClusterNodes
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.pipeline.context import Stages
-from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.runs import RunManager
 from rollout_service.server.hangs import HangWatch
 from rollout_service.server.overview.bottleneck import StageLoads, bottleneck
+from rollout_service.server.overview.next_node import next_node
 from rollout_service.server.overview.outcomes import WINDOW_SECONDS, BackendFigures, Outcomes, success_share
+from rollout_service.server.overview.stages import stage_overviews, stages_of_all
 from rollout_service.store.contract import Store
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord
@@ -113,7 +112,7 @@ class OverviewBuilder:
             finished_per_second=self.outcomes.per_second(now),
             outcomes=outcomes,
             success_share=success_share(outcomes),
-            stages=self._stages(),
+            stages=stage_overviews(self.stages, self.board),
             nodes=list(stored.nodes),
             backends=[self._backend(view) for view in views],
             paused_pools=sorted({view.pool for view in views if view.state is BackendState.PAUSED}),
@@ -122,8 +121,9 @@ class OverviewBuilder:
             findings=[each.model_copy(update={"stack": []}) for each in self.hangs.findings()],
             sessions_open=self.open_sessions(),
         )
-        loads = self._loads.add(time.monotonic(), overview.stages)
-        return overview.model_copy(update={"bottleneck": bottleneck(overview, loads)})
+        everywhere = stages_of_all(node for node in overview.nodes if node.state is not NodeState.DEAD)
+        limit = bottleneck(overview, self._loads.add(time.monotonic(), everywhere or overview.stages))
+        return overview.model_copy(update={"bottleneck": limit, "next_node": next_node(overview, limit)})
 
     async def remember(self) -> None:
         """Read from the store how rollouts ended just before this start; nothing depends on it."""
@@ -162,14 +162,6 @@ class OverviewBuilder:
         else:
             self._stored = _Stored(counts, last_event, runs[:MAX_RUNS], nodes)
 
-    def _stages(self) -> list[StageOverview]:
-        working: dict[str, list[Activity]] = {}
-        for activity in self.board.all():
-            if activity.stage is not None:
-                working.setdefault(activity.stage, []).append(activity)
-        limiters = (self.stages.init, self.stages.rollout, self.stages.evaluate)
-        return [_stage(limiter, working.get(limiter.stage, [])) for limiter in limiters]
-
     def _backend(self, view: BackendView) -> BackendOverview:
         figures = self.figures.of(view.backend_id)
         return BackendOverview(
@@ -198,21 +190,6 @@ class OverviewBuilder:
 
 def _is_in_progress(run: RunRecord) -> bool:
     return run.state in (RunState.RUNNING, RunState.PAUSED)
-
-
-def _stage(limiter: StageLimiter, activities: Sequence[Activity]) -> StageOverview:
-    now = time.perf_counter()
-    waits = Counter(activity.open[-1].kind for activity in activities if activity.open)
-    oldest = min((activity.stage_since for activity in activities), default=now)
-    return StageOverview(
-        stage=limiter.stage,
-        working=limiter.workers.in_use,
-        workers=limiter.workers.size,
-        waiting=waits[StepKind.WORKER],
-        places=limiter.places.size,
-        oldest_seconds=round(now - oldest, 3),
-        waits_for=dict(waits.most_common()),
-    )
 
 
 # The overview for many readers at once.

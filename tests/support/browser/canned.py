@@ -11,6 +11,7 @@ from api_schemas.nodes import (
     PressureView,
     SandboxCeiling,
     StageConcurrency,
+    StageOverview,
 )
 from api_schemas.rollouts import RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
@@ -28,9 +29,9 @@ from api_schemas.views.overview import (
     BackendOverview,
     Bottleneck,
     BottleneckKind,
+    NextNode,
     Overview,
     RunOverview,
-    StageOverview,
 )
 from api_schemas.views.summaries import ErrorGroup
 
@@ -233,6 +234,7 @@ def overview() -> Overview:
             message="All 64 rollout workers are busy, and 73% of them wait for engines.",
             hint="Add engines.",
         ),
+        next_node=NextNode(message="One more node would bring nothing: the engines are full; add engines."),
         sessions_open=2,
     )
 

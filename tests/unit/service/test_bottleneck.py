@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_schemas.nodes import HoldView, NodeView
+from api_schemas.inference import BackendState, BackendView
+from api_schemas.nodes import HoldView, NodeState, NodeView, StageOverview
 from api_schemas.rollouts import RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.runs import RunState
 from api_schemas.views.hangs import HangFinding, HangVerdict
-from api_schemas.views.overview import Overview, RunOverview, StageOverview
+from api_schemas.views.overview import BackendOverview, Overview, RunOverview
 from rollout_service.server.overview.bottleneck import WINDOW_SECONDS, StageLoads, bottleneck
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -57,6 +58,10 @@ RUN = RunOverview(
     ready_groups=7,
     acknowledged_groups=0,
 )
+ENGINE = BackendOverview(
+    backend=BackendView.model_construct(state=BackendState.READY, in_flight=40, queued=0)
+)
+FULL = BackendOverview(backend=BackendView.model_construct(state=BackendState.READY, in_flight=40, queued=9))
 BUSY = stage(Stage.ROLLOUT, 64, 2, engine=40, tool=24)
 QUEUED = {"counts": {RolloutState.QUEUED: 900, RolloutState.ROLLOUT: 64}}
 
@@ -74,7 +79,11 @@ QUEUED = {"counts": {RolloutState.QUEUED: 900, RolloutState.ROLLOUT: 64}}
         (stage(Stage.ROLLOUT, 20), {"init": stage(Stage.INIT, 3, host=3)}, QUEUED, "host"),
         (stage(Stage.ROLLOUT, 20, engine=20), {}, {}, "orders"),
         (stage(Stage.ROLLOUT, 0), {}, {"counts": {}}, None),
-        (stage(Stage.ROLLOUT, 0), {}, {"counts": {}, "runs": [RUN]}, "orders"),
+        (stage(Stage.ROLLOUT, 0), {}, {"counts": {}, "runs": [RUN]}, "trainer"),
+        (stage(Stage.ROLLOUT, 20, store=12), {}, QUEUED, "store"),
+        (BUSY, {}, QUEUED | {"backends": [ENGINE]}, "agents"),
+        (BUSY, {}, QUEUED | {"backends": [ENGINE, FULL]}, "engines"),
+        (stage(Stage.ROLLOUT, 64, 2, pool_queue=40), {}, QUEUED | {"backends": [ENGINE]}, "engines"),
         (stage(Stage.ROLLOUT, 20, engine=20), {}, QUEUED, None),
         (stage(Stage.ROLLOUT, 64, engine=64), {}, {}, None),
         (BUSY, {}, QUEUED | {"ready": False}, None),
@@ -120,6 +129,15 @@ def test_what_is_stuck_comes_first():
     assert kind_of(overview(stages, **QUEUED, findings=[finding])) is None
     slow = finding.model_copy(update={"verdict": HangVerdict.SLOW})
     assert kind_of(overview(stages, **QUEUED, findings=[slow])) == "engines"
+
+
+def test_a_node_that_drains_says_what_the_others_wait_for():
+    drained = HELD.model_copy(update={"node": "here", "state": NodeState.DRAINING})
+    other = HELD.model_copy(update={"node": "there", "state": NodeState.READY})
+    stages = [stage(Stage.INIT, 1), BUSY, stage(Stage.EVALUATE, 1)]
+    given = QUEUED | {"ready": False, "backends": [FULL]}
+    assert kind_of(overview(stages, **given, nodes=[drained, other])) == "engines"
+    assert kind_of(overview(stages, **given, nodes=[drained])) is None
 
 
 def test_numbers_are_averages_of_the_last_seconds():

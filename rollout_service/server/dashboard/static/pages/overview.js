@@ -17,7 +17,7 @@ export function Page() {
   return html`<h1>Overview</h1><div class="stack">
     <${Notices} now=${now} />
     <${Figures} now=${now} />
-    <${Card} title="Pipeline" actions=${html`<span class="dim">at ${now.node}</span>`}><${Pipeline} now=${now} /><${Limit} limit=${now.bottleneck} /><//>
+    <${Card} title="Pipeline" actions=${html`<span class="dim">at ${now.node}</span>`}><${Pipeline} now=${now} /><${Limit} limit=${now.bottleneck} more=${now.next_node} /><//>
     <div class="grid">
       <div class="span-7"><${Failures} now=${now} /></div>
       <div class="span-5"><${Outcomes} now=${now} /></div>
@@ -35,8 +35,8 @@ function Notices({now}) {
 }
 
 // What limits the throughput; it has its place even when nothing does, so that the page does not jump.
-const Limit = ({limit}) => html`<p class="limit">${limit ? html`<strong>Bottleneck: ${limit.kind}.</strong> <${Visible} text=${limit.message} />
-  ${" "}<span class="dim"><${Visible} text=${limit.hint} /></span>` : "\u00a0"}</p>`;
+const Limit = ({limit, more}) => html`<p class="limit">${limit ? html`<strong>Bottleneck: ${limit.kind}.</strong> <${Visible} text=${limit.message} />
+  ${" "}<span class="dim"><${Visible} text=${limit.hint} /></span> ` : null}${more ? html`<span class=${more.rollouts ? "" : "dim"}><${Visible} text=${more.message} /></span>` : "\u00a0"}</p>`;
 
 function Figures({now}) {
   const {counts} = now;
