@@ -1,4 +1,4 @@
-"""`rollout-service nodes`: list and drain the nodes that share a store, and change how much one does at once."""
+"""`rollout-service nodes`: list and drain the nodes that share a store, say what they wait for, and change one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
     from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView
+    from api_schemas.views.overview import Overview
 
 app = typer.Typer(
     name="nodes",
@@ -29,9 +30,18 @@ Figure = Annotated[int | None, typer.Option(min=1, show_default=False)]
 @app.command("list", epilog="Example: rollout-service nodes list --url http://node-1:8080")
 @common.command
 async def list_(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """List the nodes that share the server's store. Dead ones stay until they are removed or join again."""
+    """List the nodes that share the server's store, what they wait for, and what one more node would bring.
+
+    Dead ones stay until they are removed or join again.
+    """
     async with common.connect(url, key) as client:
-        _print_nodes(await client.nodes(), as_json)
+        nodes, overview = await client.nodes(), await client.overview()
+    if not as_json:
+        _print_nodes(nodes, as_json=False)
+        _print_limit(overview)
+        return
+    said = overview.model_dump(mode="json", include={"bottleneck", "next_node"})
+    common.print_json({"nodes": [node.model_dump(mode="json") for node in nodes], **said})
 
 
 @app.command("drain", epilog="Example: rollout-service nodes drain node-2")
@@ -123,6 +133,14 @@ def _print_nodes(nodes: list[NodeView], as_json: bool) -> None:
         heard = f"{node.silent_seconds:.0f} s ago"
         rows.add_row(node.node, node.state, *map(str, figures), heard, node.address or "-")
     common.out().print(rows)
+
+
+def _print_limit(overview: Overview) -> None:
+    from rollout_service.cli.watch.sections import limit
+
+    line = limit(overview.bottleneck, overview.next_node)
+    if line is not None:
+        common.out().print(line, soft_wrap=True)
 
 
 def _print(node: NodeConcurrency, as_json: bool) -> None:

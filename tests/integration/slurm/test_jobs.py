@@ -184,8 +184,8 @@ def test_a_job_that_joins_another_does_its_work(cluster, jobs):
     for node in ("n1", "n2"):
         jobs.run("rollout-service", "nodes", "drain", node, env=key)
     check_rewards(jobs.roll_out("guest", 4), 4)
-    said = jobs.run("rollout-service", "nodes", "list", "--json", env=key)
-    assert {node["node"]: node["finished"] for node in json.loads(said)}.items() >= {"n1": 0, "n2": 0}.items()
+    nodes = json.loads(jobs.run("rollout-service", "nodes", "list", "--json", env=key))["nodes"]
+    assert {node["node"]: node["finished"] for node in nodes}.items() >= {"n1": 0, "n2": 0}.items()
     for name in ("guest", "home"):
         jobs.slurm("stop", name)
 

@@ -118,7 +118,7 @@ class Jobs:
     def nodes(self, name: str) -> dict[str, dict]:
         """Return the nodes that share a job's Redis, by name."""
         said = self.run("rollout-service", "nodes", "list", "--json", env=self.variables(name))
-        return {node["node"]: node for node in json.loads(said)}
+        return {node["node"]: node for node in json.loads(said)["nodes"]}
 
     def preempt(self, job: str, node: str) -> None:
         """Take a node from a job for something urgent, and wait until the job waits and the node is free again."""
