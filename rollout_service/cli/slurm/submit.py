@@ -14,6 +14,8 @@ from rollout_service.cli.common import AsJson
 from rollout_service.cli.slurm.jobs import JOBS, Folder, find, state_of
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
+
     from rollout_service.cluster.slurm.spec import JobSpec
 
 EXAMPLE = (
@@ -76,6 +78,14 @@ async def command(
     redis_server: Annotated[
         str, typer.Option(help="Program that the job starts for several nodes.", rich_help_panel=REDIS)
     ] = "redis-server",
+    joinable: Annotated[
+        bool,
+        typer.Option(
+            "--joinable",
+            help="Start a Redis for one node too, so that others can join.",
+            rich_help_panel=REDIS,
+        ),
+    ] = False,
     join: Annotated[
         str | None,
         typer.Option(
@@ -96,7 +106,7 @@ async def command(
     """
     given, jobs = dict(locals()), folder.expanduser().absolute()
 
-    spec = _spec(given | {"join": None if join is None else _joined(join, jobs)})
+    spec = _spec(given | {"join": None if join is None else joined(join, jobs)})
     await _submit(spec, jobs, dry_run=dry_run, write_only=write_only, as_json=as_json)
 
 
@@ -124,21 +134,25 @@ def _spec(given: dict[str, Any]) -> JobSpec:
         "flags": given["serve_flag"] or [],
         "images": given["image"] or [],
         "redis_url": given["redis"],
-        **{key: given[key] for key in ("time", "account", "qos", "redis_server", "join")},
+        **{key: given[key] for key in ("time", "account", "qos", "redis_server", "joinable", "join")},
         **{key: _absolute(given[key]) for key in ("config", "images_dir", "scratch", "redis_password_file")},
     }
     try:
         return JobSpec.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, one['loc'])) or 'job'}: {one['msg'].removeprefix('Value error, ')}"
-            for one in error.errors()
-        )
         hint = "`rollout-service slurm submit --help` lists the options."
-        raise common.CommandError(problems, hint=hint) from None
+        raise common.CommandError(problems_of(error), hint=hint) from None
 
 
-def _joined(job: str, jobs: Path) -> Path:
+def problems_of(error: ValidationError) -> str:
+    """Return what is wrong with the options of a job."""
+    return "; ".join(
+        f"{'.'.join(map(str, one['loc'])) or 'job'}: {one['msg'].removeprefix('Value error, ')}"
+        for one in error.errors()
+    )
+
+
+def joined(job: str, jobs: Path) -> Path:
     """Return the folder of the job to join.
 
     Raises:
@@ -151,7 +165,7 @@ def _joined(job: str, jobs: Path) -> Path:
     if not spec.shares_a_redis:
         raise common.CommandError(
             f"job {spec.name} cannot be joined: it keeps its state in its folder",
-            hint="Submit it with several --nodes, or with --redis.",
+            hint="Submit it with several --nodes, with --joinable, or with --redis.",
         )
     if spec.engines is None and not spec.backends:
         common.err().print(

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 
 from rollout_service.base.errors import ConfigurationError
+from rollout_service.cluster.slurm.spec import minutes_of
 
 ANSWER_SECONDS = 60.0
 """How long Slurm may take to answer; a busy controller takes many seconds."""
@@ -48,6 +49,29 @@ class JobState:
     def is_over(self) -> bool:
         """Whether it has ended, or is unknown."""
         return self.state in OVER or self.state == "UNKNOWN"
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A job of this user that has not ended: a task of an array."""
+
+    job: str
+    """Its id, such as `17_2`."""
+    index: int
+    """Its number in its array."""
+    state: str
+    seconds_left: float | None = None
+    """The time until its limit; None if it has none, or does not run."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has its nodes."""
+        return self.state == "RUNNING"
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is about to leave the queue."""
+        return self.state in OVER or self.state == "COMPLETING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +118,29 @@ async def job_state(job: str) -> JobState:
         fields.get("NodeList", "").replace("(null)", ""),
         int(fields.get("Restarts", 0)),
     )
+
+
+async def queued_jobs(script: Path) -> list[QueuedJob]:
+    """Return the tasks of the arrays that were submitted with a script and have not ended.
+
+    Raises:
+        ConfigurationError: Slurm does not answer.
+    """
+    said = await run(["squeue", "--me", "--noheader", "--array", "--format=%i|%K|%T|%L|%o"])
+    lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
+    return [
+        QueuedJob(job, int(index), state, _seconds(left) if state == "RUNNING" else None)
+        for job, index, state, left, command in lines
+        if index.isdigit() and command.strip() == str(script)
+    ]
+
+
+def _seconds(time: str) -> float | None:
+    try:
+        minutes = minutes_of(time)
+    except ValueError:  # such as INVALID, once the limit is over
+        return 0.0
+    return None if minutes is None else minutes * 60
 
 
 async def partition_nodes() -> list[PartitionNode]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -107,6 +108,8 @@ class JobSpec(BaseModel):
     redis_url: str | None = None
     """A Redis that runs elsewhere."""
     redis_password_file: Path | None = None
+    joinable: bool = False
+    """Whether other jobs may join it: it then starts a Redis for one node too."""
     join: Path | None = None
     """The folder of another job, whose Redis, key and shared folder this job's nodes use: they do its work."""
     python: str = sys.executable
@@ -144,7 +147,8 @@ class JobSpec(BaseModel):
     @property
     def shares_a_redis(self) -> bool:
         """Whether the nodes share a Redis; a service of one node keeps its state in the job's folder."""
-        return self.resources.nodes > 1 or self.redis_url is not None or self.join is not None
+        is_alone = self.resources.nodes == 1 and not self.joinable
+        return not is_alone or self.redis_url is not None or self.join is not None
 
     @property
     def starts_a_redis(self) -> bool:
@@ -188,15 +192,19 @@ exec {command}
 """
 
 
-def render(spec: JobSpec, folder: Path) -> str:
+def render(spec: JobSpec, folder: Path, *, slots: Sequence[int] = ()) -> str:
     """Return the script that runs a job from its folder.
+
+    With `slots`, it is an array of jobs with these numbers. Their names and folders are those given here, followed by a
+    dash and the number.
 
     Raises:
         ConfigurationError: The folder has a name that a batch script cannot have.
     """
     lines = [
         f"--job-name={spec.name}",
-        f"--output={_quoted(folder, '/logs/job-%j.log')}",
+        *([f"--array={','.join(map(str, slots))}"] if slots else []),
+        f"--output={_quoted(folder, '-%a/logs/job-%j.log' if slots else '/logs/job-%j.log')}",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{spec.signal_seconds}",
@@ -210,6 +218,7 @@ def render(spec: JobSpec, folder: Path) -> str:
         own = [f"--time={spec.time}", *_component(spec.engines.resources)]
         directives += "\n#SBATCH hetjob\n" + "\n".join(f"#SBATCH {line}" for line in own)
     command = shlex.join([spec.python, "-m", "rollout_service.cli", "slurm", "run", str(folder)])
+    command += '-"$SLURM_ARRAY_TASK_ID"' if slots else ""
     return HEADER.format(name=spec.name, folder=folder, directives=directives, command=command)
 
 
