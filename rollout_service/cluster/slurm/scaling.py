@@ -1,0 +1,235 @@
+"""When a job gets more nodes, and when it gives them back: pure decisions, from looks at Slurm and at the nodes.
+
+Each node of more is a job of its own in a numbered slot, which joins the first. Guarantees:
+- There are never more such jobs than `most`, those that wait in Slurm's queue or end included.
+- A need, or an idle node, counts only once it has lasted, and what is already on its way counts as help.
+- A node is told to begin nothing before its job is ended, and its job is ended only when it holds nothing.
+- Nodes that do not become ready are not replaced endlessly: after `attempts` in a row, `NodesDoNotStartError`.
+- What is there is read at each look. Forgotten with the process that looks are only the times that something has
+  lasted, and failed starts, so whoever starts it again lets it try again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from api_schemas.nodes import NodeState
+from api_schemas.views.overview import NextNode
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.cluster.slurm.commands import QueuedJob
+
+
+class NodesDoNotStartError(ConfigurationError):
+    """Jobs that were to add nodes have ended, several in a row, before their nodes were ready."""
+
+    code = "slurm_nodes_do_not_start"
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleOptions:
+    """The bounds of the number of nodes, and how long something must last before it counts, in seconds."""
+
+    least: int = 0
+    most: int = 1
+    grow_after: float = 60.0
+    shrink_after: float = 300.0
+    start_seconds: float = 900.0
+    """How long the node of a job that runs may take to be ready, or may be away."""
+    ahead_seconds: float = 600.0
+    """How long before its limit of time a job begins nothing new."""
+    end_seconds: float = 180.0
+    """How long a job may take to end in order."""
+    attempts: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A job of more nodes."""
+
+    slot: int
+    job: QueuedJob
+    node: str = ""
+    """The name of its node among those of the cluster; empty if it is not there."""
+    state: NodeState = NodeState.DEAD
+    holds: int = 0
+    """The rollouts and the live sessions of its node."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its node is a member of the cluster."""
+        return bool(self.node) and self.state is not NodeState.DEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The state at one time."""
+
+    now: float
+    next_node: NextNode
+    extras: Sequence[Extra] = ()
+
+
+class Deed(StrEnum):
+    """An act on a slot."""
+
+    SUBMIT = "submit"
+    DRAIN = "drain"
+    END = "end"
+    """Its job drains and ends in order."""
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One thing to do."""
+
+    deed: Deed
+    slot: int
+    why: str
+    job: str = ""
+    node: str = ""
+
+
+@dataclass(slots=True)
+class Scaling:
+    """The decisions, and how long what they depend on has lasted."""
+
+    options: ScaleOptions
+    failed: int = 0
+    """Starts in a row that have failed."""
+    _slots: dict[str, int] = field(default_factory=dict)
+    """The slot of each job of the last look."""
+    _was_alive: set[str] = field(default_factory=set)
+    """The jobs whose nodes have been members."""
+    _told: dict[str, float] = field(default_factory=dict)
+    """When each job was told to end."""
+    _since: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Since when something has been so, by its name and its job."""
+    _least_need: int = 0
+    _retry_at: float = 0.0
+
+    def decide(self, look: Look) -> list[Order]:
+        """Return what to do now.
+
+        Raises:
+            NodesDoNotStartError: Starts have failed too often in a row.
+        """
+        self._note_ends(look)
+        orders = [*self._end(look), *self._renew(look)]
+        leaving = {order.slot for order in orders}
+        staying = [each for each in look.extras if self._stays(each) and each.slot not in leaving]
+        orders += self._shrink(look, staying)
+        orders += self._grow(look, staying)
+        for order in orders:
+            if order.deed in (Deed.END, Deed.CANCEL):
+                self._told[order.job] = look.now
+        return orders
+
+    def submitted(self, jobs: Mapping[str, int]) -> None:
+        """Note the slots of new jobs, which may end before the next look."""
+        self._slots |= jobs
+
+    def start_failed(self, now: float, what: str) -> None:
+        """Count a start that has failed.
+
+        Raises:
+            NodesDoNotStartError: It was the last attempt.
+        """
+        self.failed += 1
+        self._retry_at = now + self.options.grow_after
+        self._since.pop(_NEED, None)
+        if self.failed >= self.options.attempts:
+            raise NodesDoNotStartError(
+                f"{self.failed} starts of more nodes in a row have failed; of the last one, {what}",
+                hint="`rollout-service slurm logs` of that job may say why. Start this command again to go on.",
+            )
+
+    def _stays(self, each: Extra) -> bool:
+        is_leaving = each.job.is_ending or each.job.job in self._told
+        return not is_leaving and not (each.is_alive and each.state is NodeState.DRAINING)
+
+    def _note_ends(self, look: Look) -> None:
+        """Learn whose nodes have become members, and which jobs have ended before that."""
+        alive = {each.job.job for each in look.extras if each.is_alive}
+        if alive - self._was_alive:
+            self.failed = 0
+        self._was_alive |= alive
+        there = {each.job.job: each.slot for each in look.extras}
+        gone = {job: slot for job, slot in self._slots.items() if job not in there}
+        early = {
+            job: slot for job, slot in gone.items() if job not in self._was_alive and job not in self._told
+        }
+        self._slots = there
+        self._was_alive &= there.keys()
+        self._told = {job: when for job, when in self._told.items() if job in there}
+        self._since = {key: when for key, when in self._since.items() if key == _NEED or key[1] in there}
+        for job, slot in early.items():
+            self.start_failed(look.now, f"job {job} of slot {slot} ended before its node was ready")
+
+    def _end(self, look: Look) -> Iterator[Order]:
+        """End what drains and holds nothing, and what does not become ready or does not end."""
+        for each in look.extras:
+            job, told = each.job.job, self._told.get(each.job.job)
+            away = self._lasts("away", job, each.job.is_running and not each.is_alive, look.now)
+            if each.job.is_ending:
+                continue
+            if told is not None:
+                if look.now - told >= self.options.end_seconds:
+                    yield Order(Deed.CANCEL, each.slot, "it has not ended in order", job)
+            elif each.is_alive and each.state is NodeState.DRAINING and not each.holds:
+                yield Order(Deed.END, each.slot, "it drains and holds nothing", job)
+            elif away >= self.options.start_seconds:
+                yield Order(Deed.CANCEL, each.slot, f"its node is not there after {away:.0f} s", job)
+                if job not in self._was_alive:
+                    self.start_failed(look.now, f"the node of job {job} was not ready after {away:.0f} s")
+
+    def _renew(self, look: Look) -> Iterator[Order]:
+        """Let nodes whose jobs are near their limit of time begin nothing new."""
+        for each in look.extras:
+            left = each.job.seconds_left
+            is_late = left is not None and left < self.options.ahead_seconds
+            if is_late and each.is_alive and self._stays(each):
+                yield Order(Deed.DRAIN, each.slot, f"its job ends in {left:.0f} s", each.job.job, each.node)
+
+    def _shrink(self, look: Look, staying: list[Extra]) -> Iterator[Order]:
+        """Give back what has been of no use for long: waiting jobs first, then idle nodes, the last slots first."""
+        for each in sorted(staying, key=lambda one: (one.is_alive, -one.slot)):
+            is_starting = each.job.is_running and not each.is_alive
+            is_idle = not look.next_node.rollouts and not each.holds and not is_starting
+            lasts = self._lasts("idle", each.job.job, is_idle, look.now)
+            if not is_idle or lasts < self.options.shrink_after or len(staying) <= self.options.least:
+                continue
+            staying.remove(each)
+            if each.is_alive:
+                yield Order(Deed.DRAIN, each.slot, f"idle for {lasts:.0f} s", each.job.job, each.node)
+            else:
+                yield Order(Deed.CANCEL, each.slot, f"not needed for {lasts:.0f} s", each.job.job)
+
+    def _grow(self, look: Look, staying: Sequence[Extra]) -> Iterator[Order]:
+        """Add what has been needed for long beyond what is on its way, and at once what the least number lacks."""
+        need = look.next_node.nodes - sum(not each.is_alive for each in staying)
+        lasts = self._lasts(*_NEED, need > 0, look.now)
+        self._least_need = min(self._least_need, need) if lasts else need
+        wanted, why = 0, look.next_node.message
+        if need > 0 and lasts >= self.options.grow_after:
+            wanted = self._least_need
+        lacking = self.options.least - len(staying)
+        if lacking > wanted and look.now >= self._retry_at:
+            wanted, why = lacking, f"there are to be at least {self.options.least}"
+        taken = {each.slot for each in look.extras}
+        free = [slot for slot in range(1, self.options.most + 1) if slot not in taken]
+        room = max(0, self.options.most - len(look.extras))
+        for slot in free[: min(wanted, room)]:
+            yield Order(Deed.SUBMIT, slot, why)
+
+    def _lasts(self, what: str, job: str, is_so: bool, now: float) -> float:
+        """Return how long something has been so."""
+        if not is_so:
+            self._since.pop((what, job), None)
+            return 0.0
+        return now - self._since.setdefault((what, job), now)
+
+
+_NEED = ("need", "")
