@@ -32,7 +32,8 @@ COMMANDS = {
     *(("config", name) for name in ("show", "docs")),
     *(("store", name) for name in ("check", "new-folder")),
     *(("image", name) for name in ("list", "build", "pull", "import", "inspect", "remove", "prune")),
-    *(("slurm", name) for name in ("submit", "status", "logs", "tunnel", "stop", "run", "node", "engine")),
+    *(("slurm", name) for name in ("submit", "scale", "status", "logs", "tunnel", "stop")),
+    *(("slurm", name) for name in ("run", "node", "engine")),
     *(
         ("env", name)
         for name in (
@@ -43,7 +44,10 @@ COMMANDS = {
 }
 COMMANDS_AND_GROUPS = {name[0] for name in COMMANDS}
 WITHOUT_JSON = {
-    "serves": {("serve",), ("env", "serve"), ("slurm", "run"), ("slurm", "node"), ("slurm", "engine")},
+    "serves": {
+        *(("serve",), ("env", "serve")),
+        *(("slurm", name) for name in ("scale", "run", "node", "engine")),
+    },
     "only acts, and says so on stderr": {
         *(
             ("backends", "remove"),

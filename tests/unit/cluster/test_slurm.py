@@ -6,6 +6,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import anyio
 import pytest
 
 from rollout_service.base.errors import ConfigurationError
+from rollout_service.cluster.slurm import commands
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, EndRequests, KeptProcess
-from rollout_service.cluster.slurm.commands import PartitionNode, _partition_node
-from rollout_service.cluster.slurm.folder import JobFolder, Published
+from rollout_service.cluster.slurm.commands import PartitionNode, QueuedJob, _partition_node
+from rollout_service.cluster.slurm.folder import JobFolder, Published, Submitted
 from rollout_service.cluster.slurm.limits import check_fits
 from rollout_service.cluster.slurm.node import JobNode
 from rollout_service.cluster.slurm.relay import relay
+from rollout_service.cluster.slurm.scaler import spec_of_more
 from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of, render
 from sandboxes.host.ports import free_port
 from tests.support.waiting import until
@@ -89,6 +92,59 @@ def test_one_large_node_does_not_make_room_for_two():
     apart = {"command": ENGINE, "resources": {"nodes": 2, "cpus": 9}}
     with pytest.raises(ConfigurationError, match="1 such nodes of 2"):
         check_fits(JobSpec(name="a", engines=apart), nodes)
+
+
+def test_jobs_of_more_nodes_are_an_array_whose_folders_end_with_their_numbers():
+    script = render(JobSpec(name="a-more"), Path("/my jobs/a-more"), slots=[2, 5])
+    assert "#SBATCH --job-name=a-more\n#SBATCH --array=2,5\n" in script
+    assert '#SBATCH --output="/my jobs/a-more-%a/logs/job-%j.log"\n' in script
+    assert script.endswith("""slurm run '/my jobs/a-more'-"$SLURM_ARRAY_TASK_ID"\n""")
+
+
+async def test_the_tasks_of_a_script_are_read_from_the_queue(monkeypatch):
+    said = """17_2|2|RUNNING|1:05:30|/my|jobs/more.sh
+17_5|5|PENDING|4:00:00|/my|jobs/more.sh
+18_1|1|COMPLETING|INVALID|/my|jobs/more.sh
+19_1|1|RUNNING|UNLIMITED|/my|jobs/more.sh
+20_1|1|RUNNING|9:00|/other/more.sh
+21|N/A|RUNNING|9:00|/my|jobs/more.sh
+"""
+
+    async def run(command: Sequence[str]) -> str:
+        assert command[0] == "squeue"
+        return said
+
+    monkeypatch.setattr(commands, "run", run)
+    assert await commands.queued_jobs(Path("/my|jobs/more.sh")) == [
+        QueuedJob("17_2", 2, "RUNNING", 3_930.0),
+        QueuedJob("17_5", 5, "PENDING"),
+        QueuedJob("18_1", 1, "COMPLETING"),
+        QueuedJob("19_1", 1, "RUNNING", None),
+    ]
+
+
+def test_more_nodes_are_like_the_first_without_its_engines_gpus_and_options(tmp_path):
+    folder = JobFolder(tmp_path / "mine")
+    folder.create()
+    resources = {"cpus": 8, "gpus": 2, "partition": "gpu", "directives": ["--nodelist=n1"]}
+    first = JobSpec(
+        name="mine",
+        joinable=True,
+        resources=resources,
+        engines={"command": ENGINE},
+        flags=["--sandbox=local"],
+    )
+    folder.save(Submitted(job="1", spec=first))
+    more = spec_of_more(folder, {"partition": "low", "memory": None}, {"time": "1:00:00", "qos": None})
+    assert (more.name, more.join, more.flags) == ("mine-more", folder.path, ["--sandbox=local"])
+    assert more.resources == Resources(cpus=8, partition="low")
+    assert (more.engines, more.time, more.shares_a_redis, more.starts_a_redis) == (
+        None,
+        "1:00:00",
+        True,
+        False,
+    )
+    assert first.starts_a_redis
 
 
 def test_a_value_cannot_add_a_line_to_the_script():

@@ -1,0 +1,219 @@
+"""Follows a job that runs, and adds and ends the jobs of its further nodes.
+
+Guarantees: only jobs that this submitted for the same first job are ended, never the first one. Slurm, or nodes, that
+do not answer are asked again, and nothing is decided meanwhile. Once the first job is over, the others end too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+
+from api_schemas.nodes import NodeState, NodeView
+from api_schemas.views.overview import NextNode
+from rollout_client.client import ClientError, RolloutClient
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.cluster.slurm import commands
+from rollout_service.cluster.slurm.commands import QueuedJob
+from rollout_service.cluster.slurm.folder import JobFolder, Published, Submitted
+from rollout_service.cluster.slurm.scaling import (
+    Deed,
+    Extra,
+    Look,
+    NodesDoNotStartError,
+    Order,
+    ScaleOptions,
+    Scaling,
+)
+from rollout_service.cluster.slurm.spec import JobSpec, render
+
+T = TypeVar("T")
+ANSWER_SECONDS = 10.0
+_INHERITED = {
+    *("time", "account", "qos", "signal_seconds", "backends"),
+    *("flags", "config", "images_dir", "scratch", "python"),
+}
+"""The parts of the first job's specification that jobs of more nodes have too, unless they are given others."""
+
+
+def spec_of_more(home: JobFolder, resources: Mapping[str, Any], changes: Mapping[str, Any]) -> JobSpec:
+    """Return the specification of the jobs that add a node each to a job; their names end with their numbers.
+
+    What is None is as in the first job, except its GPUs and options of sbatch, which a node without engines does not
+    need.
+
+    Raises:
+        ValueError: A value is not valid.
+    """
+    first = home.load().spec
+    given = {name: value for name, value in changes.items() if value is not None}
+    own = first.resources.model_dump(include={"partition", "cpus", "memory"})
+    own |= {name: value for name, value in resources.items() if value is not None}
+    inherited = first.model_dump(include=_INHERITED)
+    return JobSpec.model_validate(
+        inherited | given | {"name": f"{first.name}-more", "join": home.path, "resources": own}
+    )
+
+
+@dataclass
+class Scaler:
+    """The jobs of more nodes for one job."""
+
+    home: JobFolder
+    """The folder of the first job."""
+    spec: JobSpec
+    """The specification of the jobs of more nodes, with the part of their names before the number."""
+    options: ScaleOptions
+    tell: Callable[[str], None]
+    """Tells a person what is done, and why."""
+    interval_seconds: float = 15.0
+    scaling: Scaling = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scaling = Scaling(self.options)
+
+    async def run(self) -> None:
+        """Follow the job until it is over.
+
+        Raises:
+            NodesDoNotStartError: Starts of nodes have failed too often in a row.
+        """
+        while True:
+            try:
+                if (await commands.job_state(self.home.load().job)).is_over:
+                    await self._end_all()
+                    return
+                if (look := await self._look()) is not None:
+                    await self._do(self.scaling.decide(look), look.now)
+            except NodesDoNotStartError:
+                raise
+            except ConfigurationError as error:
+                self.tell(f"Slurm is asked again in {self.interval_seconds:g} s: {error}")
+            await anyio.sleep(self.interval_seconds)
+
+    def folder(self, slot: int) -> JobFolder:
+        """Return the folder of the job in a slot."""
+        return JobFolder(self.home.path.parent / f"{self.spec.name}-{slot}")
+
+    @property
+    def _script(self) -> Path:
+        return self.home.path / "more.sh"
+
+    # ---- looking
+
+    async def _look(self) -> Look | None:
+        """Look at Slurm's queue and at the nodes; return None if no node answers."""
+        jobs = await commands.queued_jobs(self._script)
+        folders = [self.home, *(self.folder(job.index) for job in jobs)]
+        parts = [part for folder in folders for part in folder.published("nodes")]
+        overview = await self._ask(parts, lambda client: client.overview())
+        if overview is None:
+            return None
+        extras = [await self._extra(job, overview.nodes) for job in jobs]
+        await self._forget_dead(overview.nodes, extras)
+        answer = overview.next_node or NextNode(message="The nodes do not say what they wait for.")
+        return Look(anyio.current_time(), answer, extras)
+
+    async def _ask(
+        self, parts: Sequence[Published], call: Callable[[RolloutClient], Awaitable[T]]
+    ) -> T | None:
+        """Return what the first of these nodes answers; None if none does."""
+        for part in parts:
+            with anyio.move_on_after(ANSWER_SECONDS), suppress(ClientError):
+                async with RolloutClient(part.url, self.home.key, patience_seconds=0) as client:
+                    return await call(client)
+        return None
+
+    async def _extra(self, job: QueuedJob, nodes: Sequence[NodeView]) -> Extra:
+        ours = [one for one in nodes if self._is_in(job.index, one) and one.state is not NodeState.DEAD]
+        if not ours or not job.is_running:
+            return Extra(job.index, job)
+        [node, *_] = ours
+        return Extra(
+            job.index, job, node.node, node.state, node.rollouts or await self._holds(job.index, node)
+        )
+
+    def _is_in(self, slot: int, node: NodeView) -> bool:
+        return node.node.endswith(f"-{self.spec.name}-{slot}")
+
+    async def _holds(self, slot: int, node: NodeView) -> int:
+        """Ask a node itself what it holds; one that does not answer may hold something."""
+        parts = [
+            part for part in self.folder(slot).published("nodes") if node.node.startswith(f"{part.name}-")
+        ]
+        own = await self._ask(parts, lambda client: client.overview())
+        if own is None:
+            return 1
+        return own.sessions_open + sum(one.rollouts for one in own.nodes if one.node == node.node)
+
+    async def _forget_dead(self, nodes: Sequence[NodeView], extras: Sequence[Extra]) -> None:
+        """Remove nodes that were killed from the list, unless a job is to bring them back."""
+        slots = set(range(1, self.options.most + 1)) - {each.slot for each in extras if not each.is_alive}
+        for node in nodes:
+            if node.state is NodeState.DEAD and any(self._is_in(slot, node) for slot in slots):
+                await self._remove(node.node)
+
+    async def _remove(self, node: str) -> None:
+        await self._ask(self.home.published("nodes"), lambda client: client.remove_node(node))
+
+    async def _drain(self, node: str) -> None:
+        await self._ask(self.home.published("nodes"), lambda client: client.drain_node(node))
+
+    # ---- acting
+
+    async def _do(self, orders: Sequence[Order], now: float) -> None:
+        """Carry out orders; what fails is ordered again after a later look."""
+        for order in orders:
+            if order.deed is not Deed.SUBMIT:
+                self.tell(f"{order.deed} {self.spec.name}-{order.slot} (job {order.job}): {order.why}")
+                await self._do_one(order)
+        new = [order for order in orders if order.deed is Deed.SUBMIT]
+        if new:
+            await self._submit([order.slot for order in new], new[0].why, now)
+
+    async def _do_one(self, order: Order) -> None:
+        match order.deed:
+            case Deed.DRAIN:
+                await self._drain(order.node)
+            case Deed.END:
+                await commands.cancel(order.job, "--batch", "--signal=USR2")
+            case _:
+                await commands.cancel(order.job)
+
+    async def _submit(self, slots: Sequence[int], why: str, now: float) -> None:
+        """Submit an array of jobs, one for each slot.
+
+        Raises:
+            NodesDoNotStartError: Slurm refuses it, and it was the last attempt.
+        """
+        specs = {slot: self.spec.model_copy(update={"name": f"{self.spec.name}-{slot}"}) for slot in slots}
+        for slot, spec in specs.items():
+            folder = self.folder(slot)
+            folder.create(self.home.key)
+            for part in folder.published("nodes"):  # of an earlier job, which was killed
+                folder.withdraw("nodes", part.name)
+            folder.save(Submitted(job="", spec=spec))
+        self._script.write_text(render(self.spec, self.home.path.parent / self.spec.name, slots=slots))
+        try:
+            array = await commands.submit(self._script)
+        except ConfigurationError as error:
+            self.tell(f"Slurm refuses more nodes: {error}")
+            self.scaling.start_failed(now, f"Slurm said: {error}")
+            return
+        for slot, spec in specs.items():
+            self.folder(slot).save(Submitted(job=f"{array}_{slot}", spec=spec))
+        self.scaling.submitted({f"{array}_{slot}": slot for slot in slots})
+        names = ", ".join(spec.name for spec in specs.values())
+        self.tell(f"submit {names} (job {array}): {why}")
+
+    async def _end_all(self) -> None:
+        """End all jobs of more nodes, in order if they run."""
+        for job in await commands.queued_jobs(self._script):
+            if not job.is_ending:
+                self.tell(f"end {self.spec.name}-{job.index} (job {job.job}): the first job is over")
+                await commands.cancel(job.job, *(["--batch", "--signal=USR2"] if job.is_running else []))
