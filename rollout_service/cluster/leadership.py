@@ -2,7 +2,7 @@
 
 Guarantees: the work runs only while this node holds the role, is cancelled before the role can pass to another node,
 and gets a lease whose token lets the store refuse the writes of an earlier leader. A leader that leaves resigns, so
-another one begins at its next look, within `HEARTBEAT_SECONDS`; one that dies is followed `LEADER_SECONDS` later.
+another one begins at once; one that dies is followed `LEADER_SECONDS` after it renewed its lease last.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Leadership:
                 lease = await retry_until_stored(
                     f"lead {role}", partial(self._cluster.lead, role, self._owner)
                 )
-                if lease is not None and anyio.current_time() < asked + LEADER_SECONDS:
+                if lease is None:
+                    await self._cluster.wait_for_role(role)
+                elif anyio.current_time() < asked + LEADER_SECONDS:
                     await self._work(lease, asked + LEADER_SECONDS, work)
-                await anyio.sleep(HEARTBEAT_SECONDS)
         finally:
             with anyio.move_on_after(_RESIGN_SECONDS, shield=True), suppress(StoreError):
                 await self._cluster.resign(role, self._owner)

@@ -192,6 +192,14 @@ class ClusterStore(Protocol):
         """Claim a free role, or renew it, for `LEADER_SECONDS`; return None if another service leads it."""
         ...
 
+    async def wait_for_role(self, role: str) -> None:
+        """Wait until a role that another service leads may be free; only `lead` says whether it is.
+
+        It may be once it is resigned, or its lease has ended. Leases that are renewed in time cost a member no request:
+        its heartbeats tell of them.
+        """
+        ...
+
     async def resign(self, role: str, owner: str) -> None:
         """Give up a role, so that another service can take it at once. Idempotent."""
         ...

@@ -12,14 +12,16 @@ from dataclasses import fields
 from typing import Any, Self
 from uuid import uuid4
 
+import anyio
 from pydantic_core import from_json, to_json
 
 from api_schemas.inference import BackendSpec
 from api_schemas.nodes import NodeState
 from rollout_service.base.errors import StoreError
-from rollout_service.base.signals import MonotonicCounter
+from rollout_service.base.signals import ChangeSignal, MonotonicCounter
 from rollout_service.store.cluster_contract import (
     DEAD_SECONDS,
+    HEARTBEAT_SECONDS,
     LEADER_SECONDS,
     ClusterStore,
     Heartbeat,
@@ -157,11 +159,20 @@ class RedisCluster(ClusterStore):
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
         self._changes = MonotonicCounter(1)
+        self._free_at: dict[str, float] = {}
+        """When the known lease of each role ends, unless it is renewed, on the clock of the event loop."""
+        self._resigned = ChangeSignal()
         connection.topics.listen("cluster", self._notice)
 
     def _notice(self, message: bytes | None) -> None:
         if message is None or message.startswith(b"node."):
             self._changes.increment()
+        if message is None:
+            self._free_at.clear()
+            self._resigned.notify()
+        elif message.startswith(b"role "):
+            self._free_at.pop(message.removeprefix(b"role ").decode(), None)
+            self._resigned.notify()
 
     @property
     def is_shared(self) -> bool:
@@ -175,12 +186,17 @@ class RedisCluster(ClusterStore):
             raise NameTakenError(report.name, holder.decode())
 
     async def heartbeat(self, report: NodeReport) -> Heartbeat:
-        state, sums, dead = await self._connection.call(
+        asked = anyio.current_time()
+        state, sums, dead, leases = await self._connection.call(
             "cluster_heartbeat", report.owner, DEAD_SECONDS, *_encoded(report)
         )
         if not state:
             return Heartbeat(is_member=False)
         counts = _counts(sums)
+        left = _counts(leases)
+        self._free_at |= {role: asked + milliseconds / 1000 for role, milliseconds in left.items()}
+        if not all(left.values()):  # a role was resigned, perhaps while this service asked for it
+            self._resigned.notify()
         return Heartbeat(
             is_member=True,
             state=NodeState(state.decode()),
@@ -220,8 +236,15 @@ class RedisCluster(ClusterStore):
         return await self._changes.wait_above(after)
 
     async def lead(self, role: str, owner: str) -> RoleLease | None:
-        leader, token = await self._connection.call("cluster_lead", role, owner, LEADER_SECONDS)
+        leader, token, left = await self._connection.call("cluster_lead", role, owner, LEADER_SECONDS)
+        # A service that was declared dead leads nothing until it has joined again.
+        self._free_at[role] = anyio.current_time() + (left / 1000 if leader else HEARTBEAT_SECONDS)
         return RoleLease(role, owner, token) if leader.decode() == owner else None
+
+    async def wait_for_role(self, role: str) -> None:
+        while (left := self._free_at.get(role, 0.0) - anyio.current_time()) > 0:
+            with anyio.move_on_after(left):
+                await self._resigned.wait()
 
     async def resign(self, role: str, owner: str) -> None:
         await self._connection.call("cluster_resign", role, owner)

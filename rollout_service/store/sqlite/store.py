@@ -25,7 +25,7 @@ from api_schemas.nodes import NodeState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder
-from rollout_service.base.signals import KeyedEvents, MonotonicCounter, ResettableEvent
+from rollout_service.base.signals import ChangeSignal, KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.base import BaseStore
 from rollout_service.store.cluster_contract import (
     ClusterStore,
@@ -63,6 +63,7 @@ class SingleCluster(ClusterStore):
         self._node: NodeRecord | None = None
         self._changes = MonotonicCounter(1)
         self._roles: dict[str, RoleLease] = {}
+        self._resigned = ChangeSignal()
         self._tokens = count(1)
 
     @property
@@ -93,6 +94,7 @@ class SingleCluster(ClusterStore):
 
     async def leave(self, owner: str) -> None:
         self._roles = {role: lease for role, lease in self._roles.items() if lease.owner != owner}
+        self._resigned.notify()
         if self._node is not None and self._node.report.owner == owner:
             self._node = None
             self._changes.increment()
@@ -129,6 +131,11 @@ class SingleCluster(ClusterStore):
     async def resign(self, role: str, owner: str) -> None:
         if (held := self._roles.get(role)) is not None and held.owner == owner:
             del self._roles[role]
+            self._resigned.notify()
+
+    async def wait_for_role(self, role: str) -> None:
+        while role in self._roles:
+            await self._resigned.wait()
 
     async def leader(self, role: str) -> RoleLease | None:
         return self._roles.get(role)

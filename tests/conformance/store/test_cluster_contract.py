@@ -140,6 +140,45 @@ async def test_a_role_has_one_leader_and_each_new_one_a_higher_token(store):
     assert second.token > first.token
 
 
+async def waits_for_role(cluster: ClusterStore, seconds: float) -> bool:
+    """Return whether a service still waits for the role after some time."""
+    with anyio.move_on_after(seconds) as scope:
+        await cluster.wait_for_role("runs")
+    return scope.cancelled_caught
+
+
+async def test_whoever_waits_for_a_role_is_woken_when_it_is_resigned_or_its_leader_leaves(store):
+    await store.cluster.join(report())
+    for give_up in (lambda: store.cluster.resign("runs", "a"), lambda: store.cluster.leave("a")):
+        assert await store.cluster.lead("runs", "a") is not None
+        assert await store.cluster.lead("runs", "b") is None
+        assert await waits_for_role(store.cluster, 0.1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waits_for_role, store.cluster, 5.0)
+            await give_up()
+            assert not await waits_for_role(store.cluster, 1.0)
+    assert await store.cluster.lead("runs", "b") is not None
+
+
+@pytest.mark.redis
+async def test_heartbeats_tell_how_long_the_leader_of_a_role_still_has_it(members, clock):
+    cluster = members.cluster
+    await cluster.join(report("n2", "b"))
+    assert await cluster.lead("runs", "a") is not None
+    assert await cluster.lead("runs", "b") is None
+    clock.now += LEADER_SECONDS - 0.3
+    await cluster.heartbeat(report("n2", "b"))
+    assert await waits_for_role(cluster, 0.1)
+    assert await cluster.lead("runs", "a") is not None
+    await cluster.heartbeat(report("n2", "b"))
+    assert await waits_for_role(cluster, 0.4), "it was renewed, which the heartbeat told"
+    clock.now += LEADER_SECONDS - 0.2
+    await cluster.heartbeat(report("n2", "b"))
+    assert not await waits_for_role(cluster, 1.0), "nobody has renewed it"
+    clock.now += 0.2
+    assert await cluster.lead("runs", "b") is not None
+
+
 async def test_a_node_that_leaves_resigns_its_roles(store):
     await store.cluster.join(report())
     assert await store.cluster.lead("runs", "a") is not None

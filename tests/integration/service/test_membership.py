@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import pytest
@@ -203,6 +204,34 @@ async def test_a_leader_whose_lease_ran_out_stops_once_another_leads(members, cl
         await members.cluster.resign("runs", "b")
         await one.until(is_working=True)
     assert [lease.token for lease in one.leases] == [taken.token - 1, taken.token + 1]
+
+
+class CountingCluster:
+    """A cluster that counts how often a service asks for a role."""
+
+    def __init__(self, cluster: ClusterStore) -> None:
+        self.cluster, self.asked = cluster, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cluster, name)
+
+    async def lead(self, role: str, owner: str) -> RoleLease | None:
+        self.asked += 1
+        return await self.cluster.lead(role, owner)
+
+
+async def test_a_member_asks_for_a_role_only_when_it_may_be_free(members):
+    counting = CountingCluster(members.cluster)
+    one, other = Leader(members.cluster, "a"), Leader(counting, "b")
+    async with Member(members.cluster).joined(), one.leading():
+        await one.until(is_working=True)
+        async with other.leading():
+            await anyio.sleep(LEADER_SECONDS + 0.5)
+            assert counting.asked == 1
+            assert not other.is_working
+            await members.cluster.resign("runs", "a")
+            await other.until(is_working=True)
+            assert counting.asked == 2
 
 
 async def test_a_leader_stops_before_its_lease_ends_if_the_store_does_not_answer(own_redis):

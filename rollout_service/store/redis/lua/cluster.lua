@@ -66,6 +66,7 @@ local function resign(call, role, owner)
     local key = call:key('leader:' .. role)
     if redis.call('HGET', key, 'owner') == owner then
         redis.call('HSET', key, 'owner', '', 'until', '0')
+        call:publish('cluster', 'role ' .. role)
     end
 end
 
@@ -138,11 +139,26 @@ common.register('cluster_join', function(call, name, owner, replacing, dead_afte
     return ''
 end)
 
--- Return {state, sums, names of nodes that are dead now}; an empty state means: not a member.
+-- Return for how many more milliseconds a lease until this time lasts.
+local function left(call, until_time)
+    return math.ceil(math.max(0, tonumber(common.value(until_time) or 0) - call.now) * 1000)
+end
+
+-- Return the names of all roles, each followed by for how many more milliseconds its leader has it.
+local function leases(call)
+    local found = {}
+    for _, role in ipairs(redis.call('SMEMBERS', call:key('roles'))) do
+        found[#found + 1] = role
+        found[#found + 1] = left(call, redis.call('HGET', call:key('leader:' .. role), 'until'))
+    end
+    return found
+end
+
+-- Return {state, sums, names of nodes that are dead now, leases}; an empty state means: not a member.
 common.register_freeing('cluster_heartbeat', function(call, owner, dead_after, report, places, environments, images)
     local name = redis.call('HGET', call:key('members'), owner)
     if not name then
-        return {'', {}, {}}
+        return {'', {}, {}, {}}
     end
     local known = redis.call('HMGET', node_key(call, name), 'places', 'environments', 'images', 'state')
     if known[1] == places and known[2] == environments and known[3] == images then
@@ -159,7 +175,7 @@ common.register_freeing('cluster_heartbeat', function(call, owner, dead_after, r
         declare_dead(call, other)
     end
     idle.pass_on(call)
-    return {known[4], redis.call('HGETALL', call:key('places')), silent}
+    return {known[4], redis.call('HGETALL', call:key('places')), silent, leases(call)}
 end)
 
 common.register_freeing('cluster_leave', function(call, owner)
@@ -213,23 +229,23 @@ common.register_freeing('cluster_remove', function(call, name)
     return had or ''
 end)
 
--- Return {owner, token} of whoever leads a role now: the caller, if the role was free.
+-- Return {owner, token, milliseconds left} of whoever leads a role now: the caller, if the role was free.
 common.register_freeing('cluster_lead', function(call, role, owner, seconds)
     local key = call:key('leader:' .. role)
     local found = redis.call('HMGET', key, 'owner', 'token', 'until')
     local leader, token = common.value(found[1]), tonumber(common.value(found[2]) or 0)
     if cluster.is_dead(call, owner) then
-        return {'', 0}
+        return {'', 0, 0}
     end
     if leader and leader ~= '' and leader ~= owner and tonumber(found[3]) > call.now then
-        return {leader, token}
+        return {leader, token, left(call, found[3])}
     end
     if leader ~= owner then
         token = token + 1
         redis.call('SADD', call:key('roles'), role)
     end
     redis.call('HSET', key, 'owner', owner, 'token', token, 'until', common.number(call.now + seconds))
-    return {owner, token}
+    return {owner, token, seconds * 1000}
 end)
 
 common.register_freeing('cluster_resign', function(call, role, owner)
