@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rollout_service.cli import common
-from rollout_service.cli.slurm.jobs import JOBS, Folder
+from rollout_service.cli.slurm.jobs import JOBS, Folder, state_of
 from rollout_service.cli.slurm.submit import joined, problems_of
 
 EXAMPLE = "Example: rollout-service slurm scale rollouts-1a2b3c --max 8 --partition low --time 4:00:00"
@@ -85,6 +86,11 @@ async def _scale(home: Path, given: dict[str, Any]) -> None:
     except ValidationError as error:
         hint = "`rollout-service slurm scale --help` lists the options."
         raise common.CommandError(problems_of(error), hint=hint) from None
+    if (await state_of(JobFolder(home))).state == "NOT_SUBMITTED":
+        raise common.CommandError(
+            f"job {home.name} has not been submitted",
+            hint=f"Submit it: sbatch {shlex.quote(str(home / 'job.sh'))}",
+        )
     check_fits(spec, await commands.partition_nodes())
     options = ScaleOptions(
         given["least"],

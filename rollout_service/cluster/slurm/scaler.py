@@ -213,7 +213,8 @@ class Scaler:
 
     async def _end_all(self) -> None:
         """End all jobs of more nodes, in order if they run."""
+        self.tell(f"job {self.home.path.name} is over")
         for job in await commands.queued_jobs(self._script):
             if not job.is_ending:
-                self.tell(f"end {self.spec.name}-{job.index} (job {job.job}): the first job is over")
+                self.tell(f"end {self.spec.name}-{job.index} (job {job.job})")
                 await commands.cancel(job.job, *(["--batch", "--signal=USR2"] if job.is_running else []))

@@ -1,5 +1,6 @@
 """`watch` takes the whole terminal, obeys its keys, follows its size, and leaves it as it was."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,18 @@ def test_no_color_is_obeyed_on_a_terminal(server, command):
         assert shown.ended() == 0
         assert shown.drawn.strip()
         assert not shown.sequences
+
+
+def test_the_list_of_nodes_ends_with_what_one_more_would_bring(server):
+    command = [sys.executable, "-m", "rollout_service.cli", "nodes", "list", "--url", server.url]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1].startswith("One more node would bring nothing: ")
+    found = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout
+    )
+    assert found["next_node"]["message"] == said.splitlines()[-1].strip()
+    assert [node["state"] for node in found["nodes"]] == ["ready"]
+    assert [stage["stage"] for stage in found["nodes"][0]["stages"]] == ["init", "rollout", "evaluate"]
 
 
 def test_a_server_that_is_gone_is_said_to_be(tmp_path):

@@ -63,28 +63,34 @@ def hasten(jobs: Jobs, name: str) -> None:
     jobs.run("rollout-service", "nodes", "set", *many, env=jobs.variables(name) | {"ROLLOUT_URL": url})
 
 
+@pytest.mark.timeout(400)
 def test_a_job_grows_and_shrinks_with_its_work_and_a_cancelled_node_loses_nothing(cluster, jobs):
     home = jobs.submit("home", "--joinable", "--redis-server", redis_program(), *FEW, delay=2.0)
     first = set(jobs.nodes("home"))
-    with scaling(jobs, "home", "--max", "1") as scaler, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         working = pool.submit(jobs.roll_out, "home", ROLLOUTS)
-        cluster.wait_for(
-            lambda: [one for one in more(jobs, "home") if one["finished"] and one["rollouts"]], LATE
-        )
-        [killed] = queued(cluster, "home")
-        cluster.run("scancel", "--full", killed)
-        cluster.wait_for(lambda: killed not in queued(cluster, "home"))
-        cluster.wait_for(lambda: [one for one in more(jobs, "home") if one["state"] == "ready"], LATE)
-        hasten(jobs, "home")
-        results = working.result(timeout=LATE)
-        assert [result["reward"] for result in results] == [1.0] * ROLLOUTS
-        cluster.wait_for(lambda: not queued(cluster, "home") and set(jobs.nodes("home")) == first, LATE)
-        assert jobs.ends("home") == Counter(result["rollout_id"] for result in results)
-        assert cluster.state(home) == "RUNNING", "the first job is never ended"
-        jobs.slurm("stop", "home")
-        said, _ = scaler.communicate(timeout=LATE)
-        assert scaler.returncode == 0, said
-    assert said.count("submit home-more-1") == 2, said
+        with scaling(jobs, "home", "--max", "1"):
+            works = "it has not joined, or has no work"
+            cluster.wait_for(
+                lambda: [one for one in more(jobs, "home") if one["finished"] and one["rollouts"]],
+                LATE,
+                works,
+            )
+            [killed] = queued(cluster, "home")
+        with scaling(jobs, "home", "--max", "1") as scaler:  # another one goes on with what is there
+            cluster.run("scancel", "--full", killed)
+            cluster.wait_for(lambda: killed not in queued(cluster, "home"))
+            cluster.wait_for(lambda: [one for one in more(jobs, "home") if one["state"] == "ready"], LATE)
+            hasten(jobs, "home")
+            results = working.result(timeout=LATE)
+            assert [result["reward"] for result in results] == [1.0] * ROLLOUTS
+            cluster.wait_for(lambda: not queued(cluster, "home") and set(jobs.nodes("home")) == first, LATE)
+            assert jobs.ends("home") == Counter(result["rollout_id"] for result in results)
+            assert cluster.state(home) == "RUNNING", "the first job is never ended"
+            jobs.slurm("stop", "home")
+            said, _ = scaler.communicate(timeout=LATE)
+            assert scaler.returncode == 0, said
+    assert said.count("submit home-more-1") == 1, said
     assert "one more node would take" in said
     assert "drain home-more-1" in said
     assert "end home-more-1" in said
@@ -101,6 +107,7 @@ def test_a_job_grows_and_shrinks_with_its_work_and_a_cancelled_node_loses_nothin
         (["apart", "--max", "1", "--time", "5", "--ahead", "300"], "would be drained at once"),
         (["apart", "--max", "1", "--time", "soon"], "'soon' is not a limit of time"),
         (["apart", "--max", "1", "--directive", "wrap=x"], "is not an option of sbatch"),
+        (["apart", "--max", "1"], "job apart has not been submitted"),
     ],
 )
 def test_what_cannot_be_scaled_is_refused_at_once(cluster, jobs, arguments, said):
