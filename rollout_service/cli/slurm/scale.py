@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollout_service.cli import common
 from rollout_service.cli.slurm.jobs import JOBS, Folder, state_of
 from rollout_service.cli.slurm.submit import joined, problems_of
+
+if TYPE_CHECKING:
+    from rollout_service.cluster.slurm.spec import JobSpec
 
 EXAMPLE = "Example: rollout-service slurm scale rollouts-1a2b3c --max 8 --partition low --time 4:00:00"
 AHEAD_SECONDS = 600.0
@@ -68,30 +71,13 @@ async def command(
 
 
 async def _scale(home: Path, given: dict[str, Any]) -> None:
-    from pydantic import ValidationError
-
     from rollout_service.cluster.slurm import commands
     from rollout_service.cluster.slurm.folder import JobFolder
     from rollout_service.cluster.slurm.limits import check_fits
-    from rollout_service.cluster.slurm.scaler import Scaler, spec_of_more
+    from rollout_service.cluster.slurm.scaler import Scaler
     from rollout_service.cluster.slurm.scaling import ScaleOptions
 
-    resources = {key: given[key] for key in ("partition", "cpus", "memory")}
-    try:
-        spec = spec_of_more(
-            JobFolder(home),
-            resources | {"directives": given["directive"] or []},
-            {key: given[key] for key in ("time", "account", "qos")},
-        )
-    except ValidationError as error:
-        hint = "`rollout-service slurm scale --help` lists the options."
-        raise common.CommandError(problems_of(error), hint=hint) from None
-    if (await state_of(JobFolder(home))).state == "NOT_SUBMITTED":
-        raise common.CommandError(
-            f"job {home.name} has not been submitted",
-            hint=f"Submit it: sbatch {shlex.quote(str(home / 'job.sh'))}",
-        )
-    check_fits(spec, await commands.partition_nodes())
+    spec = _spec(home, given)
     options = ScaleOptions(
         given["least"],
         given["most"],
@@ -101,7 +87,42 @@ async def _scale(home: Path, given: dict[str, Any]) -> None:
         _ahead(given["ahead"], spec.time),
         end_seconds=spec.signal_seconds + 60.0,
     )
+    check_fits(spec, await commands.partition_nodes())
+    if (await state_of(JobFolder(home))).state == "NOT_SUBMITTED":
+        raise common.CommandError(
+            f"job {home.name} has not been submitted",
+            hint=f"Submit it: sbatch {shlex.quote(str(home / 'job.sh'))}",
+        )
     await Scaler(JobFolder(home), spec, options, _tell, given["interval"]).run()
+
+
+def _spec(home: Path, given: dict[str, Any]) -> JobSpec:
+    """Return the specification of the jobs of more nodes.
+
+    Raises:
+        CommandError: An option is not valid, or a folder of theirs is another job's.
+    """
+    from pydantic import ValidationError
+
+    from rollout_service.cluster.slurm.folder import JobFolder
+    from rollout_service.cluster.slurm.scaler import spec_of_more
+
+    resources = {key: given[key] for key in ("partition", "cpus", "memory")}
+    resources["directives"] = given["directive"] or []
+    try:
+        spec = spec_of_more(
+            JobFolder(home), resources, {key: given[key] for key in ("time", "account", "qos")}
+        )
+    except ValidationError as error:
+        hint = "`rollout-service slurm scale --help` lists the options."
+        raise common.CommandError(problems_of(error), hint=hint) from None
+    for slot in range(1, given["most"] + 1):
+        folder = JobFolder(home.parent / f"{spec.name}-{slot}")
+        if (folder.path / "job.json").exists() and folder.load().spec.join != home:
+            raise common.CommandError(
+                f"{folder.path} is the folder of another job", hint="Move it, or submit under another --name."
+            )
+    return spec
 
 
 def _ahead(asked: float | None, time: str) -> float:

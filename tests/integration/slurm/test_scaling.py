@@ -108,10 +108,11 @@ def test_a_job_grows_and_shrinks_with_its_work_and_a_cancelled_node_loses_nothin
         (["apart", "--max", "1", "--time", "soon"], "'soon' is not a limit of time"),
         (["apart", "--max", "1", "--directive", "wrap=x"], "is not an option of sbatch"),
         (["apart", "--max", "1"], "job apart has not been submitted"),
+        (["apart", "--max", "2"], "apart-more-2 is the folder of another job"),
     ],
 )
 def test_what_cannot_be_scaled_is_refused_at_once(cluster, jobs, arguments, said):
-    for name, options in {"alone": [], "apart": ["--joinable"]}.items():
+    for name, options in {"alone": [], "apart": ["--joinable"], "apart-more-2": []}.items():
         jobs.slurm("submit", "--write-only", "--name", name, "--time", "10", *options)
     output = jobs.slurm("scale", *arguments, check=False)
     assert said in output
