@@ -18,7 +18,8 @@ always have work: rollouts are submitted as fast as they can end, and one for ea
   a socket of its own; `redis_ms_per_rollout` is that of all requests of a rollout, `redis_us_per_rollout_and_node` by
   how much it grows with each node, and `redis_us_per_idle_node` that of a node without rollouts in a second.
   `redis_cpu_ms_per_rollout_N` is what it took in this run: more, since hardly any request came with another.
-- `idle_cpu_ms_per_second`: CPU time of a node's process without rollouts.
+- `idle_cpu_ms_per_second`: CPU time of a node's process without rollouts; `idle_cpu_ms_per_second_32` is that where
+  32 nodes are idle, and `idle_requests_per_second_32` what each of them asks of Redis. Only the full size has them.
 - `model_error`: the largest relative difference between a measured rate and that of the model in
   `support/scaling/model.py`, which gets the CPU times, the requests, the flushes and the bytes of this same
   run. Rates serve only to take what nodes use without rollouts off the costs of a rollout.
@@ -56,6 +57,8 @@ WARM_UP_ROUNDS = 2.2
 """The first spreads the rollouts, the second fills the queue."""
 LATE_SECONDS = 300.0
 """A busy machine may take so long for what should take a minute."""
+SETTLE_SECONDS = 10.0
+"""How long a node that has started has more to do than one that is idle."""
 LINK_BYTES = 1.25e9
 """What Redis's network carries in a second: 10 Gbit/s."""
 TYPICAL = Cluster(nodes=1, places=64, turns=4, turn_seconds=15.0, cores=16)
@@ -69,6 +72,7 @@ AIMS = {
     "redis_ms_per_rollout": "<= 1",
     "requests_growth": "<= 1.1",
     "idle_cpu_ms_per_second": "<= 5",
+    "idle_requests_per_second_32": "<= 1",
 }
 
 
@@ -85,9 +89,11 @@ class Plan:
     idle_seconds: float
     typical: Sequence[int]
     """The numbers of nodes for which the typical cluster is simulated."""
+    idle_nodes: int = 0
+    """How many nodes are left idle at the end; 0: this is not measured."""
 
 
-FULL = Plan(8, 8, 2.0, windows=3, rounds=1, idle_seconds=10.0, typical=LARGER)
+FULL = Plan(8, 8, 2.0, windows=3, rounds=1, idle_seconds=10.0, typical=LARGER, idle_nodes=32)
 QUICK = Plan(2, 4, 0.4, windows=3, rounds=1, idle_seconds=1.0, typical=LARGER[:2])
 SMOKE = Plan(2, 4, 0.4, windows=1, rounds=1, idle_seconds=0.5, typical=LARGER[:1])
 
@@ -173,6 +179,20 @@ def point(
         cpu_share=(after.all_cpu - before.all_cpu) / (after.at - before.at) / cpus,
         machine_share=(after.machine_cpu - before.machine_cpu) / (after.at - before.at) / cpus,
     )
+
+
+async def rest(cluster: LocalCluster, plan: Plan) -> tuple[float | None, float | None]:
+    """Return the CPU milliseconds and the requests of each of many idle nodes in a second."""
+    if not plan.idle_nodes:
+        return None, None
+    await cluster.grow(plan.idle_nodes)
+    await anyio.sleep(SETTLE_SECONDS)
+    before = await cluster.usage()
+    await anyio.sleep(2 * plan.idle_seconds)
+    after = await cluster.usage()
+    of_all = (after.at - before.at) * plan.idle_nodes
+    cpu, requests = after.service_cpu - before.service_cpu, after.redis.calls - before.redis.calls
+    return cpu * 1e3 / of_all, requests / of_all
 
 
 def line(points: Sequence[Point], costs: Sequence[float]) -> tuple[float, float]:
@@ -282,8 +302,8 @@ def measured_figures(points: Sequence[Point]) -> dict[str, float | int | None]:
     }
 
 
-async def measure_all(plan: Plan) -> tuple[list[Point], RedisTimes]:
-    """Measure all numbers of nodes; return also what Redis takes."""
+async def measure_all(plan: Plan) -> tuple[list[Point], RedisTimes, dict[str, float | int | None]]:
+    """Measure all numbers of nodes; return also what Redis takes, and the figures of many idle nodes."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         async with (
             measured_redis() as redis,
@@ -298,7 +318,9 @@ async def measure_all(plan: Plan) -> tuple[list[Point], RedisTimes]:
                 points.append(await measure(cluster, plan))
                 Console(width=100).print(f"{nodes} nodes: {points[-1].rate:.3f} rollouts per second")
             alone = await rollout_seconds(redis, Path(name), turns=plan.turns) / calls_of(plan.turns)
-            return points, RedisTimes(flush, alone + await request_seconds(redis))
+            times = RedisTimes(flush, alone + await request_seconds(redis))
+            cpu, requests = await rest(cluster, plan)
+            return points, times, {"idle_cpu_ms_per_second_32": cpu, "idle_requests_per_second_32": requests}
 
 
 def modeled(
@@ -332,10 +354,10 @@ def modeled(
 async def main(given: Options) -> None:
     """Measure, check the model against that, and let it go on."""
     plan = given.plan(FULL, QUICK, SMOKE)
-    points, times = await measure_all(plan)
+    points, times, at_rest = await measure_all(plan)
     costs = model_costs(points, times)
     figures, tables = await anyio.to_thread.run_sync(modeled, plan, points, costs, abandon_on_cancel=True)
-    figures = measured_figures(points) | figures
+    figures = measured_figures(points) | at_rest | figures
     figures |= {
         "flush_ms": times.flush * 1e3,
         "redis_us_per_request": times.request * 1e6,
