@@ -4,13 +4,15 @@ The cost of a request on an engine is the sum of
 
 - *wait*: until the engine has read the prompts that were sent to it before;
 - *prefill*: of the tokens that the engine is not expected to hold, once for the request itself and once for each
-  request that the engine works on, since reading a prompt delays all of them;
+  request that the engine works on, now or on average, since reading a prompt delays all of them;
 - *move*: zero on the rollout's own engine; elsewhere a part of a turn, so that rollouts do not move for a small gain;
 - *contention*: how much this rollout and the others assigned to the engine are expected to slow each other, in this
-  turn and, for a rollout that is not assigned yet, in later ones. A rollout that waits for a tool counts, because it
+  turn or, for a rollout that is not assigned yet, in all its turns. A rollout that waits for a tool counts, because it
   will return.
 
-An engine that clearly has more rollouts than its fair share gets no further ones.
+The first rollout with a prompt decides where its group goes, so the contention of all samples counts, and those to come
+are expected there from then on. A further sample of a group only counts what an engine has well beyond its fair share:
+below that, engines fill with the next groups wherever it goes.
 
 Several nodes may route to the same engines, each for itself. The work of the others shows in the engines' own reports,
 and counts like this node's. As the samples of a group may run on several nodes, a new rollout is expected to find part
@@ -18,11 +20,11 @@ of its prompt on the engine that all nodes try first for it (`rendezvous`): the 
 sent, the likelier one of them has been there.
 
 The turns of a rollout therefore stay where their prefix is, since any other engine would have to read all of it again.
-The samples of a group share an engine if sharing the prompt saves more than an even spread does. A rollout moves once
+The samples of a group share an engine, unless the group is larger than an engine's share. A rollout moves once
 its engine is so much busier that reading the prompt again elsewhere is quicker.
 
-The router learns the engines' prefix caches and rates, and the length of rollouts; see `engine_model`, `rates`,
-`prefixes` and `workload`. A decision takes time that grows with the logarithm of the prompt's length and with the
+The router learns the engines' prefix caches and rates, and the length of rollouts; see `engine_model` and
+`workload`. A decision takes time that grows with the logarithm of the prompt's length and with the
 number of candidates; only the tokens that a conversation gained are hashed.
 """
 
@@ -30,11 +32,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import repeat
 
 from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation
 from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS, Chains, extend_chain
 from rollout_service.engines.routing.contract import Candidate, Cost, CostRouterOptions, Decision, Reason
 from rollout_service.engines.routing.engine_model import EngineModel, Rates
+from rollout_service.engines.routing.workload import SampleGroup, TrackedRollout, WorkloadStats
 
 _LEAST_DUTY_CYCLE = 0.05
 """Bounds how many rollouts of other nodes are inferred from each of their requests in flight."""
@@ -45,70 +49,11 @@ class _SentRequest:
     engine: EngineModel
     chain: list[int]
     at: float
-    wait: float
+    ahead: float
+    """Tokens of other prompts that the engine had to read first, at most."""
+    sent_tokens: int
+    """Tokens that the engine had been sent to read, with these."""
     others: int
-
-
-# Averages over the rollouts of a pool, which start as guesses and follow the observations.
-
-_LEARNING = 0.05
-"""Weight of a new observation in an average; the first ones weigh more."""
-_LIGHTEST, _HEAVIEST = 0.25, 4.0
-"""Bounds of a rollout's weight, so that one extreme prompt does not outweigh all others."""
-
-
-@dataclass(slots=True)
-class TrackedRollout:
-    """One rollout: the engine it is assigned to, its turns so far, and its weight against the others."""
-
-    sticky_backend: str
-    weight: float = 1.0
-    turns: int = 0
-
-
-@dataclass(slots=True)
-class WorkloadStats:
-    """The averages of a pool."""
-
-    turns: float = 8.0
-    """Turns of a rollout."""
-    first_prompt: float = 1000.0
-    """Tokens of a rollout's first prompt."""
-    uncached: float = 200.0
-    """Prompt tokens that the engine has to read in a turn after the first."""
-    sampled: float = 200.0
-    """Tokens that such a turn samples."""
-    duty_cycle: float = 0.5
-    """The fraction of its life that a rollout has a request in flight."""
-    _begun: int = 0
-    _later_turns: int = 0
-
-    def begin(self, backend_id: str, prompt_tokens: int) -> TrackedRollout:
-        """Return a new rollout on a backend, and learn from its first prompt.
-
-        Its weight is the length of that prompt relative to the average, since a prompt takes room and is attended to in
-        every turn.
-        """
-        self._begun += 1
-        self.first_prompt += max(_LEARNING, 1 / (self._begun + 1)) * (prompt_tokens - self.first_prompt)
-        weight = prompt_tokens / self.first_prompt
-        return TrackedRollout(backend_id, max(_LIGHTEST, min(_HEAVIEST, weight)))
-
-    def end(self, rollout: TrackedRollout) -> None:
-        """Learn from a rollout that has ended."""
-        self.turns += _LEARNING * (rollout.turns - self.turns)
-
-    def learn_later_turn(self, uncached: int, sampled: int) -> None:
-        """Learn from the answer to a turn after a rollout's first."""
-        self._later_turns += 1
-        weight = max(_LEARNING, 1 / (self._later_turns + 1))
-        self.uncached += weight * (uncached - self.uncached)
-        self.sampled += weight * (sampled - self.sampled)
-
-    def learn_duty_cycle(self, in_flight: int, rollouts: int) -> None:
-        """Learn from a request that is sent while this many rollouts are open."""
-        if rollouts:
-            self.duty_cycle += _LEARNING * (min(1.0, in_flight / rollouts) - self.duty_cycle)
 
 
 class CostRouter:
@@ -121,9 +66,10 @@ class CostRouter:
         self._clock = clock
         self._engines: dict[str, EngineModel] = {}
         self._rollouts: dict[str, TrackedRollout] = {}
+        self._groups: dict[int, SampleGroup] = {}
         self._sent: dict[Decision, _SentRequest] = {}
-        self._unsettled: tuple[Decision, list[int], float, float] | None = None
-        """The last decision that its engine's model does not know of yet, with chain, wait and time."""
+        self._unsettled: tuple[Decision, list[int], int, float, float] | None = None
+        """The last decision that its engine's model does not know of yet, with chain, prompt, wait and time."""
         self._chains = Chains()
         self._workload = WorkloadStats()
         self._rates = Rates()
@@ -135,14 +81,17 @@ class CostRouter:
         self.settle()
         now = self._clock()
         chain = self._chains.of(request.input_ids, affinity)
-        rollout = self._rollouts.get(affinity) if affinity is not None else None
-        costs = [
-            self._cost(each, chain, len(request.input_ids), affinity, rollout, now) for each in candidates
-        ]
         prompt = chain[-1] if chain else hash(tuple(request.input_ids))
-        considered = costs
-        if affinity is not None and rollout is None:
-            considered = self._expecting_others(self._with_room(candidates, costs), prompt)
+        if candidates[0].share < 1.0:
+            candidates = _relative_shares(candidates)
+        rollout = self._rollouts.get(affinity) if affinity is not None else None
+        is_new = affinity is not None and rollout is None
+        crowds = self._crowds(candidates, prompt) if is_new else repeat(None)
+        costs = [
+            self._cost(each, crowd, chain, len(request.input_ids), affinity, rollout, now)
+            for each, crowd in zip(candidates, crowds, strict=False)
+        ]
+        considered = self._expecting_others(costs, prompt) if is_new else costs
         best = self._best(candidates, considered, rollout, prompt)
         decision = Decision(
             backend_id=best.backend_id,
@@ -152,7 +101,7 @@ class CostRouter:
             held_tokens=best.held_tokens,
             costs=tuple(costs),
         )
-        self._unsettled = (decision, chain, best.wait, now)
+        self._unsettled = (decision, chain, prompt, best.wait, now)
         return decision
 
     def settle(self) -> None:
@@ -164,14 +113,14 @@ class CostRouter:
         self.settle()
         sent = self._sent.pop(decision)
         now = self._clock()
-        sent.engine.end(now)
+        sent.engine.end(now, sent.sent_tokens if answer is not None else None)
         if answer is None or not answer.output_ids:
             return
         sent.engine.correct(sent.chain, decision.held_tokens, answer.cached_tokens, sent.at)
         uncached = len(request.input_ids) - answer.cached_tokens
         sampled = len(answer.output_ids)
         others = (sent.others + sent.engine.busy(now)) / 2
-        sent.engine.learn(uncached, sampled, others, max(0.0, answer.engine_seconds - sent.wait))
+        sent.engine.learn(uncached, sampled, others, answer.engine_seconds, ahead=sent.ahead)
         rollout = self._rollouts.get(decision.affinity) if decision.affinity is not None else None
         if rollout is not None and rollout.turns > 1:
             self._workload.learn_later_turn(uncached, sampled)
@@ -193,6 +142,10 @@ class CostRouter:
         if rollout is None:
             return
         self._workload.end(rollout)
+        group = self._groups[rollout.prompt]
+        group.end()
+        if not group.unfinished:
+            self._workload.end_group(self._groups.pop(rollout.prompt))
         if rollout.sticky_backend in self._engines:
             self._engines[rollout.sticky_backend].unassign(affinity)
 
@@ -208,6 +161,7 @@ class CostRouter:
     def _cost(
         self,
         candidate: Candidate,
+        crowd: float | None,
         chain: Sequence[int],
         tokens: int,
         affinity: str | None,
@@ -222,14 +176,14 @@ class CostRouter:
         work = 2.0 * (workload.uncached * rates.prefill + workload.sampled * rates.crowding) * engine.slowness
         others, later = self._others(engine, affinity, now)
         # A rollout that is assigned elsewhere would not stay away for good, so only this turn is weighed.
-        met = others if rollout is not None else others + later * max(0.0, workload.turns - 1)
+        met = others if crowd is None else crowd * workload.duty_cycle
         is_move = rollout is not None and rollout.sticky_backend != candidate.backend_id
         turn = rates.expected(workload.uncached, workload.sampled, others)
         return Cost(
             backend_id=candidate.backend_id,
             held_tokens=held,
             wait=engine.wait(now),
-            prefill=(1 + engine.busy(now)) * (tokens - held) * engine.prefill_rate,
+            prefill=(1 + max(engine.busy(now), later)) * (tokens - held) * engine.prefill_rate,
             move=self._options.move_turns * turn if is_move else 0.0,
             contention=((met + workload.duty_cycle) / candidate.share - workload.duty_cycle) * work,
         )
@@ -239,38 +193,56 @@ class CostRouter:
 
         The present requests end; assigned rollouts come back.
         """
-        own = engine.assigned_rollouts.get(affinity, 0.0) if affinity is not None else 0.0
-        later = (engine.weight - own) * self._workload.duty_cycle + engine.others_in_flight
+        own = engine.assigned.get(affinity, 0.0) if affinity is not None else 0.0
+        assigned = (engine.weight - own) / self._workload.weight
+        later = assigned * self._workload.duty_cycle + engine.others_in_flight
         return max((later + engine.busy(now)) / 2, later), later
 
-    def _with_room(self, candidates: Sequence[Candidate], costs: list[Cost]) -> list[Cost]:
-        """Return the costs of those that may be assigned one more rollout; all if there are none."""
-        engines = [self._engines[each.backend_id] for each in candidates]
-        weights = [each.share / engine.slowness for each, engine in zip(candidates, engines, strict=True)]
-        duty_cycle = max(_LEAST_DUTY_CYCLE, self._workload.duty_cycle)
-        loads = [engine.weight + engine.others_in_flight / duty_cycle for engine in engines]
-        all_weight = 1 + sum(loads)
-        free, ratio = self._options.free_rollouts, self._options.fair_ratio
-        room = [
-            cost
-            for cost, load, weight in zip(costs, loads, weights, strict=True)
-            if load < max(free, ratio * all_weight * weight / sum(weights))
+    def _crowds(self, candidates: Sequence[Candidate], prompt: int) -> list[float]:
+        """Return the rollouts that a new one meets on each engine, added up over its turns.
+
+        The first of a group decides for all of them. A later one goes where the prompt is: what others have less up to
+        the fair share, the next groups bring. More than that counts in full.
+        """
+        workload, group = self._workload, self._groups.get(prompt)
+        engines = [self._engine(each.backend_id) for each in candidates]
+        own_part, duty_cycle = self._own_part(engines), max(_LEAST_DUTY_CYCLE, workload.duty_cycle)
+        loads = []
+        for each in engines:
+            expected = each.expected - (group.expected_now(each) if group is not None else 0.0)
+            weight = each.weight + expected * own_part
+            loads.append(weight / workload.weight + each.others_in_flight / duty_cycle)
+        samples = own_part * max(workload.samples, group.begun if group is not None else 0)
+        if group is None:
+            return [load * samples * workload.turns for load in loads]
+        shares = [each.share / engine.slowness for each, engine in zip(candidates, engines, strict=True)]
+        one = (1 + sum(loads)) / sum(shares)
+        return [
+            max(0.0, load - self._most(one * share, samples)) * workload.turns
+            for load, share in zip(loads, shares, strict=True)
         ]
-        return room or costs
+
+    def _most(self, fair: float, samples: float) -> float:
+        """Return how many rollouts an engine may have; a group of fewer than its fair share is not split."""
+        slack = self._options.fair_groups * samples if samples <= fair else 0.0
+        return max(self._options.free_rollouts, fair + slack)
 
     def _expecting_others(self, costs: list[Cost], prompt: int) -> list[Cost]:
         """Return the costs with the prompt cheaper on the engine where other nodes may have sent it already."""
-        engines = [self._engines[cost.backend_id] for cost in costs]
-        others = sum(engine.others_in_flight for engine in engines)
-        if others == 0.0 or len(costs) == 1:
+        unread = self._own_part([self._engines[cost.backend_id] for cost in costs])
+        if unread == 1.0 or len(costs) == 1:
             return costs
-        own = 1 + sum(engine.in_flight for engine in engines)
         chosen = first_choice(prompt, (cost.backend_id for cost in costs))
-        unread = own / (own + others)
         return [
             replace(cost, prefill=cost.prefill * unread) if cost.backend_id == chosen else cost
             for cost in costs
         ]
+
+    @staticmethod
+    def _own_part(engines: Sequence[EngineModel]) -> float:
+        """Return this node's part of the engines' work."""
+        own = 1 + sum(engine.in_flight for engine in engines)
+        return own / (own + sum(engine.others_in_flight for engine in engines))
 
     def _best(
         self, candidates: Sequence[Candidate], costs: list[Cost], rollout: TrackedRollout | None, prompt: int
@@ -291,29 +263,39 @@ class CostRouter:
 
         return min((cost for cost in costs if cost.total <= bound), key=order)
 
-    def _send(self, decision: Decision, chain: list[int], wait: float, now: float) -> None:
+    def _send(self, decision: Decision, chain: list[int], prompt: int, wait: float, now: float) -> None:
         engine = self._engines[decision.backend_id]
         others = engine.busy(now)
         self._decisions += 1
         engine.last_chosen = self._decisions
-        engine.begin((decision.prompt_tokens - decision.held_tokens) * engine.prefill_rate, now)
+        engine.begin(decision.prompt_tokens - decision.held_tokens, now)
         engine.prefixes.hold(chain)
-        self._sent[decision] = _SentRequest(engine, chain, now, wait, others)
+        ahead = wait / engine.prefill_rate if wait else 0.0
+        self._sent[decision] = _SentRequest(engine, chain, now, ahead, engine.sent_tokens, others)
         if decision.affinity is not None:
-            self._assign(decision.affinity, decision)
+            self._assign(decision.affinity, decision, prompt)
         self._workload.learn_duty_cycle(len(self._sent), len(self._rollouts))
 
-    def _assign(self, affinity: str, decision: Decision) -> None:
+    def _assign(self, affinity: str, decision: Decision, prompt: int) -> None:
         backend_id = decision.backend_id
         rollout = self._rollouts.get(affinity)
         if rollout is None:
-            rollout = self._workload.begin(backend_id, decision.prompt_tokens)
+            rollout = self._workload.begin(backend_id, prompt, decision.prompt_tokens)
             self._rollouts[affinity] = rollout
+            engine = self._engines[backend_id]
+            group = self._groups.setdefault(prompt, SampleGroup(engine))
+            group.begin(engine, rollout.weight, self._workload.samples)
         rollout.turns += 1
         if rollout.sticky_backend != backend_id and rollout.sticky_backend in self._engines:
             self._engines[rollout.sticky_backend].unassign(affinity)
         rollout.sticky_backend = backend_id
         self._engines[backend_id].assign(affinity, rollout.weight)
+
+
+def _relative_shares(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Return the candidates with the largest share as 1: where all have joined of late, none is new."""
+    most = max(each.share for each in candidates)
+    return [replace(each, share=each.share / most) for each in candidates]
 
 
 def _reason(costs: Sequence[Cost], best: Cost, rollout: TrackedRollout | None) -> Reason:

@@ -163,6 +163,8 @@ _STEP = 0.05
 """The fraction of an error that a later answer corrects."""
 _LARGEST_ERROR = 1.0
 """The largest error that counts, as a logarithm: a factor of e."""
+_BIAS_RATE = 0.05
+"""The weight of an answer in the mean error of late."""
 _SHORTEST = 1e-6
 """The shortest time that counts, in seconds."""
 
@@ -179,13 +181,15 @@ class Rates:
     """Seconds that each other request adds to a sampled token."""
     answers: int = 0
     """How many answers the rates were learned from."""
+    bias: float = 0.0
+    """The mean logarithm of the answers' times over the expected ones, of late: what all engines are slower by."""
 
     def expected(self, uncached: float, sampled: float, others: float) -> float:
         """Return the seconds that such an answer is expected to take."""
         pace = self.decode + others * self.crowding
         return max(_SHORTEST, uncached * self.prefill + sampled * pace)
 
-    def learn(self, uncached: int, sampled: int, others: float, seconds: float) -> None:
+    def learn(self, uncached: float, sampled: int, others: float, seconds: float) -> None:
         """Learn from one answer."""
         expected = self.expected(uncached, sampled, others)
         error = log(max(_SHORTEST, seconds) / expected)
@@ -215,18 +219,25 @@ class EngineModel:
     """The rates of all engines of the pool, which are mostly alike."""
     prefixes: PrefixIndex = field(init=False)
     """The blocks that it is believed to hold."""
-    assigned_rollouts: dict[str, float] = field(default_factory=dict)
-    """The rollouts whose turns go here, and the weight of each: 1 on average."""
+    assigned: dict[str, float] = field(default_factory=dict)
+    """The rollouts whose turns go here, and the weight of each, in tokens."""
     weight: float = 0.0
     """The weight of all assigned rollouts."""
+    expected: float = 0.0
+    """The weight of further samples of their groups."""
     in_flight: int = 0
     """Requests of this pool."""
     last_chosen: int = 0
     """The number of the decision that chose it last."""
     _answers: int = 0
     _log_slowness: float = 0.0
-    _clear_at: float = 0.0
-    """When the prompts sent so far are expected to be read."""
+    sent_tokens: int = 0
+    """Tokens of prompts that it was sent to read so far."""
+    _unread: float = 0.0
+    """Tokens of prompts that it had not read, of those sent so far, at `_unread_at`."""
+    _unread_at: float = 0.0
+    _reported_unread: float = 0.0
+    """The same by its last report, which knows the prompts of other clients."""
     _most_in_flight: int = 0
     """The peak since the engine's last report, which is a moment old when it arrives."""
     _foreign: int = 0
@@ -252,49 +263,63 @@ class EngineModel:
         """Seconds per prompt token that it does not hold."""
         return self.common_rates.prefill * self.slowness
 
-    def learn(self, uncached: int, sampled: int, others: float, seconds: float) -> None:
-        """Learn from the time that an answer took."""
-        limit = self.options.slowness_limit
-        ratio = seconds / self.common_rates.expected(uncached, sampled, others)
-        error = log(max(1 / limit, min(limit, ratio)))
+    def learn(
+        self, uncached: float, sampled: int, others: float, seconds: float, *, ahead: float = 0.0
+    ) -> None:
+        """Learn from the time that an answer took; `ahead` tokens at most were read before its own."""
+        rates, limit = self.common_rates, self.options.slowness_limit
+        rest = seconds - rates.expected(uncached, sampled, others)
+        uncached += max(0.0, min(ahead, rest / rates.prefill))
+        error = log(max(1 / limit, min(limit, seconds / rates.expected(uncached, sampled, others))))
         self._answers += 1
-        self._log_slowness += max(self.options.slowness_rate, 1 / self._answers) * (
-            error - self._log_slowness
-        )
-        self.common_rates.learn(uncached, sampled, others, seconds)
+        weight = max(self.options.slowness_rate, 1 / self._answers)
+        self._log_slowness += weight * (error - rates.bias - self._log_slowness)
+        rates.bias += _BIAS_RATE * (error - rates.bias)
+        rates.learn(uncached, sampled, others, seconds)
 
     def assign(self, rollout: str, weight: float) -> None:
         """Assign a rollout to this engine; idempotent."""
-        if rollout not in self.assigned_rollouts:
-            self.assigned_rollouts[rollout] = weight
+        if rollout not in self.assigned:
+            self.assigned[rollout] = weight
             self.weight += weight
 
     def unassign(self, rollout: str) -> None:
         """Remove a rollout that has ended or moved; does nothing for one that is not assigned."""
-        self.weight -= self.assigned_rollouts.pop(rollout, 0.0)
-        if not self.assigned_rollouts:
+        self.weight -= self.assigned.pop(rollout, 0.0)
+        if not self.assigned:
             self.weight = 0.0
 
     def wait(self, now: float) -> float:
         """Return the seconds until the engine gets to a new prompt."""
-        return max(0.0, self._clear_at - now)
+        if not (self._unread or self._reported_unread) or not self.common_rates.answers:
+            return 0.0  # nothing is known of its pace before the first answer
+        rate = self.prefill_rate
+        sent = self._unread * rate - (now - self._unread_at)
+        return max(0.0, sent, self._reported_unread * rate - (now - self._reported_at))
 
     def busy(self, now: float) -> int:
         """Return how many requests it is working on, of this pool and of other clients."""
         is_recent = now - self._reported_at < self.options.load_seconds
         return self.in_flight + (self._foreign if is_recent else 0)
 
-    def begin(self, prefill: float, now: float) -> None:
-        """Note that a request was sent, and that reading its prompt takes `prefill` seconds."""
+    def begin(self, tokens: int, now: float) -> None:
+        """Note that a request was sent, of which the engine has to read `tokens`."""
+        self.sent_tokens += tokens
         self.in_flight += 1
         self._most_in_flight = max(self._most_in_flight, self.in_flight)
-        self._clear_at = max(now, self._clear_at) + prefill
+        self._unread = tokens + (self._left(now) if self._unread else 0.0)
+        self._unread_at = now
 
-    def end(self, now: float) -> None:
-        """Note that a request has ended."""
+    def end(self, now: float, read: int | None) -> None:
+        """Note that a request has ended; an answer shows that the tokens sent up to it, `read`, were read."""
         self.in_flight -= 1
         if self.in_flight == 0:
-            self._clear_at = now
+            self._unread = 0.0
+        elif read is not None:
+            self._unread, self._unread_at = min(self._left(now), self.sent_tokens - read), now
+
+    def _left(self, now: float) -> float:
+        return max(0.0, self._unread - (now - self._unread_at) / self.prefill_rate)
 
     def correct(self, chain: Sequence[int], held: int, cached: int, sent_at: float) -> None:
         """Learn that `cached` tokens of the prompt of `chain` were held where `held` were expected at `sent_at`."""
@@ -314,7 +339,7 @@ class EngineModel:
             capacity = min(load.capacity_tokens, self.options.largest_capacity)
             self.prefixes.capacity = capacity // BLOCK_TOKENS
         if load.waiting_tokens is not None:
-            self._clear_at = max(self._clear_at, now + load.waiting_tokens * self.prefill_rate)
+            self._reported_unread = load.waiting_tokens
 
     def _average_others(self) -> None:
         self.others_in_flight += self.options.others_rate * (self._foreign - self.others_in_flight)

@@ -92,6 +92,42 @@ def test_samples_of_a_group_share_a_long_prompt():
     assert (again.backend_id, again.reason) == (home.backend_id, Reason.PREFIX)
 
 
+def test_a_group_stays_together_and_the_next_one_goes_elsewhere_while_most_of_the_first_is_to_come():
+    router, homes = CostRouter(), [set() for _ in range(4)]
+    for samples in (range(2), range(2, 8)):
+        for group, of_group in enumerate(homes):
+            for i in samples:
+                ids = tokens(640, seed=group)
+                of_group.add(serve(router, ids, f"g{group}-s{i}", candidates(4)).backend_id)
+    assert [len(of_group) for of_group in homes] == [1] * 4
+    assert len(set.union(*homes)) == 4
+
+
+def test_a_group_that_is_too_large_for_one_engine_is_split():
+    router, ids = CostRouter(), tokens(640)
+    chosen = Counter(serve(router, ids, f"s{i}", candidates(4)).backend_id for i in range(96))
+    assert len(chosen) == 4
+    assert max(chosen.values()) <= 48
+
+
+def test_a_new_prompt_weighs_the_samples_that_a_group_is_learned_to_have():
+    """Without groups, rollouts spread one by one; nothing is expected after each."""
+    router = CostRouter()
+    for i in range(200):
+        serve(router, tokens(300, seed=i), f"r{i}")
+        router.release(f"r{i}")
+    serve(router, tokens(300, seed=999), "alone")
+    assert sum(engine.expected for engine in router._engines.values()) < 0.2 * router._workload.weight
+
+
+def test_engines_that_all_joined_of_late_are_as_good_as_old_ones():
+    chosen = []
+    for share in (0.1, 1.0):
+        router, among = CostRouter(clock=Clock()), candidates(4, shares=dict.fromkeys(range(4), share))
+        chosen.append([serve(router, tokens(640, seed=i % 3), f"r{i}", among).backend_id for i in range(24)])
+    assert chosen[0] == chosen[1]
+
+
 def test_nodes_that_know_nothing_of_each_other_send_a_prompt_to_the_same_engine():
     first = [serve(CostRouter(), tokens(640, seed=i), "r", candidates(4)).backend_id for i in range(20)]
     again = [serve(CostRouter(), tokens(640, seed=i), "s", candidates(4)).backend_id for i in range(20)]
@@ -190,6 +226,44 @@ def test_the_decision_explains_itself():
 # ---- what it learns
 
 
+def test_a_burst_on_engines_quicker_than_expected_teaches_their_pace_and_moves_nobody():
+    """Engines of which each is ten times as quick as the guess; twelve requests come before the first answer."""
+    clock = Clock()
+    router, asked = CostRouter(clock=clock), [request(tokens(1600, seed=i)) for i in range(12)]
+    decisions = []
+    for i, each in enumerate(asked):
+        decisions.append(router.choose(candidates(), each, f"r{i}"))
+        clock.now += 0.002
+    clock.now += 0.3
+    for decision, each in zip(decisions, asked, strict=True):
+        clock.now += 1e-3
+        router.ended(decision, each, answer(each.input_ids, [1] * 60, cached=0, seconds=1600e-5 + 60 * 8e-4))
+    assert router._rates.prefill == pytest.approx(1e-5, rel=0.5)
+    assert router._rates.decode == pytest.approx(8e-4, rel=0.5)
+    again = [router.choose(candidates(), each, f"r{i}") for i, each in enumerate(asked)]
+    assert {decision.reason for decision in again} == {Reason.HOME}
+
+
+def test_an_answer_shows_that_earlier_prompts_were_read():
+    clock = Clock()
+    router, one = CostRouter(clock=clock), candidates(1)
+    serve(router, tokens(64), None, one)
+    asked = [request(tokens(50_000, seed=i)) for i in range(3)]
+    decisions = [router.choose(one, each, f"r{i}") for i, each in enumerate(asked)]
+    router.ended(decisions[1], asked[1], answer(asked[1].input_ids))
+    (cost,) = router.choose(one, request(tokens(64, seed=9)), None).costs
+    assert cost.wait == pytest.approx(50_000 * router._engines["b0"].prefill_rate)
+
+
+def test_a_pool_that_becomes_slower_as_a_whole_has_no_slow_engine():
+    router, among = CostRouter(), candidates()
+    for turn in range(200):
+        asked = request(tokens(640, seed=turn))
+        decision = router.choose([among[turn % 2]], asked, None)
+        router.ended(decision, asked, answer(asked.input_ids, [1] * 50, seconds=0.1 * 1.03**turn))
+    assert [engine.slowness for engine in router._engines.values()] == [1.0, 1.0]
+
+
 def test_an_eviction_that_the_engine_shows_is_believed_with_all_that_follows():
     clock = Clock()
     router, ids = CostRouter(clock=clock), tokens(1280)
@@ -272,9 +346,15 @@ def test_it_chooses_among_the_candidates_only_and_keeps_nothing_of_what_has_ende
         router.ended(decision, asked, None)
     for rollout in range(6):
         router.release(f"r{rollout}")
-    assert (len(router._sent), len(router._rollouts), len(router._chains)) == (0, 0, 0)
+    assert (len(router._sent), len(router._rollouts), len(router._groups), len(router._chains)) == (
+        0,
+        0,
+        0,
+        0,
+    )
     for engine in router._engines.values():
-        assert (engine.in_flight, engine.assigned_rollouts, engine.weight) == (0, {}, 0)
+        assert engine.expected == pytest.approx(0, abs=1e-6)
+        assert (engine.in_flight, engine.assigned, engine.weight) == (0, {}, 0)
 
 
 # ---- what it costs

@@ -84,6 +84,8 @@ class Simulation:
     seed: int
     capacity: int | None = 60_000
     slowness: tuple = ()
+    pace: float = 1.0
+    """The factor on all times, of engines, tools and arrivals."""
     nodes: int = 1
     """How many nodes route for themselves; they are given the rollouts in turn, and poll the engines' loads."""
     world: World = field(default_factory=World)
@@ -98,7 +100,7 @@ class Simulation:
             self.routers = [self.make_router(clock=self.world) for _ in range(self.nodes)]
         except TypeError:
             self.routers = [self.make_router() for _ in range(self.nodes)]
-        slowness = self.slowness or [1.0] * self.engines
+        slowness = [self.pace * each for each in self.slowness or [1.0] * self.engines]
         self.fleet = {
             f"e{i}": Engine(self.world, KVCache(self.capacity), slow) for i, slow in enumerate(slowness)
         }
@@ -111,11 +113,15 @@ class Simulation:
         self.open = len(rollouts)
         for number, prompt in enumerate(rollouts):
             turns = [
-                (self.tokens(rng, 8, 150), self.tokens(rng, 20, 180), rng.lognormvariate(-0.7, 1.2))
+                (
+                    self.tokens(rng, 8, 150),
+                    self.tokens(rng, 20, 180),
+                    self.pace * rng.lognormvariate(-0.7, 1.2),
+                )
                 for _ in range(TURNS)
             ]
             self.world.after(
-                number * 0.05, lambda p=prompt, t=turns, n=number: self.turn(f"r{n}", list(p), t)
+                number * 0.05 * self.pace, lambda p=prompt, t=turns, n=number: self.turn(f"r{n}", list(p), t)
             )
         self.world.run()
         return self
@@ -187,13 +193,16 @@ def simulated(make_router, engines, seed, **options):
 
 
 @pytest.mark.parametrize("engines", [2, 4])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_prefixes_are_kept_and_load_spreads(engines, seed):
-    capacity = 60_000 * 4 // engines
-    ideal = simulated(LeastLoaded, 1, seed, capacity=None).cached
-    ours = simulated(CostRouter, engines, seed, capacity=capacity)
-    assert ours.cached >= 0.97 * ideal
-    assert ours.imbalance <= 1.1
+@pytest.mark.parametrize("pace", [0.1, 1.0])
+def test_prefixes_are_kept_and_load_spreads(engines, pace):
+    """Groups stay whole; with two groups an engine, whose lengths differ, the engines' loads differ too."""
+    imbalances = []
+    for seed in (1, 2, 3):
+        ideal = simulated(LeastLoaded, 1, seed, capacity=None).cached
+        ours = simulated(CostRouter, engines, seed, capacity=60_000 * 4 // engines, pace=pace)
+        assert ours.cached >= 0.995 * ideal
+        imbalances.append(ours.imbalance)
+    assert statistics.median(imbalances) <= 1.1
 
 
 def test_the_cost_router_is_no_slower_than_counting_rollouts():
