@@ -22,11 +22,11 @@ from rollout_service.cluster.slurm import commands
 from rollout_service.cluster.slurm.commands import QueuedJob
 from rollout_service.cluster.slurm.folder import JobFolder, Published, Submitted
 from rollout_service.cluster.slurm.scaling import (
-    Deed,
-    Extra,
-    Look,
+    ActionKind,
+    AddedNode,
     NodesDoNotStartError,
-    Order,
+    ScaleAction,
+    ScaleInput,
     ScaleOptions,
     Scaling,
 )
@@ -88,8 +88,8 @@ class Scaler:
                 if (await commands.job_state(self.home.load().job)).is_over:
                     await self._end_all()
                     return
-                if (look := await self._look()) is not None:
-                    await self._do(self.scaling.decide(look), look.now)
+                if (seen := await self._look()) is not None:
+                    await self._do(self.scaling.decide(seen), seen.now)
             except NodesDoNotStartError:
                 raise
             except ConfigurationError as error:
@@ -106,18 +106,18 @@ class Scaler:
 
     # ---- looking
 
-    async def _look(self) -> Look | None:
-        """Look at Slurm's queue and at the nodes; return None if no node answers."""
+    async def _look(self) -> ScaleInput | None:
+        """Read the queue of Slurm and the nodes; return None if no node answers."""
         jobs = await commands.queued_jobs(self._script)
         folders = [self.home, *(self.folder(job.index) for job in jobs)]
         parts = [part for folder in folders for part in folder.published("nodes")]
         overview = await self._ask(parts, lambda client: client.overview())
         if overview is None:
             return None
-        extras = [await self._extra(job, overview.nodes) for job in jobs]
-        await self._forget_dead(overview.nodes, extras)
+        added = [await self._added_node(job, overview.nodes) for job in jobs]
+        await self._forget_dead(overview.nodes, added)
         answer = overview.next_node or NextNode(message="The nodes do not say what they wait for.")
-        return Look(anyio.current_time(), answer, extras)
+        return ScaleInput(anyio.current_time(), answer, added)
 
     async def _ask(
         self, parts: Sequence[Published], call: Callable[[RolloutClient], Awaitable[T]]
@@ -129,12 +129,12 @@ class Scaler:
                     return await call(client)
         return None
 
-    async def _extra(self, job: QueuedJob, nodes: Sequence[NodeView]) -> Extra:
+    async def _added_node(self, job: QueuedJob, nodes: Sequence[NodeView]) -> AddedNode:
         ours = [one for one in nodes if self._is_in(job.index, one) and one.state is not NodeState.DEAD]
         if not ours or not job.is_running:
-            return Extra(job.index, job)
+            return AddedNode(job.index, job)
         [node, *_] = ours
-        return Extra(
+        return AddedNode(
             job.index, job, node.node, node.state, node.rollouts or await self._holds(job.index, node)
         )
 
@@ -151,9 +151,9 @@ class Scaler:
             return 1
         return own.sessions_open + sum(one.rollouts for one in own.nodes if one.node == node.node)
 
-    async def _forget_dead(self, nodes: Sequence[NodeView], extras: Sequence[Extra]) -> None:
+    async def _forget_dead(self, nodes: Sequence[NodeView], added: Sequence[AddedNode]) -> None:
         """Remove nodes that were killed from the list, unless a job is to bring them back."""
-        slots = set(range(1, self.options.most + 1)) - {each.slot for each in extras if not each.is_alive}
+        slots = set(range(1, self.options.most + 1)) - {each.slot for each in added if not each.is_alive}
         for node in nodes:
             if node.state is NodeState.DEAD and any(self._is_in(slot, node) for slot in slots):
                 await self._remove(node.node)
@@ -166,24 +166,24 @@ class Scaler:
 
     # ---- acting
 
-    async def _do(self, orders: Sequence[Order], now: float) -> None:
-        """Carry out orders; what fails is ordered again after a later look."""
-        for order in orders:
-            if order.deed is not Deed.SUBMIT:
-                self.tell(f"{order.deed} {self.spec.name}-{order.slot} (job {order.job}): {order.why}")
-                await self._do_one(order)
-        new = [order for order in orders if order.deed is Deed.SUBMIT]
+    async def _do(self, actions: Sequence[ScaleAction], now: float) -> None:
+        """Carry out actions; what fails is tried again after a later look."""
+        for action in actions:
+            if action.kind is not ActionKind.SUBMIT:
+                self.tell(f"{action.kind} {self.spec.name}-{action.slot} (job {action.job}): {action.why}")
+                await self._do_one(action)
+        new = [action for action in actions if action.kind is ActionKind.SUBMIT]
         if new:
-            await self._submit([order.slot for order in new], new[0].why, now)
+            await self._submit([action.slot for action in new], new[0].why, now)
 
-    async def _do_one(self, order: Order) -> None:
-        match order.deed:
-            case Deed.DRAIN:
-                await self._drain(order.node)
-            case Deed.END:
-                await commands.cancel(order.job, "--batch", "--signal=USR2")
+    async def _do_one(self, action: ScaleAction) -> None:
+        match action.kind:
+            case ActionKind.DRAIN:
+                await self._drain(action.node)
+            case ActionKind.END:
+                await commands.cancel(action.job, "--batch", "--signal=USR2")
             case _:
-                await commands.cancel(order.job)
+                await commands.cancel(action.job)
 
     async def _submit(self, slots: Sequence[int], why: str, now: float) -> None:
         """Submit an array of jobs, one for each slot.

@@ -45,7 +45,7 @@ class ScaleOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class AddedNode:
     """A job of more nodes."""
 
     slot: int
@@ -63,15 +63,15 @@ class Extra:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ScaleInput:
     """The state at one time."""
 
     now: float
     next_node: NextNode
-    extras: Sequence[Extra] = ()
+    added: Sequence[AddedNode] = ()
 
 
-class Deed(StrEnum):
+class ActionKind(StrEnum):
     """An act on a slot."""
 
     SUBMIT = "submit"
@@ -82,10 +82,10 @@ class Deed(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ScaleAction:
     """One thing to do."""
 
-    deed: Deed
+    kind: ActionKind
     slot: int
     why: str
     job: str = ""
@@ -110,22 +110,22 @@ class Scaling:
     _least_need: int = 0
     _retry_at: float = 0.0
 
-    def decide(self, look: Look) -> list[Order]:
+    def decide(self, seen: ScaleInput) -> list[ScaleAction]:
         """Return what to do now.
 
         Raises:
             NodesDoNotStartError: Starts have failed too often in a row.
         """
-        self._note_ends(look)
-        orders = [*self._end(look), *self._renew(look)]
-        leaving = {order.slot for order in orders}
-        staying = [each for each in look.extras if self._stays(each) and each.slot not in leaving]
-        orders += self._shrink(look, staying)
-        orders += self._grow(look, staying)
-        for order in orders:
-            if order.deed in (Deed.END, Deed.CANCEL):
-                self._told[order.job] = look.now
-        return orders
+        self._note_ends(seen)
+        actions = [*self._end(seen), *self._renew(seen)]
+        leaving = {action.slot for action in actions}
+        staying = [each for each in seen.added if self._stays(each) and each.slot not in leaving]
+        actions += self._shrink(seen, staying)
+        actions += self._grow(seen, staying)
+        for action in actions:
+            if action.kind in (ActionKind.END, ActionKind.CANCEL):
+                self._told[action.job] = seen.now
+        return actions
 
     def submitted(self, jobs: Mapping[str, int]) -> None:
         """Note the slots of new jobs, which may end before the next look."""
@@ -146,17 +146,17 @@ class Scaling:
                 hint="`rollout-service slurm logs` of that job may say why. Start this command again to go on.",
             )
 
-    def _stays(self, each: Extra) -> bool:
+    def _stays(self, each: AddedNode) -> bool:
         is_leaving = each.job.is_ending or each.job.job in self._told
         return not is_leaving and not (each.is_alive and each.state is NodeState.DRAINING)
 
-    def _note_ends(self, look: Look) -> None:
+    def _note_ends(self, seen: ScaleInput) -> None:
         """Learn whose nodes have become members, and which jobs have ended before that."""
-        alive = {each.job.job for each in look.extras if each.is_alive}
+        alive = {each.job.job for each in seen.added if each.is_alive}
         if alive - self._was_alive:
             self.failed = 0
         self._was_alive |= alive
-        there = {each.job.job: each.slot for each in look.extras}
+        there = {each.job.job: each.slot for each in seen.added}
         gone = {job: slot for job, slot in self._slots.items() if job not in there}
         early = {
             job: slot for job, slot in gone.items() if job not in self._was_alive and job not in self._told
@@ -166,63 +166,69 @@ class Scaling:
         self._told = {job: when for job, when in self._told.items() if job in there}
         self._since = {key: when for key, when in self._since.items() if key == _NEED or key[1] in there}
         for job, slot in early.items():
-            self.start_failed(look.now, f"job {job} of slot {slot} ended before its node was ready")
+            self.start_failed(seen.now, f"job {job} of slot {slot} ended before its node was ready")
 
-    def _end(self, look: Look) -> Iterator[Order]:
+    def _end(self, seen: ScaleInput) -> Iterator[ScaleAction]:
         """End what drains and holds nothing, and what does not become ready or does not end."""
-        for each in look.extras:
+        for each in seen.added:
             job, told = each.job.job, self._told.get(each.job.job)
-            away = self._lasts("away", job, each.job.is_running and not each.is_alive, look.now)
+            away = self._lasts("away", job, each.job.is_running and not each.is_alive, seen.now)
             if each.job.is_ending:
                 continue
             if told is not None:
-                if look.now - told >= self.options.end_seconds:
-                    yield Order(Deed.CANCEL, each.slot, "it has not ended in order", job)
+                if seen.now - told >= self.options.end_seconds:
+                    yield ScaleAction(ActionKind.CANCEL, each.slot, "it has not ended in order", job)
             elif each.is_alive and each.state is NodeState.DRAINING and not each.holds:
-                yield Order(Deed.END, each.slot, "it drains and holds nothing", job)
+                yield ScaleAction(ActionKind.END, each.slot, "it drains and holds nothing", job)
             elif away >= self.options.start_seconds:
-                yield Order(Deed.CANCEL, each.slot, f"its node is not there after {away:.0f} s", job)
+                yield ScaleAction(
+                    ActionKind.CANCEL, each.slot, f"its node is not there after {away:.0f} s", job
+                )
                 if job not in self._was_alive:
-                    self.start_failed(look.now, f"the node of job {job} was not ready after {away:.0f} s")
+                    self.start_failed(seen.now, f"the node of job {job} was not ready after {away:.0f} s")
 
-    def _renew(self, look: Look) -> Iterator[Order]:
+    def _renew(self, seen: ScaleInput) -> Iterator[ScaleAction]:
         """Let nodes whose jobs are near their limit of time begin nothing new."""
-        for each in look.extras:
+        for each in seen.added:
             left = each.job.seconds_left
             is_late = left is not None and left < self.options.ahead_seconds
             if is_late and each.is_alive and self._stays(each):
-                yield Order(Deed.DRAIN, each.slot, f"its job ends in {left:.0f} s", each.job.job, each.node)
+                yield ScaleAction(
+                    ActionKind.DRAIN, each.slot, f"its job ends in {left:.0f} s", each.job.job, each.node
+                )
 
-    def _shrink(self, look: Look, staying: list[Extra]) -> Iterator[Order]:
+    def _shrink(self, seen: ScaleInput, staying: list[AddedNode]) -> Iterator[ScaleAction]:
         """Give back what has been of no use for long: waiting jobs first, then idle nodes, the last slots first."""
         for each in sorted(staying, key=lambda one: (one.is_alive, -one.slot)):
             is_starting = each.job.is_running and not each.is_alive
-            is_idle = not look.next_node.rollouts and not each.holds and not is_starting
-            lasts = self._lasts("idle", each.job.job, is_idle, look.now)
+            is_idle = not seen.next_node.rollouts and not each.holds and not is_starting
+            lasts = self._lasts("idle", each.job.job, is_idle, seen.now)
             if not is_idle or lasts < self.options.shrink_after or len(staying) <= self.options.least:
                 continue
             staying.remove(each)
             if each.is_alive:
-                yield Order(Deed.DRAIN, each.slot, f"idle for {lasts:.0f} s", each.job.job, each.node)
+                yield ScaleAction(
+                    ActionKind.DRAIN, each.slot, f"idle for {lasts:.0f} s", each.job.job, each.node
+                )
             else:
-                yield Order(Deed.CANCEL, each.slot, f"not needed for {lasts:.0f} s", each.job.job)
+                yield ScaleAction(ActionKind.CANCEL, each.slot, f"not needed for {lasts:.0f} s", each.job.job)
 
-    def _grow(self, look: Look, staying: Sequence[Extra]) -> Iterator[Order]:
+    def _grow(self, seen: ScaleInput, staying: Sequence[AddedNode]) -> Iterator[ScaleAction]:
         """Add what has been needed for long beyond what is on its way, and at once what the least number lacks."""
-        need = look.next_node.nodes - sum(not each.is_alive for each in staying)
-        lasts = self._lasts(*_NEED, need > 0, look.now)
+        need = seen.next_node.nodes - sum(not each.is_alive for each in staying)
+        lasts = self._lasts(*_NEED, need > 0, seen.now)
         self._least_need = min(self._least_need, need) if lasts else need
-        wanted, why = 0, look.next_node.message
+        wanted, why = 0, seen.next_node.message
         if need > 0 and lasts >= self.options.grow_after:
             wanted = self._least_need
         lacking = self.options.least - len(staying)
-        if lacking > wanted and look.now >= self._retry_at:
+        if lacking > wanted and seen.now >= self._retry_at:
             wanted, why = lacking, f"there are to be at least {self.options.least}"
-        taken = {each.slot for each in look.extras}
+        taken = {each.slot for each in seen.added}
         free = [slot for slot in range(1, self.options.most + 1) if slot not in taken]
-        room = max(0, self.options.most - len(look.extras))
+        room = max(0, self.options.most - len(seen.added))
         for slot in free[: min(wanted, room)]:
-            yield Order(Deed.SUBMIT, slot, why)
+            yield ScaleAction(ActionKind.SUBMIT, slot, why)
 
     def _lasts(self, what: str, job: str, is_so: bool, now: float) -> float:
         """Return how long something has been so."""

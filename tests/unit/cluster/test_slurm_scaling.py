@@ -11,11 +11,11 @@ from api_schemas.nodes import NodeState
 from api_schemas.views.overview import NextNode
 from rollout_service.cluster.slurm.commands import QueuedJob
 from rollout_service.cluster.slurm.scaling import (
-    Deed,
-    Extra,
-    Look,
+    ActionKind,
+    AddedNode,
     NodesDoNotStartError,
-    Order,
+    ScaleAction,
+    ScaleInput,
     ScaleOptions,
     Scaling,
 )
@@ -32,39 +32,39 @@ class Simulated:
     options: ScaleOptions = OPTIONS
     now: float = 1_000.0
     need: int = 0
-    extras: dict[int, Extra] = field(default_factory=dict)
+    added: dict[int, AddedNode] = field(default_factory=dict)
     scaling: Scaling = field(init=False)
     submitted: int = 0
 
     def __post_init__(self) -> None:
         self.scaling = Scaling(self.options)
 
-    def look(self) -> list[Order]:
-        """Look once, and let Slurm and the nodes follow the orders."""
+    def look(self) -> list[ScaleAction]:
+        """Look once, and let Slurm and the nodes follow the actions."""
         self.now += 10
         answer = NextNode(rollouts=8 * min(1, self.need), nodes=self.need, message="12 rollouts wait.")
-        orders = self.scaling.decide(Look(self.now, answer, list(self.extras.values())))
-        for order in orders:
-            self.follow(order)
-        return orders
+        actions = self.scaling.decide(ScaleInput(self.now, answer, list(self.added.values())))
+        for action in actions:
+            self.follow(action)
+        return actions
 
-    def follow(self, order: Order) -> None:
-        if order.deed is Deed.SUBMIT:
-            assert order.slot not in self.extras
+    def follow(self, action: ScaleAction) -> None:
+        if action.kind is ActionKind.SUBMIT:
+            assert action.slot not in self.added
             self.submitted += 1
-            job = QueuedJob(f"{self.submitted}_{order.slot}", order.slot, "PENDING")
-            self.extras[order.slot] = Extra(order.slot, job)
-            self.scaling.submitted({job.job: order.slot})
-        elif order.deed is Deed.DRAIN:
-            self.extras[order.slot] = replace(self.extras[order.slot], state=NodeState.DRAINING)
+            job = QueuedJob(f"{self.submitted}_{action.slot}", action.slot, "PENDING")
+            self.added[action.slot] = AddedNode(action.slot, job)
+            self.scaling.submitted({job.job: action.slot})
+        elif action.kind is ActionKind.DRAIN:
+            self.added[action.slot] = replace(self.added[action.slot], state=NodeState.DRAINING)
         else:
-            assert self.extras[order.slot].job.job == order.job
-            del self.extras[order.slot]
+            assert self.added[action.slot].job.job == action.job
+            del self.added[action.slot]
 
     def looks(self, seconds: float) -> list[str]:
-        """Look for some time; return what was ordered, with the slots."""
-        orders = [order for _ in range(int(seconds / 10)) for order in self.look()]
-        return [f"{order.deed} {order.slot}" for order in orders]
+        """Look for some time; return what was done, with the slots."""
+        actions = [action for _ in range(int(seconds / 10)) for action in self.look()]
+        return [f"{action.kind} {action.slot}" for action in actions]
 
     def go_on(self, after_each: Callable[[], None]) -> None:
         """Look until no more is tried; something happens after each look."""
@@ -74,21 +74,21 @@ class Simulated:
 
     def run(self, slot: int, holds: int = 0, **job: object) -> None:
         """Let a slot's node work."""
-        known = self.extras[slot]
+        known = self.added[slot]
         running = replace(known.job, **{"state": "RUNNING"} | job)
-        self.extras[slot] = Extra(slot, running, f"n{slot}-x", NodeState.READY, holds)
+        self.added[slot] = AddedNode(slot, running, f"n{slot}-x", NodeState.READY, holds)
 
     def start(self, slot: int) -> None:
         """Let a slot's job run, without its node."""
-        self.extras[slot] = Extra(slot, replace(self.extras[slot].job, state="RUNNING"))
+        self.added[slot] = AddedNode(slot, replace(self.added[slot].job, state="RUNNING"))
 
 
 def grown(slots: int, **options: object) -> Simulated:
     """Return a cluster with so many working nodes of more."""
     cluster = Simulated(replace(OPTIONS, **options), need=slots)
     cluster.looks(80)
-    assert sorted(cluster.extras) == list(range(1, slots + 1))
-    for slot in cluster.extras:
+    assert sorted(cluster.added) == list(range(1, slots + 1))
+    for slot in cluster.added:
         cluster.run(slot, holds=1)
     cluster.need = 0
     return cluster
@@ -145,9 +145,9 @@ def test_a_node_that_claimed_something_before_its_drain_is_left_until_it_holds_n
     cluster = grown(1)
     cluster.run(1, holds=0)
     assert cluster.looks(310) == ["drain 1"]
-    cluster.extras[1] = replace(cluster.extras[1], holds=2)
+    cluster.added[1] = replace(cluster.added[1], holds=2)
     assert cluster.looks(2_000) == []
-    cluster.extras[1] = replace(cluster.extras[1], holds=0)
+    cluster.added[1] = replace(cluster.added[1], holds=0)
     assert cluster.looks(10) == ["end 1"]
 
 
@@ -178,13 +178,13 @@ def test_a_job_near_its_limit_is_drained_ahead_and_replaced_if_it_is_still_neede
     cluster.run(1, holds=4, seconds_left=590.0)
     cluster.need = 1
     assert cluster.looks(80) == ["drain 1", "submit 2"]
-    cluster.extras[1] = replace(cluster.extras[1], holds=0)
+    cluster.added[1] = replace(cluster.added[1], holds=0)
     assert cluster.looks(10) == ["end 1"]
 
 
 def test_a_preempted_job_waits_in_the_queue_again_and_counts_as_on_its_way():
     cluster = grown(1)
-    cluster.extras[1] = Extra(1, replace(cluster.extras[1].job, state="PENDING"))
+    cluster.added[1] = AddedNode(1, replace(cluster.added[1].job, state="PENDING"))
     cluster.need = 1
     assert cluster.looks(600) == []
     assert cluster.scaling.failed == 0
@@ -194,7 +194,7 @@ def test_a_node_that_does_not_become_ready_is_replaced_a_bounded_number_of_times
     cluster = Simulated(need=1)
 
     def start_all() -> None:
-        for slot in cluster.extras:
+        for slot in cluster.added:
             cluster.start(slot)
 
     with pytest.raises(NodesDoNotStartError, match="3 starts of more nodes in a row have failed") as caught:
@@ -210,7 +210,7 @@ def test_jobs_that_end_before_their_nodes_are_ready_are_not_started_forever(leas
     cluster = Simulated(replace(OPTIONS, least=least), need=1)
     began = cluster.now
     with pytest.raises(NodesDoNotStartError, match="ended before its node was ready"):
-        cluster.go_on(cluster.extras.clear)
+        cluster.go_on(cluster.added.clear)
     assert cluster.submitted == 3
     assert cluster.now - began >= 2 * OPTIONS.grow_after, "not one right after the other"
 
@@ -219,23 +219,23 @@ def test_a_node_that_becomes_ready_or_a_job_that_a_person_ends_later_begins_the_
     cluster = Simulated(need=1)
     for _ in range(5):
         cluster.looks(80)
-        cluster.extras.clear()
+        cluster.added.clear()
         cluster.looks(10)
         assert cluster.scaling.failed == 1
         cluster.looks(80)
         cluster.run(1, holds=3)
         cluster.looks(10)
-        cluster.extras.clear()
+        cluster.added.clear()
         cluster.looks(10)
         assert cluster.scaling.failed == 0
 
 
 def test_a_job_that_does_not_end_in_order_is_cancelled():
     cluster = grown(1)
-    cluster.extras[1] = replace(cluster.extras[1], holds=0, state=NodeState.DRAINING)
-    stuck = cluster.extras[1]
+    cluster.added[1] = replace(cluster.added[1], holds=0, state=NodeState.DRAINING)
+    stuck = cluster.added[1]
     assert cluster.looks(10) == ["end 1"]
-    cluster.extras[1] = stuck
+    cluster.added[1] = stuck
     assert cluster.looks(90) == []
     assert cluster.looks(10) == ["cancel 1"]
 
@@ -246,7 +246,7 @@ def test_whoever_looks_anew_goes_on_with_what_is_there():
     cluster.looks(310)
     cluster.scaling = Scaling(cluster.options)
     cluster.need = 5
-    assert cluster.extras.keys() == {1, 2, 3}
+    assert cluster.added.keys() == {1, 2, 3}
     assert cluster.looks(600) == ["end 3", "submit 3"]
 
 
@@ -271,21 +271,21 @@ def test_whatever_happens_there_are_never_too_many_and_only_what_holds_nothing_e
         "works": lambda slot: cluster.run(slot, holds=2),
         "rests": cluster.run,
         "dies": cluster.start,
-        "leaves": lambda slot: cluster.extras.pop(slot),
+        "leaves": lambda slot: cluster.added.pop(slot),
         "late": lambda slot: cluster.run(slot, holds=1, seconds_left=5.0),
     }
     try:
         for need, events in steps:
             cluster.need = need
             for slot, event in events.items():
-                if slot in cluster.extras and cluster.extras[slot].state is not NodeState.DRAINING:
+                if slot in cluster.added and cluster.added[slot].state is not NodeState.DRAINING:
                     happened[event](slot)
-            before = dict(cluster.extras)
-            for order in cluster.look():
-                if order.deed is Deed.END:
-                    assert (before[order.slot].state, before[order.slot].holds) == (NodeState.DRAINING, 0)
-                if order.deed is Deed.CANCEL:
-                    assert not before[order.slot].is_alive
-            assert len(cluster.extras) <= cluster.options.most
+            before = dict(cluster.added)
+            for action in cluster.look():
+                if action.kind is ActionKind.END:
+                    assert (before[action.slot].state, before[action.slot].holds) == (NodeState.DRAINING, 0)
+                if action.kind is ActionKind.CANCEL:
+                    assert not before[action.slot].is_alive
+            assert len(cluster.added) <= cluster.options.most
     except NodesDoNotStartError:
         assert cluster.scaling.failed == OPTIONS.attempts
