@@ -63,7 +63,7 @@ async def look(connection: RedisConnection, files: SegmentFiles) -> FolderReport
         StoreError: The Redis fails.
     """
     ledger = RedisSegmentLedger(connection)
-    proof = FolderProof(files, FolderMark(await ledger.store_id(), await ledger.mark(None)))
+    proof = FolderProof(files, FolderMark(*await ledger.mark(None)))
     problem = await anyio.to_thread.run_sync(_problem, proof)
     referenced, missing = 0, list[tuple[str, SegmentReference]]()
     sizes = {} if problem is not None else await anyio.to_thread.run_sync(_sizes, files)
@@ -82,7 +82,7 @@ async def begin_again(connection: RedisConnection, files: SegmentFiles) -> None:
         StoreError: The Redis fails.
     """
     ledger = RedisSegmentLedger(connection)
-    proof = FolderProof(files, FolderMark(await ledger.store_id(), await ledger.mark(None)))
+    proof = FolderProof(files, FolderMark(*await ledger.mark(None)))
     if await anyio.to_thread.run_sync(_problem, proof) is None:
         raise ConfigurationError(
             f"{files.texts.subject} is the store's, and can be used",

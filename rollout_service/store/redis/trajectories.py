@@ -148,13 +148,9 @@ class RedisSegmentLedger(SegmentLedger):
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
 
-    async def store_id(self) -> str:
-        store, _ = await self._connection.call("segments_mark", uuid4().hex, "")
-        return str(store.decode())
-
-    async def mark(self, proposal: str | None) -> str | None:
-        _, mark = await self._connection.call("segments_mark", uuid4().hex, proposal or "")
-        return mark.decode() or None
+    async def mark(self, proposal: str | None) -> tuple[str, str | None]:
+        store, mark = await self._connection.call("segments_mark", uuid4().hex, proposal or "")
+        return store.decode(), mark.decode() or None
 
     async def register(self, file: str, owner: str) -> None:
         await self._connection.call("segments_register", file, owner)

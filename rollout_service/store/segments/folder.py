@@ -292,7 +292,7 @@ class FolderWatch:
     async def follow(self) -> None:
         """Learn which folder the store uses now: it may have been exchanged, or Redis may have lost everything."""
         try:
-            self._proof.mark = FolderMark(await self._ledger.store_id(), await self._ledger.mark(None))
+            self._proof.mark = FolderMark(*await self._ledger.mark(None))
         except StoreError:
             return  # the store itself fails, and says so
 

@@ -39,12 +39,11 @@ class SegmentLedger(Protocol):
         StoreError: The store fails; every method can raise it.
     """
 
-    async def store_id(self) -> str:
-        """Return the random id of this store, the same for all services."""
-        ...
+    async def mark(self, proposal: str | None) -> tuple[str, str | None]:
+        """Return the random id of this store, the same for all services, and the mark of its shared folder.
 
-    async def mark(self, proposal: str | None) -> str | None:
-        """Return the mark of the shared folder; if there is none yet, it becomes the proposal."""
+        If there is no mark yet, it becomes the proposal.
+        """
         ...
 
     async def register(self, file: str, owner: str) -> None:

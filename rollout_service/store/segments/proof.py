@@ -86,7 +86,7 @@ async def prove_shared(files: SegmentFiles, ledger: SegmentLedger) -> FolderProo
         ConfigurationError: The folder is not writable, is not shared, or belongs to another store.
         StoreError: The store fails.
     """
-    store, known = await ledger.store_id(), await ledger.mark(None)
+    store, known = await ledger.mark(None)
     with anyio.CancelScope(shield=True):
         mark = await _prove(files, ledger, store, may_create=known is None)
     return FolderProof(files, mark)
@@ -101,7 +101,8 @@ async def _prove(files: SegmentFiles, ledger: SegmentLedger, store: str, *, may_
             f"{files.texts.subject} belongs to another store",
             hint=f"{files.texts.unused} If the other store is gone for good, delete {MARK_FILE} there.",
         )
-    if await ledger.mark(found.mark) != found.mark:
+    _, known = await ledger.mark(found.mark)
+    if known != found.mark:
         if is_new:
             await anyio.to_thread.run_sync(files.delete, MARK_FILE)
         raise _not_shared(files, "is not the one that other services of this store see")

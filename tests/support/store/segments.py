@@ -40,12 +40,9 @@ class MemoryLedger:
         self.bytes -= found.length
         self._discard(found.file)
 
-    async def store_id(self) -> str:
-        return self._store
-
-    async def mark(self, proposal: str | None) -> str | None:
+    async def mark(self, proposal: str | None) -> tuple[str, str | None]:
         self._mark = self._mark or proposal
-        return self._mark
+        return self._store, self._mark
 
     def forget_mark(self) -> None:
         """Let the next service mark a new folder."""
