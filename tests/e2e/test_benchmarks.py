@@ -187,6 +187,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         ),
     ),
     "security": (Case(("apptainer",), (zero("broken"), positive("attacks"))),),
+    "snapshots": (Case(("apptainer",), (zero("leftovers"), positive("children_seconds"))),),
     "store": (
         Case(("redis",), flags=("--store", "redis")),  # it begins with SQLite
         Case(("redis", "seaweedfs"), flags=("--store", "s3"), gives_all=False),
