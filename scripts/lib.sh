@@ -383,10 +383,12 @@ ensure_harnesses() {
 # Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), and a
 # small build of Chromium without windows drives the dashboard.
 declare -A program_of=([systemd]=systemd-analyze [docker]=dockerd [browser]=chromium-headless-shell)
-declare -A debian_of=([systemd]=systemd [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core")
+declare -A debian_of=([systemd]=systemd [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1")
 
 has_program() {
-    PATH=$PATH:/usr/sbin:/sbin command -v "${program_of[$1]}" >/dev/null
+    PATH=$PATH:/usr/sbin:/sbin command -v "${program_of[$1]}" >/dev/null || return
+    # What drives the browser needs it, and the smallest systems lack it.
+    [[ $1 != browser ]] || python3 -c 'import ctypes; ctypes.CDLL("libatomic.so.1")' 2>/dev/null
 }
 
 # Where several of the parts lack their program, apt installs all at once, which takes little longer than one.
