@@ -1,13 +1,9 @@
 """A real Redis as a process of a test: started, stopped, killed, paused, and given too little memory."""
 
 import os
-import shutil
-import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -18,6 +14,7 @@ import psutil
 import redis
 
 from rollout_service.store.redis import RedisConfig
+from tests.support.processes.server_process import ServerProcess, in_own_folder
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 30.0
@@ -47,7 +44,7 @@ class Tls:
 
 
 @dataclass
-class RedisServer:
+class RedisServer(ServerProcess):
     """A Redis in a folder of its own, on a Unix socket and, if it has a port, on TCP."""
 
     folder: Path
@@ -137,37 +134,7 @@ class RedisServer:
             else:
                 return
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """End it by a signal, and wait until it has ended; `start` goes on with its files."""
-        if self.process is not None:
-            self.process.send_signal(number)
-            self.process.wait(START_SECONDS)
-            self.process = None
 
-    def kill(self) -> None:
-        """End it as a crash would."""
-        self.stop(signal.SIGKILL)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep it from running until the end of the block: connections stay open, and nothing answers."""
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
-
-
-@contextmanager
-def redis_server(**options: Any) -> Iterator[RedisServer]:
-    """Run a Redis for the block, in a folder with a short path: that of a Unix socket has at most 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="redis-", dir="/tmp"))
-    server = RedisServer(folder, **options)
-    try:
-        server.start()
-        yield server
-    finally:
-        if server.process is not None:
-            server.process.send_signal(signal.SIGCONT)
-            server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+def redis_server(**options: Any) -> AbstractContextManager[RedisServer]:
+    """Run a Redis for the block."""
+    return in_own_folder(lambda folder: RedisServer(folder, **options), "redis-")

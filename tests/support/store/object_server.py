@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -24,6 +21,8 @@ import botocore.exceptions
 import botocore.session
 import psutil
 from botocore.config import Config
+
+from tests.support.processes.server_process import ServerProcess, in_own_folder
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / ".cache" / "seaweedfs" / "bin" / "weed"
@@ -45,13 +44,15 @@ def keys(user: str) -> dict[str, str]:
 
 
 @dataclass
-class ObjectServer:
+class ObjectServer(ServerProcess):
     """A server in a folder of its own."""
+
+    end_seconds = START_SECONDS
 
     folder: Path
     host: str = "127.0.0.1"
     actions: dict[str, list[str]] = field(default_factory=lambda: dict(ACTIONS))
-    """What each user may do, from the next start on."""
+    """The actions that each user is allowed; a change takes effect with the next start."""
     process: psutil.Popen | None = None
     ports: list[int] = field(default_factory=list)
 
@@ -158,11 +159,7 @@ class ObjectServer:
                 return
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """End it by a signal, and wait until it has ended; `start` goes on with its files."""
-        if self.process is not None:
-            self.process.send_signal(number)
-            self.process.wait(START_SECONDS)
-            self.process = None
+        super().stop(number)
         self.remove_sockets()
 
     def remove_sockets(self) -> None:
@@ -170,19 +167,6 @@ class ObjectServer:
         for port in self.ports:
             for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 path.unlink()
-
-    def kill(self) -> None:
-        """End it as a crash would."""
-        self.stop(signal.SIGKILL)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep it from running until the end of the block: connections stay open, and nothing answers."""
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
 
 
 def unused_ports(host: str, number: int) -> list[int]:
@@ -197,16 +181,6 @@ def unused_ports(host: str, number: int) -> list[int]:
             one.close()
 
 
-@contextmanager
-def object_server(**options: Any) -> Iterator[ObjectServer]:
+def object_server(**options: Any) -> AbstractContextManager[ObjectServer]:
     """Run a server for the block."""
-    folder = Path(tempfile.mkdtemp(prefix="objects-", dir="/tmp"))
-    server = ObjectServer(folder, **options)
-    try:
-        server.start()
-        yield server
-    finally:
-        if server.process is not None:
-            server.process.send_signal(signal.SIGCONT)
-            server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+    return in_own_folder(lambda folder: ObjectServer(folder, **options), "objects-")
