@@ -157,7 +157,7 @@ async def _stop(folder: JobFolder, timeout: float, *, remove: bool) -> None:
             hint=f"Name another: each job has a folder in {folder.path.parent}. --remove removes this one's.",
         )
     if state.state == "RUNNING":
-        await commands.cancel(job, "--batch", "--signal=USR2")
+        await commands.end(job)
         with anyio.move_on_after(timeout):
             while not (await commands.job_state(job)).is_over:  # noqa: ASYNC110 - Slurm announces nothing
                 await anyio.sleep(POLL_SECONDS / 4)

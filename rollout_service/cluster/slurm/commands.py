@@ -191,6 +191,15 @@ async def cancel(job: str, *flags: str) -> None:
     await run(["scancel", *flags, job])
 
 
+async def end(job: str) -> None:
+    """Let a running job drain and end in order.
+
+    Raises:
+        ConfigurationError: Slurm refuses.
+    """
+    await cancel(job, "--batch", "--signal=USR2")
+
+
 async def requeue(job: str) -> None:
     """Put a running job back into the queue.
 

@@ -132,11 +132,9 @@ class Scaler:
     async def _added_node(self, job: QueuedJob, nodes: Sequence[NodeView]) -> AddedNode:
         ours = [one for one in nodes if self._is_in(job.index, one) and one.state is not NodeState.DEAD]
         if not ours or not job.is_running:
-            return AddedNode(job.index, job)
+            return AddedNode(job)
         [node, *_] = ours
-        return AddedNode(
-            job.index, job, node.node, node.state, node.rollouts or await self._holds(job.index, node)
-        )
+        return AddedNode(job, node.node, node.state, node.rollouts or await self._holds(job.index, node))
 
     def _is_in(self, slot: int, node: NodeView) -> bool:
         return node.node.endswith(f"-{self.spec.name}-{slot}")
@@ -181,7 +179,7 @@ class Scaler:
             case ActionKind.DRAIN:
                 await self._drain(action.node)
             case ActionKind.END:
-                await commands.cancel(action.job, "--batch", "--signal=USR2")
+                await commands.end(action.job)
             case _:
                 await commands.cancel(action.job)
 
@@ -217,4 +215,4 @@ class Scaler:
         for job in await commands.queued_jobs(self._script):
             if not job.is_ending:
                 self.tell(f"end {self.spec.name}-{job.index} (job {job.job})")
-                await commands.cancel(job.job, *(["--batch", "--signal=USR2"] if job.is_running else []))
+                await (commands.end if job.is_running else commands.cancel)(job.job)

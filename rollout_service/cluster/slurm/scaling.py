@@ -3,7 +3,7 @@
 Each node of more is a job of its own in a numbered slot, which joins the first. Guarantees:
 - There are never more such jobs than `most`, those that wait in Slurm's queue or end included.
 - A need, or an idle node, counts only once it has lasted, and what is already on its way counts as help.
-- A node is told to begin nothing before its job is ended, and its job is ended only when it holds nothing.
+- A node is drained first. Its job is ended once it holds nothing.
 - Nodes that do not become ready are not replaced endlessly: after `attempts` in a row, `NodesDoNotStartError`.
 - What is there is read at each look. Forgotten with the process that looks are only the times that something has
   lasted, and failed starts, so whoever starts it again lets it try again.
@@ -48,13 +48,17 @@ class ScaleOptions:
 class AddedNode:
     """A job of more nodes."""
 
-    slot: int
     job: QueuedJob
     node: str = ""
     """The name of its node among those of the cluster; empty if it is not there."""
     state: NodeState = NodeState.DEAD
     holds: int = 0
     """The rollouts and the live sessions of its node."""
+
+    @property
+    def slot(self) -> int:
+        """Its number."""
+        return self.job.index
 
     @property
     def is_alive(self) -> bool:

@@ -53,7 +53,7 @@ class Simulated:
             assert action.slot not in self.added
             self.submitted += 1
             job = QueuedJob(f"{self.submitted}_{action.slot}", action.slot, "PENDING")
-            self.added[action.slot] = AddedNode(action.slot, job)
+            self.added[action.slot] = AddedNode(job)
             self.scaling.submitted({job.job: action.slot})
         elif action.kind is ActionKind.DRAIN:
             self.added[action.slot] = replace(self.added[action.slot], state=NodeState.DRAINING)
@@ -76,11 +76,11 @@ class Simulated:
         """Let a slot's node work."""
         known = self.added[slot]
         running = replace(known.job, **{"state": "RUNNING"} | job)
-        self.added[slot] = AddedNode(slot, running, f"n{slot}-x", NodeState.READY, holds)
+        self.added[slot] = AddedNode(running, f"n{slot}-x", NodeState.READY, holds)
 
     def start(self, slot: int) -> None:
         """Let a slot's job run, without its node."""
-        self.added[slot] = AddedNode(slot, replace(self.added[slot].job, state="RUNNING"))
+        self.added[slot] = AddedNode(replace(self.added[slot].job, state="RUNNING"))
 
 
 def grown(slots: int, **options: object) -> Simulated:
@@ -184,7 +184,7 @@ def test_a_job_near_its_limit_is_drained_ahead_and_replaced_if_it_is_still_neede
 
 def test_a_preempted_job_waits_in_the_queue_again_and_counts_as_on_its_way():
     cluster = grown(1)
-    cluster.added[1] = AddedNode(1, replace(cluster.added[1].job, state="PENDING"))
+    cluster.added[1] = AddedNode(replace(cluster.added[1].job, state="PENDING"))
     cluster.need = 1
     assert cluster.looks(600) == []
     assert cluster.scaling.failed == 0
