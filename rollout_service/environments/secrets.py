@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import structlog
@@ -165,6 +166,16 @@ class HostSecrets:
             ) from None
 
 
+@contextmanager
+def _given(episode: Episode, environment: Environment, secrets: HostSecrets) -> Iterator[None]:
+    """Give an episode the secrets of `[init]` within the block."""
+    secrets.give(episode, environment.spec, "[init]")
+    try:
+        yield
+    finally:
+        episode.secrets = {}
+
+
 async def prepare(environment: Environment, episode: Episode, secrets: HostSecrets) -> None:
     """Prepare the files that rollouts share, with the secrets of `[init]`.
 
@@ -172,11 +183,8 @@ async def prepare(environment: Environment, episode: Episode, secrets: HostSecre
         SecretMissingError: A secret cannot be read.
         EnvironmentFailedError: The preparation failed.
     """
-    secrets.give(episode, environment.spec, "[init]")
-    try:
+    with _given(episode, environment, secrets):
         await environment.prepare(episode)
-    finally:
-        episode.secrets = {}
 
 
 async def initialize(
@@ -188,11 +196,8 @@ async def initialize(
         SecretMissingError: A secret cannot be read.
         EnvironmentFailedError: The preparation failed.
     """
-    secrets.give(episode, environment.spec, "[init]")
-    try:
+    with _given(episode, environment, secrets):
         await environment.set_up(episode, is_prepared=is_prepared)
-    finally:
-        episode.secrets = {}
     if environment.spec.init_secrets and episode.sandbox is not None:
         await episode.sandbox.end_processes()
 

@@ -282,9 +282,9 @@ class RunManager:
         )
         claims = {one.run.run_id: claim_groups(one) for one in active}
         wanting = [one for one in active if claims[one.run.run_id].groups > 0]
-        failure: StoreError | None = None
         if not wanting:
-            return failure
+            return None
+        failure: StoreError | None = None
         size = max(one.run.request.group_size for one in wanting)
         places = (self._places - under_way) // size
         granted = self._scheduler.grant(claims, max(places, 0 if under_way else 1))

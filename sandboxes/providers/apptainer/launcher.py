@@ -221,7 +221,7 @@ class Launcher:
 
     @property
     def can_map_files(self) -> bool:
-        """Whether what one sandbox wrote can be shown to another that runs as another user of the host."""
+        """Whether a sandbox can see the files of another one that ran as a different user of the host."""
         return _kernel_version() >= MAPPED_TMPFS
 
     def can_map(self, folder: Path, user: int) -> bool:

@@ -20,7 +20,7 @@ class FakeSnapshot(Snapshot):
 
 
 class Maker:
-    """Makes setups when it is let, and fails as often as it is told to."""
+    """Makes setups once `may_end` is set; the first `failures` calls fail."""
 
     def __init__(self, failures=0):
         self.made = []
