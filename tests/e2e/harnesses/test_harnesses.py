@@ -157,8 +157,11 @@ async def interrupt(client: RolloutClient, found: Outcome) -> None:
     """Load new weights into one pool, and end an engine of another, in the middle of an answer of every harness."""
     script = found.script
     while not is_interruptible(script):
-        early = [job.name for job in JOBS if job.held is not None and job.name in found.rollouts]
-        assert not early, found.rollouts[early[0]]
+        for job in JOBS:
+            if job.held is not None and (early := found.rollouts.get(job.name)):
+                pytest.fail(
+                    f"{job.name} ended early: {early.error}; {early.program and early.program.output[-2_000:]}"
+                )
         await anyio.sleep(0.1)
     script.released = True
     await add(client, found.engines["standby"], "failing")
