@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue
 
 from api_schemas.base import (
     MAX_INT32,
+    Count,
     Flag,
     Integer,
     Name,
@@ -94,6 +95,21 @@ class AgentProgram(WireModel):
     """The end of its output."""
 
 
+class BranchPoint(WireModel):
+    """A turn of an earlier rollout at which another one goes its own way.
+
+    The turns before it are played again, with the same token ids; the agent's tools run again in a new sandbox.
+    """
+
+    rollout_id: RolloutId
+    """The earlier rollout. It has ended, and was an attempt at the same task."""
+    turn: Count
+    """The first turn that is sampled anew, counted from 0."""
+    train_prefix: Flag = False
+    """Whether the turns before are marked as sampled in this trajectory, too. Else their mask is 0, so that each token
+    is trained on once."""
+
+
 class RolloutRequest(WireModel):
     """A request for one rollout. Sending it again under the same `rollout_id` changes nothing."""
 
@@ -109,6 +125,8 @@ class RolloutRequest(WireModel):
     sampling: Sampling = Sampling()
     exports: TokenExtras = TokenExtras()
     limits: Limits = Limits()
+    branch_of: Annotated[BranchPoint | None, Field(exclude_if=lambda branch: branch is None)] = None
+    """Where in an earlier rollout it begins; if left out, at the task."""
     metadata: dict[str, JsonValue] = {}
     """Data of the caller, returned unchanged."""
     trace: Annotated[TraceContext | None, Field(exclude_if=lambda trace: trace is None)] = None
@@ -139,6 +157,8 @@ class Rollout(WireModel):
     """The failures of earlier attempts."""
     usage: Usage = Usage()
     spans: list[Span] = []
+    branch_of: Annotated[BranchPoint | None, Field(exclude_if=lambda branch: branch is None)] = None
+    """Where in an earlier rollout it began. Left out of JSON if it began at the task."""
     metadata: dict[str, JsonValue] = {}
     created_at: Timestamp
     finished_at: Timestamp | None = None

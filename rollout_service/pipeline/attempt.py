@@ -21,6 +21,7 @@ from api_schemas.external import AgentKind
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
 from api_schemas.rollouts.sessions import RolloutKind
 from api_schemas.rollouts.steps import StepKind
+from api_schemas.trajectories import Trajectory
 from rollout_service.activity import waits_for
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.base.errors import StoreError, UnavailableError, describe
@@ -34,6 +35,12 @@ from rollout_service.episodes import Episode, EpisodeLimits, GatewayAccess, Poli
 from rollout_service.gateway.external import ExternallyDriven
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.groups.auxiliary import PERF, raw_parts
+from rollout_service.pipeline.branching import (
+    BranchDivergedError,
+    check_branch,
+    earlier_turns,
+    without_earlier_turns,
+)
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner, limits_of
@@ -95,7 +102,13 @@ class Attempt:
             on_stage=self._advance,
             turns=self.turns,
         )
-        return await self._runner.run()
+        try:
+            return await self._runner.run()
+        except CannotResumeError as error:
+            branch = self.lease.request.branch_of
+            if branch is None or not self.turns.is_at_branch:
+                raise
+            raise BranchDivergedError(branch, self.turns.played, error.reason) from error
 
     def _environment(self) -> Environment:
         """Return the task's environment, with a program outside as its agent if the request says so."""
@@ -177,14 +190,19 @@ class Attempt:
             retries=self.lease.retries,
             **({"usage": policy.usage} if policy else {}),
             spans=self.spans,
+            branch_of=self.lease.request.branch_of,
             metadata=self.lease.request.metadata,
             created_at=self.lease.created_at,
             finished_at=max(datetime.now(UTC), self.lease.created_at),
-            trajectory=policy.trajectory() if policy else None,
+            trajectory=self._trained(policy.trajectory()) if policy else None,
             nodes=list(episode.nodes) if episode else [],
             work=episode.work if episode else None,
             **_of_session(episode),
         )
+
+    def _trained(self, trajectory: Trajectory) -> Trajectory:
+        branch = self.lease.request.branch_of
+        return trajectory if branch is None else without_earlier_turns(trajectory, branch)
 
     def _parts(self, score: Score) -> dict[str, float]:
         """Return the parts of a reward that say how the work was divided; none in an environment without sub-agents."""
@@ -297,6 +315,7 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
     """Return the turns of an attempt: the saved ones to play first, and where to save the others.
 
     Raises:
+        BranchError: The rollout is a branch, and the turns before it cannot be read.
         CannotResumeError: There are saved turns, and they cannot be played.
     """
     writer = context.turn_writer
@@ -309,6 +328,14 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
         if not is_replayable:
             raise CannotResumeError(AnewReason.NOT_REPLAYABLE)
         saved = await _read(context, lease.rollout_id)
+    earlier: Sequence[SavedTurn] = ()
+    if (branch := lease.request.branch_of) is not None:
+        check_branch(lease.request, environment)
+        what = "read the turns before a branch"
+        with waits_for(StepKind.STORE, what):
+            earlier = await retry_until_stored(
+                what, partial(earlier_turns, context.store, lease.request, branch)
+            )
 
     def save(number: int, turn: SavedTurn) -> None:
         if writer is not None and (is_replayable or number == 0):
@@ -317,7 +344,7 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
     async def on_resumed() -> None:
         await report(context, lease, turns, outcome=RESUMED)
 
-    turns = TurnLog(saved, save=save, on_resumed=on_resumed)
+    turns = TurnLog(saved, save=save, on_resumed=on_resumed if saved else None, earlier=earlier)
     return turns
 
 

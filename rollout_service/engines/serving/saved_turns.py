@@ -47,8 +47,8 @@ class GivenMessages:
 class SavedTurn:
     """One whole turn: the agent's messages, the ids that the prompt added, and the engine's answer."""
 
-    given: list[GivenMessages]
-    """Everything that the agent gave since the turn before, in order."""
+    given: list[GivenMessages] | None
+    """Everything that the agent gave since the turn before, in order; None if only the ids are known."""
     context: list[int]
     """The ids of the prompt that its segment did not have yet: the whole prompt where the segment begins."""
     generation: Generation
@@ -70,7 +70,9 @@ def encode(turn: SavedTurn) -> bytes:
     header = {
         "form": _FORM,
         "columns": {name: [array.dtype.str, list(array.shape)] for name, array in columns.items()},
-        "given": [[each.reason, _MESSAGES.dump_python(each.messages, mode="json")] for each in turn.given],
+        "given": [
+            [each.reason, _MESSAGES.dump_python(each.messages, mode="json")] for each in turn.given or ()
+        ],
         "finish_reason": generation.finish_reason,
         "prompt_tokens": generation.prompt_tokens,
         "cached_tokens": generation.cached_tokens,

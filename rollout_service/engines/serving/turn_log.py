@@ -66,8 +66,13 @@ class TurnLog:
         *,
         save: Save | None = None,
         on_resumed: Callable[[], Awaitable[None]] | None = None,
+        earlier: Sequence[SavedTurn] = (),
     ) -> None:
-        """`saved` are the turns to play; `on_resumed` is awaited once after the last of them."""
+        """`saved` are the turns to play; `on_resumed` is awaited once after the last of them.
+
+        `earlier` are those of another rollout. All but the last are played first, and that one's prompt has to be the
+        same. Their time does not count as work on this rollout.
+        """
         self.clock = WorkClock()
         self.played = 0
         """The number of turns played."""
@@ -75,13 +80,20 @@ class TurnLog:
         """How long the replay took, or has taken so far when it was given up."""
         self.failed: AnewReason | None = None
         """Why the rollout has to begin anew; None if it does not."""
-        self._saved = saved
+        self._branch = earlier[-1] if earlier else None
+        self._earlier = len(earlier[:-1])
+        self._saved = [*earlier[:-1], *saved]
         self._recorded = 0
         self._save = save
         self._on_resumed = on_resumed if saved else None
         self._given: list[GivenMessages] = []
         self._replay_scope: anyio.CancelScope | None = None
         self._began = 0.0
+
+    @property
+    def is_at_branch(self) -> bool:
+        """Whether no turn after those of another rollout was recorded yet."""
+        return self._branch is not None and self._recorded <= self._earlier
 
     @property
     def is_replaying(self) -> bool:
@@ -105,17 +117,23 @@ class TurnLog:
         """
         if self.failed is not None:
             raise CannotResumeError(self.failed)
+        if (
+            self._branch is not None
+            and self._recorded == self._earlier
+            and self._branch.context != list(context)
+        ):
+            raise self._fail(AnewReason.PROMPT_DIFFERS)
         if not self.is_replaying:
             await self._announce()
             return None
         turn = self._saved[self.played]
-        if turn.given != self._given:
+        if turn.given is not None and turn.given != self._given:
             raise self._fail(AnewReason.OUTPUT_DIFFERS)
         if turn.context != list(context):
             raise self._fail(AnewReason.PROMPT_DIFFERS)
         self.played += 1
         if self.played == len(self._saved):
-            self._end_replay(turn.worked_seconds)
+            self._end_replay(self._worked_seconds())
         return turn.generation
 
     def record(self, context: Sequence[int], generation: Generation) -> None:
@@ -123,7 +141,9 @@ class TurnLog:
         number, self._recorded = self._recorded, self._recorded + 1
         given, self._given = self._given, []
         if self._save is not None and number >= len(self._saved):
-            self._save(number, SavedTurn(given, list(context), generation, self.clock.seconds))
+            self._save(
+                number - self._earlier, SavedTurn(given, list(context), generation, self.clock.seconds)
+            )
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -155,11 +175,15 @@ class TurnLog:
             yield
             return
         self.clock.stop()
-        limit = self._saved[-1].worked_seconds + REPLAY_GRACE_SECONDS
+        earlier_seconds = self._branch.worked_seconds if self._branch else 0.0
+        limit = earlier_seconds + self._worked_seconds() + REPLAY_GRACE_SECONDS
         with anyio.CancelScope(deadline=self._began + limit) as self._replay_scope:
             yield
         if self._replay_scope.cancelled_caught:
             raise self._fail(AnewReason.TOO_SLOW)
+
+    def _worked_seconds(self) -> float:
+        return self._saved[-1].worked_seconds if len(self._saved) > self._earlier else 0.0
 
     def _end_replay(self, worked_seconds: float) -> None:
         self.replay_seconds = anyio.current_time() - self._began

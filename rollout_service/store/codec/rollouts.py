@@ -202,6 +202,7 @@ def _decode_rollout(row: Row, shown: Shown) -> Rollout:
         state=state,
         task=request.task,
         pool=request.pool,
+        branch_of=request.branch_of,
         metadata=request.metadata,
         attempt=row["attempt"],
         retries=_RETRIES.validate_json(row["retries"]),

@@ -1,0 +1,186 @@
+"""Branches: rollouts that play the first turns of an earlier one again, then go their own way.
+
+Guarantees: the ids, log-probabilities and versions of the earlier turns are those of the rollout that sampled them. The
+first turn that is sampled answers the very prompt that it had there; a rollout whose tools give another one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import anyio.to_thread
+
+from api_schemas.errors import Boundary
+from api_schemas.external import AgentKind
+from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest, Stage
+from api_schemas.rollouts.sessions import RolloutKind
+from api_schemas.trajectories import FinishReason, Segment, Trajectory
+from rollout_service.base.errors import ServiceError
+from rollout_service.engines.contract import Generation
+from rollout_service.engines.serving.saved_turns import SavedTurn
+from rollout_service.engines.serving.turn_log import AnewReason
+from rollout_service.environments.contract import Environment
+from rollout_service.store.contract import Store
+from rollout_service.tokens.trajectory import train_on
+
+MAX_DEPTH = 64
+"""The most branches of branches whose masked turns are read from where they were sampled."""
+
+
+class BranchError(ServiceError):
+    """A rollout cannot begin where its `branch_of` says; `field` is the one at fault."""
+
+    code = "branch_refused"
+    boundary = Boundary.REQUEST
+    status = 422
+
+    def __init__(self, field: str, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.field = field
+
+
+class BranchDivergedError(ServiceError):
+    """The earlier turns could not be played again as they were."""
+
+    code = "branch_diverged"
+    boundary = Boundary.ENVIRONMENT
+
+    def __init__(self, branch: BranchPoint, played: int, reason: AnewReason) -> None:
+        super().__init__(
+            f"turn {played} is not reached as in rollout {branch.rollout_id}: {reason}",
+            hint="The task's tools have to answer the same calls with the same texts, and the model has to have the "
+            "same tokenizer and chat format. Compare the messages of both rollouts up to this turn.",
+        )
+
+
+def check_branch(request: RolloutRequest, environment: Environment) -> None:
+    """Check that a branch of this request is possible at all.
+
+    Raises:
+        BranchError: Its agent is not driven by the service turn by turn, or its extras are not played again.
+    """
+    exports = request.exports
+    if environment.uses_gateway or request.agent is AgentKind.EXTERNAL:
+        raise BranchError("", "a program is the agent, and its turns cannot be played again")
+    if environment.spec.parallel is not None:
+        raise BranchError("", "the agent has sub-agents, whose turns are not played again")
+    if environment.replayable == "never":
+        raise BranchError("", "the environment declares that its turns cannot be played again")
+    if exports.top_logprobs or exports.prompt_logprobs or exports.routed_experts:
+        raise BranchError(
+            "", "the numbers per token of `exports` are not known for the turns before a branch"
+        )
+
+
+async def earlier_turns(store: Store, request: RolloutRequest, branch: BranchPoint) -> list[SavedTurn]:
+    """Return the turns up to the branch's, as the trajectories have them that sampled them.
+
+    Their `worked_seconds` are those of all rollouts that they are from.
+
+    Raises:
+        BranchError: The earlier rollout has no such turns, or is another task's.
+    """
+    chain: list[tuple[Trajectory, int]] = []
+    seconds, step = 0.0, branch
+    while True:
+        source, trajectory = await _read(store, request, step)
+        chain.append((trajectory, step.turn + (not chain)))
+        seconds += sum(span.seconds for span in source.spans if span.stage is Stage.ROLLOUT)
+        if source.branch_of is None or source.branch_of.train_prefix:
+            break
+        if len(chain) == MAX_DEPTH:
+            raise BranchError("rollout_id", f"it is a branch of a branch, over {MAX_DEPTH} times")
+        step = source.branch_of
+    turns = await anyio.to_thread.run_sync(_turns_of, chain[::-1])
+    if len(turns) <= branch.turn:
+        raise BranchError(
+            "turn",
+            f"turn {len(turns)} of rollout {branch.rollout_id} sampled no token, and cannot be played again",
+            hint="Choose a turn before that one.",
+        )
+    last, kept = chain[0][0], frozenset(chain[0][0].kept_kv_versions if branch.train_prefix else ())
+    return [turn.saved(last.finish_reasons[turn.number], kept, seconds) for turn in turns]
+
+
+def without_earlier_turns(trajectory: Trajectory, branch: BranchPoint) -> Trajectory:
+    """Return a branch's trajectory with mask 0 on the turns before it, unless they are to be trained on."""
+    if branch.train_prefix:
+        return trajectory
+    turns = {turn for segment in trajectory.segments for turn in segment.turn_ids if turn >= branch.turn}
+    return train_on(trajectory, turns)
+
+
+async def _read(store: Store, request: RolloutRequest, branch: BranchPoint) -> tuple[Rollout, Trajectory]:
+    source = await store.get(branch.rollout_id)
+    if source is None:
+        raise BranchError("rollout_id", f"there is no rollout {branch.rollout_id}")
+    if not source.state.terminal:
+        raise BranchError(
+            "rollout_id", f"rollout {source.rollout_id} has not ended", hint="Wait until it has."
+        )
+    if source.task != request.task or source.kind is not RolloutKind.TASK or source.program is not None:
+        raise BranchError(
+            "rollout_id",
+            f"rollout {source.rollout_id} is not an attempt of the built-in agent at this task",
+            hint="Send the same `task` as the earlier rollout had.",
+        )
+    trajectory = await store.trajectory(branch.rollout_id)
+    if trajectory is None or branch.turn >= len(trajectory.finish_reasons):
+        count = 0 if trajectory is None else len(trajectory.finish_reasons)
+        raise BranchError("turn", f"rollout {source.rollout_id} has {count} turns, counted from 0")
+    return source, trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class _EarlierTurn:
+    number: int
+    segment: Segment
+    recorded: int
+    """How many ids its segment had before its prompt."""
+    begin: int
+    end: int
+
+    def saved(
+        self, finish_reason: FinishReason, kept_kv_versions: frozenset[int], seconds: float
+    ) -> SavedTurn:
+        segment, sampled = self.segment, slice(self.begin, self.end)
+        generation = Generation(
+            output_ids=segment.token_ids[sampled],
+            logprobs=segment.logprobs[sampled],
+            versions=segment.versions[sampled],
+            finish_reason=finish_reason,
+            prompt_tokens=0,  # this rollout sends it to no engine
+            cached_tokens=0,
+            kept_kv_versions=kept_kv_versions,
+            backend_id="",
+            engine_seconds=0.0,
+        )
+        return SavedTurn(None, segment.token_ids[self.recorded : self.begin], generation, seconds)
+
+
+def _turns_of(chain: Sequence[tuple[Trajectory, int]]) -> list[_EarlierTurn]:
+    """Return the turns of an unmasked trajectory up to a number, then those of the branch from there, and so on."""
+    turns: list[_EarlierTurn] = []
+    for trajectory, end in chain:
+        turns = turns[:end]
+        last = turns[-1] if turns else None
+        for segment in trajectory.segments:
+            for turn in _turns_in(segment, last):
+                if turn.number == len(turns) < end:
+                    turns.append(turn)
+            last = None
+    return turns
+
+
+def _turns_in(segment: Segment, last: _EarlierTurn | None) -> Iterator[_EarlierTurn]:
+    """Yield the turns of a segment; `last` is the one before them, whose segment this one may continue."""
+    position = recorded = 0
+    if last is not None and segment.token_ids[: last.end] == last.segment.token_ids[: last.end]:
+        recorded = last.end
+    for number, run in groupby(segment.turn_ids):
+        begin, position = position, position + sum(1 for _ in run)
+        if number >= 0:
+            yield _EarlierTurn(number, segment, recorded, begin, position)
+            recorded = position
