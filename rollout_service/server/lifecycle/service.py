@@ -10,7 +10,7 @@ import anyio
 from api_schemas.errors import FieldError, sentences
 from api_schemas.external import RolloutEnd
 from api_schemas.inference import BackendState
-from api_schemas.rollouts import Rollout, RolloutRequest
+from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
@@ -27,6 +27,7 @@ from rollout_service.gateway.bounds import check_sampling
 from rollout_service.gateway.external import ExternalAgents
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.observability.tracing.steps import StepArchive
+from rollout_service.pipeline.branching import BranchError, check_branch, earlier_turns
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.settlement import ClaimRules
@@ -90,8 +91,23 @@ class Service:
         if environment is not None:
             check_own_pool(environment.spec, request.pool)
         self.serving.check(request.pool)
+        if request.branch_of is not None:
+            await self._check_branch(request, request.branch_of, environment)
         rollout, _ = await self.store.submit(request)
         return rollout
+
+    async def _check_branch(
+        self, request: RolloutRequest, branch: BranchPoint, environment: Environment | None
+    ) -> None:
+        if request.rollout_id is not None and await self.store.get(request.rollout_id) is not None:
+            return  # it was submitted before, and the earlier rollout may be gone since
+        try:
+            if environment is not None:
+                check_branch(request, environment)
+            await earlier_turns(self.store, request, branch)
+        except BranchError as error:
+            field = ".".join(["body.branch_of", *filter(None, [error.field])])
+            raise InvalidFieldError([FieldError(path=field, message=str(error))], hint=error.hint) from error
 
     async def _check_task(self, task: Task) -> Environment | None:
         """Check a task, and return its environment.

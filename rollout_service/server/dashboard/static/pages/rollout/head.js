@@ -54,6 +54,11 @@ function RunAndGroup({run, group}) {
   return html`<a href=${href(`/runs/${segment(run)}`)}>${run}</a>${" / "}<a href=${href("/rollouts", {run, group})}>${group}</a>`;
 }
 
+function Source({branch}) {
+  const id = isSaved ? branch.rollout_id : html`<a href=${href(`/rollouts/${segment(branch.rollout_id)}`)}>${branch.rollout_id}</a>`;
+  return html`${id} at turn ${branch.turn}`;
+}
+
 export function Head({rollout, summary, group}) {
   const {usage, state} = rollout;
   const spent = rollout.spans.reduce((sum, span) => sum + span.seconds, 0);
@@ -71,6 +76,7 @@ export function Head({rollout, summary, group}) {
       ${parts.map(([name, value]) => html`<${Fact} key=${name} name=${name}>${number(value, 4)}<//>`)}
       <${Fact} name="environment">${rollout.task.environment}<//>
       ${summary?.run_id ? html`<${Fact} name="run / group"><${RunAndGroup} run=${summary.run_id} group=${summary.group} /><//>` : null}
+      ${rollout.branch_of ? html`<${Fact} name="branch of"><${Source} branch=${rollout.branch_of} /><//>` : null}
       <${Fact} name="pool">${rollout.pool}<//>
       <${Fact} name="attempt">${rollout.attempt}<//>
       ${rollout.stop_reason ? html`<${Fact} name="stopped">${words(rollout.stop_reason)}<//>` : null}
