@@ -127,6 +127,25 @@ class Stragglers(WireModel):
     min_samples: Annotated[int, Number] = Field(2, ge=2, le=MAX_INT)
 
 
+class BranchAt(StrEnum):
+    """The turns at which a group's branches begin."""
+
+    UNCERTAIN = "uncertain"
+    """Those whose tokens have the lowest mean log-probability."""
+    SPREAD = "spread"
+    """Turns at equal distances."""
+
+
+class Branching(WireModel):
+    """Groups that are trees: `roots` samples run from the task; once they have ended, the others branch off them.
+
+    A sample runs from the task as well if no root has a turn to branch at, after its first.
+    """
+
+    roots: Count = 1
+    at: BranchAt = BranchAt.UNCERTAIN
+
+
 class OverlongPenalty(WireModel):
     """DAPO's soft penalty for long rollouts.
 
@@ -210,6 +229,8 @@ class RunRequest(WireModel):
     """The treatment of groups that the next batch does not need."""
     stragglers: Stragglers | None = None
     """When to cut off slow rollouts; null means never."""
+    branching: Annotated[Branching | None, Field(exclude_if=lambda branching: branching is None)] = None
+    """Where samples of a group begin in others; null, which is left out of JSON, means that all run from the task."""
     overlong: OverlongPenalty | None = None
     """A penalty on the rewards of long rollouts; null means none."""
     auxiliary: Annotated[Auxiliary | None, Field(exclude_if=lambda auxiliary: auxiliary is None)] = None
@@ -243,6 +264,14 @@ class RunRequest(WireModel):
     def _usable_fits(self) -> Self:
         if self.min_usable > self.group_size:
             raise ValueError("min_usable may not exceed group_size")
+        return self
+
+    @model_validator(mode="after")
+    def _roots_fit(self) -> Self:
+        if self.branching is not None and self.branching.roots >= self.group_size:
+            raise ValueError("branching.roots must be less than group_size")
+        if self.branching is not None and self.live is not None:
+            raise ValueError("live sessions cannot branch")
         return self
 
     @model_validator(mode="after")

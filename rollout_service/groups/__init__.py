@@ -10,6 +10,7 @@ from rollout_service.groups.acceptance import (
     is_too_old,
     oldest_allowed_version,
 )
+from rollout_service.groups.branching import branch_points as branch_points
 from rollout_service.groups.filters import (
     CANCELLED,
     DELETED,

@@ -28,6 +28,8 @@ from rollout_service.tokens.trajectory import train_on
 MAX_DEPTH = 64
 """The most branches of branches whose masked turns are read from where they were sampled."""
 
+_PROGRAM = "a program is the agent, and its turns cannot be played again"
+
 
 class BranchError(ServiceError):
     """A rollout cannot begin where its `branch_of` says; `field` is the one at fault."""
@@ -55,19 +57,29 @@ class BranchDivergedError(ServiceError):
         )
 
 
+def why_unbranched(environment: Environment) -> str | None:
+    """Return why the rollouts of an environment cannot be branched; None if they can."""
+    if environment.uses_gateway:
+        return _PROGRAM
+    if environment.spec.parallel is not None:
+        return "the agent has sub-agents, whose turns are not played again"
+    if environment.replayable == "never":
+        return "the environment declares that its turns cannot be played again"
+    return None
+
+
 def check_branch(request: RolloutRequest, environment: Environment) -> None:
     """Check that a branch of this request is possible at all.
 
     Raises:
         BranchError: Its agent is not driven by the service turn by turn, or its extras are not played again.
     """
+    why = why_unbranched(environment)
+    if request.agent is AgentKind.EXTERNAL:
+        why = _PROGRAM
+    if why is not None:
+        raise BranchError("", why)
     exports = request.exports
-    if environment.uses_gateway or request.agent is AgentKind.EXTERNAL:
-        raise BranchError("", "a program is the agent, and its turns cannot be played again")
-    if environment.spec.parallel is not None:
-        raise BranchError("", "the agent has sub-agents, whose turns are not played again")
-    if environment.replayable == "never":
-        raise BranchError("", "the environment declares that its turns cannot be played again")
     if exports.top_logprobs or exports.prompt_logprobs or exports.routed_experts:
         raise BranchError(
             "", "the numbers per token of `exports` are not known for the turns before a branch"

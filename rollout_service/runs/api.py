@@ -32,6 +32,7 @@ from rollout_service.environments.contract import Environment
 from rollout_service.gateway.bounds import check_sampling
 from rollout_service.groups.auxiliary import run_warnings
 from rollout_service.http.keyring import Role
+from rollout_service.pipeline.branching import why_unbranched
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.planning import problem_of, warnings_of
@@ -93,6 +94,8 @@ class RunService:
             tasks, digest = len(rows), rows.digest
         if request.auxiliary is not None:
             await self._require_subagents(_environments(source))
+        if request.branching is not None:
+            await self._require_branches(_environments(source))
         record, new = await self._runs.create(request, tasks=tasks, digest=digest, version=request.version)
         view = self.view(record)
         if new:
@@ -144,6 +147,17 @@ class RunService:
             raise InvalidFieldError(
                 problems, hint="Leave `auxiliary` out, or give the environment a section `[parallel]`."
             )
+
+    async def _require_branches(self, environments: Mapping[str, str]) -> None:
+        """Refuse environments whose rollouts cannot be branched."""
+        found = {path: await self._check_environment(name) for name, path in environments.items()}
+        problems = [
+            FieldError(path=path, message=why)
+            for path, environment in found.items()
+            if (why := why_unbranched(environment)) is not None
+        ]
+        if problems:
+            raise InvalidFieldError(problems, hint="Leave `branching` out.")
 
     async def append(self, run_id: str, order: AppendTasks) -> Run:
         """Append tasks to an open run.

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
+import anyio.to_thread
+
 from api_schemas.errors import Boundary
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.rollouts.figures import StepsSpread
 from api_schemas.rollouts.trees import NodeDetail
-from api_schemas.runs import Advantages, OverlongPenalty, RunRequest, RunState
+from api_schemas.runs import Advantages, Branching, OverlongPenalty, RunRequest, RunState
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
 from rollout_service.base.errors import RecordLostError
 from rollout_service.base.ids import SampleId
@@ -28,6 +30,7 @@ from rollout_service.groups import (
     GroupOutcome,
     SampleOutcome,
     StragglerRule,
+    branch_points,
     group_normalized,
     group_statistics,
     leave_one_out,
@@ -329,6 +332,10 @@ class GroupsUnderWay:
                     retried |= await self._retry(runs, active.run, group.number, member)
         if retried or not all(member.state.terminal for member in group.members):
             return
+        branching = active.run.request.branching
+        if cancel_reason is None and branching is not None and len(group.members) == branching.roots:
+            await self._branch(runs, active.run, group, branching)
+            return
         samples = await self._samples(group, whole=cancel_reason is None)
         whole = len(samples) == active.run.request.group_size
         cancelled = any(member.state is RolloutState.CANCELLED for member in group.members)
@@ -345,6 +352,22 @@ class GroupsUnderWay:
         rollouts = [rollout for _, rollout in samples]
         active.estimates.record_closure(closure, rollouts, [member.is_straggler for member, _ in samples])
         self._metrics.parallel.observe(active.run.run_id, rollouts)
+
+    async def _branch(self, runs: RunStore, run: RunRecord, group: OpenGroup, branching: Branching) -> None:
+        """Start the samples of a group that branch off its roots, which have ended."""
+        roots = [
+            (member.rollout_id, await self._store.trajectory(member.rollout_id))
+            for member in group.members
+            if member.reward is not None
+        ]
+        first, size = len(group.members), run.request.group_size
+        points = await anyio.to_thread.run_sync(branch_points, roots, size - first, branching.at)
+        task = (await self._rollout(group.members[0])).task
+        requests = [
+            rollout_request(run, group.number, sample, task, 0, point)
+            for sample, point in zip(range(first, size), points, strict=True)
+        ]
+        await runs.extend_group(run.run_id, group.number, first, requests)
 
     async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
         """Return the rollouts of a group that has ended; without `whole`, omit those that are lost.
@@ -375,7 +398,7 @@ class GroupsUnderWay:
         is_permanent = rollout.error is not None and rollout.error.boundary in PERMANENT
         if is_permanent or retry > run.request.infrastructure_retries:
             return False
-        request = rollout_request(run, number, member.sample, rollout.task, retry)
+        request = rollout_request(run, number, member.sample, rollout.task, retry, rollout.branch_of)
         await runs.retry_sample(run.run_id, number, member.sample, request)
         return True
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from api_schemas.errors import ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutRequest, Stage, TokenExtras
+from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest, Stage, TokenExtras
 from api_schemas.rollouts.figures import ParallelFigures
 from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
@@ -200,13 +200,16 @@ def _admission_state(run: RunRecord) -> AdmissionState:
 
 
 def new_group(run: RunRecord, position: TaskPosition, task: Task) -> NewGroup:
-    """Return the group of a task, with a rollout request for each of its samples."""
-    size = run.request.group_size
+    """Return the group of a task, with a rollout request for each sample that runs from the task."""
+    branching = run.request.branching
+    size = run.request.group_size if branching is None else branching.roots
     requests = [rollout_request(run, position.number, sample, task, 0) for sample in range(size)]
     return NewGroup(position.number, position.epoch, requests)
 
 
-def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry: int) -> RolloutRequest:
+def rollout_request(
+    run: RunRecord, number: int, sample: int, task: Task, retry: int, branch_of: BranchPoint | None = None
+) -> RolloutRequest:
     """Return the rollout request for one sample of a group."""
     request, sampling = run.request, run.request.sampling
     if sampling.seed is not None:
@@ -218,6 +221,7 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
         sampling=sampling,
         exports=TokenExtras(nodes=request.nodes, turn_marks=request.live is not None),
         limits=request.limits,
+        branch_of=branch_of,
         metadata=request.metadata,
         trace=None if request.trace is None else request.trace.model_copy(update={"link": True}),
     )

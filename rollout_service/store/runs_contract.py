@@ -294,6 +294,12 @@ class RunStore(RunLists, Protocol):
         """Return the open groups, oldest first."""
         ...
 
+    async def extend_group(
+        self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]
+    ) -> None:
+        """Add samples to an open group that has `first` of them; change nothing if it has another number."""
+        ...
+
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
         """Replace a failed sample by another rollout."""
         ...

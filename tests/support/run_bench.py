@@ -50,6 +50,8 @@ class Bench:
         self.version = 0
         self.sampled_by: Callable[[Lease], int] = lambda _: self.version
         """The version that samples a rollout, as a function of its lease."""
+        self.turns = 1
+        """How many turns a rollout has; each is less likely than the one before."""
         self.begun: list[str] = []
         self.environments: dict[str, Environment] = {}
         self.metrics = Metrics()
@@ -114,17 +116,27 @@ class Bench:
         for lease in list(self._held.values()):
             end = RolloutState.CANCELLED if lease.rollout_id in cancelled else self.play(lease)
             if end is not None:
-                await self.store.finish(lease, "w", result(lease, end, self.sampled_by(lease)))
+                await self.store.finish(lease, "w", result(lease, end, self.sampled_by(lease), self.turns))
                 del self._held[lease.rollout_id]
 
 
-def result(lease: Lease, end: RolloutState | ErrorInfo | Score | float, version: int) -> Rollout:
+def result(
+    lease: Lease, end: RolloutState | ErrorInfo | Score | float, version: int, turns: int = 1
+) -> Rollout:
     state = RolloutState.COMPLETED
     score = Score(end) if isinstance(end, float) else end
     if isinstance(end, RolloutState):
         state = end
     elif isinstance(end, ErrorInfo):
         state = RolloutState.FAILED
+    sampled = range(turns)
+    made = segment(
+        [1, *(2 for _ in sampled)],
+        [0, *(1 for _ in sampled)],
+        versions=[-1, *(version for _ in sampled)],
+        turn_ids=[-1, *sampled],
+        logprobs=[0.0, *(-0.5 * (turn + 1) for turn in sampled)],
+    )
     return Rollout(
         rollout_id=lease.rollout_id,
         state=state,
@@ -135,7 +147,7 @@ def result(lease: Lease, end: RolloutState | ErrorInfo | Score | float, version:
         error=end if isinstance(end, ErrorInfo) else None,
         usage=Usage(sampled_tokens=100 * (1 + place(lease)[1])),
         created_at=lease.created_at,
-        trajectory=trajectory(segment([1, 2], [0, 1], versions=[-1, version])),
+        trajectory=trajectory(made, turns=turns),
     )
 
 

@@ -75,6 +75,13 @@ WHERE groups.run = ? AND groups.state = 'ready' AND groups.oldest_version < ? OR
 _GROUP_STATES = """
 SELECT number, iif(state = 'dropped', 'dropped:' || reason, state) AS state FROM groups WHERE run = ?
 """
+_EXTEND = """
+UPDATE groups SET changed_at = :now,
+    members = (SELECT json_group_array(value) FROM (
+        SELECT value FROM json_each(groups.members) UNION ALL SELECT value FROM json_each(:ids)
+    ))
+WHERE run = :run AND number = :number AND state = 'open' AND json_array_length(members) = :first
+"""
 _REPLACE_MEMBER = """
 UPDATE groups SET members = json_set(members, '$[' || :sample || ']', :id), changed_at = :now
 WHERE run = :run AND number = :number AND state = 'open'
@@ -315,6 +322,23 @@ def group_states(db: sqlite3.Connection, run_id: str) -> dict[int, str]:
     """Return the state of every group by its number."""
     rows = db.execute(_GROUP_STATES, (row_of(db, run_id)["seq"],))
     return {row["number"]: row["state"] for row in rows}
+
+
+def extend_group(
+    db: sqlite3.Connection,
+    run_id: str,
+    number: int,
+    first: int,
+    requests: Sequence[RolloutRequest],
+    now: float,
+) -> None:
+    """Add samples to an open group that has `first` of them."""
+    run = row_of(db, run_id)["seq"]
+    ids = json.dumps([request.rollout_id for request in requests])
+    values = {"run": run, "number": number, "first": first, "ids": ids, "now": now}
+    if db.execute(_EXTEND, values).rowcount:
+        for request in requests:
+            _submit(db, run, number, request, now)
 
 
 def retry_sample(

@@ -136,6 +136,13 @@ class SqliteRuns(BaseRuns):
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
         return await self._thread.read(run_statements.open_groups, run_id, self._clock())
 
+    async def extend_group(
+        self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]
+    ) -> None:
+        now = self._clock()
+        await self._thread.write(run_statements.extend_group, run_id, number, first, requests, now)
+        self._work_added()
+
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
         await self._thread.write(run_statements.retry_sample, run_id, number, sample, request, self._clock())
         self._work_added()

@@ -115,6 +115,25 @@ async def test_a_retried_sample_is_counted(store):
     assert (await store.runs.get("a")).count("retried") == 1
 
 
+async def test_an_open_group_is_extended_once(store):
+    await create_run(store, group_size=4, batch_size=1)
+    await store.runs.start_groups("a", [new_group(0)])
+    more = [RolloutRequest(rollout_id=f"a.0.{sample}", task=TASKS[0]) for sample in (2, 3)]
+    for _ in range(2):
+        await store.runs.extend_group("a", 0, 2, more)
+    await store.runs.extend_group("a", 1, 0, more)
+    (group,) = await store.runs.open_groups("a")
+    assert [(one.sample, one.rollout_id) for one in group.members] == [(n, f"a.0.{n}") for n in range(4)]
+    await end_all(store)
+    (group,) = await store.runs.open_groups("a")
+    assert all(one.state is RolloutState.COMPLETED for one in group.members)
+    samples = [ClosedSample(s, f"a.0.{s}", True, None, float(s), None) for s in range(4)]
+    await store.runs.close_group("a", GroupClosure(0, None, samples, 0.5, 0.5, 0, 0))
+    await store.runs.extend_group("a", 0, 4, [RolloutRequest(rollout_id="a.0.4", task=TASKS[0])])
+    assert len((await store.runs.group("a", (await leased_batch(store)).groups[0])).samples) == 4
+    assert await store.get("a.0.4") is None
+
+
 async def test_a_batch_is_leased_acknowledged_and_never_comes_again(store):
     await create_run(store)
     await make_ready(store, 0)

@@ -7,6 +7,8 @@ import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from api_schemas.rollouts import BranchPoint
+from api_schemas.runs import Batch
 from api_schemas.trajectories import Trajectory
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
@@ -75,6 +77,27 @@ def test_another_model_goes_on_in_a_sandbox_in_the_same_state(running: Running) 
     output = branch.messages[2 * BRANCH + 2]
     assert output.role == "tool"
     assert "step 0\nstep 1\nother way" in output.content
+
+
+def test_the_groups_of_a_run_are_trees(running: Running) -> None:
+    order = {
+        "run_id": "trees",
+        "source": {"kind": "inline", "tasks": [TASK]},
+        "group_size": 4,
+        "batch_size": 1,
+        "filters": [],
+        "branching": {"roots": 2, "at": "spread"},
+    }
+    httpx.post(f"{running.url}/v1/runs", json=order, timeout=60).raise_for_status()
+    leased = httpx.post(f"{running.url}/v1/runs/trees/lease", params={"timeout": 90}, timeout=120)
+    batch = Batch.model_validate_json(leased.raise_for_status().content)
+    samples = [sample.rollout for sample in batch.groups[0].samples]
+    points = [BranchPoint(rollout_id=f"trees.0.{root}", turn=2) for root in range(2)]
+    assert [one.branch_of for one in samples] == [None, None, *points]
+    for root, branch in zip(samples[:2], samples[2:], strict=True):
+        check_invariants(branch.trajectory)
+        assert branch.trajectory.segments[0].token_ids == root.trajectory.segments[0].token_ids
+        assert set(branch.trajectory.segments[0].turn_ids) == {-1, 2, 3}
 
 
 @pytest.mark.parametrize(

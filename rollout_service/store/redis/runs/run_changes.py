@@ -92,6 +92,16 @@ def start_groups(change: RunTransaction, groups: Sequence[NewGroup]) -> int:
     return len(groups)
 
 
+def extend_group(
+    change: RunTransaction, stored: bytes | None, number: int, first: int, requests: Sequence[RolloutRequest]
+) -> None:
+    """Add samples to an open group that has `first` of them."""
+    if stored is None or len((group := OpenRecord.decode(stored)).members) != first:
+        return
+    group.members += [change.submit(request, number) for request in requests]
+    change.do("HSET", change.keys.open, number, group.encode())
+
+
 def retry_sample(
     change: RunTransaction, stored: bytes | None, number: int, sample: int, request: RolloutRequest
 ) -> None:

@@ -183,6 +183,14 @@ class RedisRuns(GroupReader):
                 break
         return started
 
+    async def extend_group(
+        self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]
+    ) -> None:
+        def plan(change: RunTransaction, replies: Replies) -> None:
+            run_changes.extend_group(change, replies[0], number, first, requests)
+
+        await self._database.change(run_id, [self._open(run_id, number)], plan)
+
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
         def plan(change: RunTransaction, replies: Replies) -> None:
             run_changes.retry_sample(change, replies[0], number, sample, request)

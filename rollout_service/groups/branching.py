@@ -1,0 +1,54 @@
+"""Where the branches of a group begin in its roots.
+
+Guarantees: a pure function of the roots' trajectories. No branch begins at a first turn, which would repeat its root's
+whole work, nor at one that sampled nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import cycle, islice
+
+from api_schemas.rollouts import BranchPoint
+from api_schemas.runs import BranchAt
+from api_schemas.trajectories import Trajectory
+
+
+def branch_points(
+    roots: Sequence[tuple[str, Trajectory | None]], count: int, at: BranchAt
+) -> list[BranchPoint | None]:
+    """Return where each branch begins, root by root in turn; None for all of them if no root has a turn for it.
+
+    A root with fewer turns than branches has several branches at a turn.
+    """
+    turns = {rollout_id: _turns(trajectory) for rollout_id, trajectory in roots if trajectory is not None}
+    able = [rollout_id for rollout_id, found in turns.items() if found]
+    if not able:
+        return [None] * count
+    most = math.ceil(count / len(able))
+    chosen = {rollout_id: cycle(_choose(turns[rollout_id], most, at)) for rollout_id in able}
+    return [
+        BranchPoint(rollout_id=rollout_id, turn=next(chosen[rollout_id]))
+        for rollout_id in islice(cycle(able), count)
+    ]
+
+
+def _turns(trajectory: Trajectory) -> dict[int, float]:
+    """Return the turns at which a branch may begin, with the mean log-probability of their tokens."""
+    logprobs: dict[int, list[float]] = defaultdict(list)
+    for segment in trajectory.segments:
+        for turn, logprob in zip(segment.turn_ids, segment.logprobs, strict=True):
+            if turn >= 0:
+                logprobs[turn].append(logprob)
+    whole = next(turn for turn in range(len(trajectory.finish_reasons) + 1) if turn not in logprobs)
+    return {turn: math.fsum(logprobs[turn]) / len(logprobs[turn]) for turn in range(1, whole)}
+
+
+def _choose(turns: dict[int, float], most: int, at: BranchAt) -> list[int]:
+    if at is BranchAt.UNCERTAIN:
+        return sorted(turns, key=lambda turn: (turns[turn], turn))[:most]
+    count = min(most, len(turns))
+    ordered = sorted(turns)
+    return [ordered[(2 * number + 1) * len(ordered) // (2 * count)] for number in range(count)]
