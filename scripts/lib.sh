@@ -311,6 +311,7 @@ ensure_openai_image() {
 # The libraries of bridges, each in its own environment. pyproject.toml names them.
 ensure_bridges() {
     local missing library
+    has_program bridges || needs_admin "a C compiler" "apt-get install ${debian_of[bridges]}"
     ensure_uv
     missing=$("$venv/bin/python" -c 'from rollout_service.cli.env.install import missing_bridges
 for one in missing_bridges(): print(one.name, ".".join(map(str, one.python_version)), sep=">=")')
@@ -380,15 +381,19 @@ ensure_harnesses() {
     echo "$fingerprint" >"$stamp"
 }
 
-# Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), and a
-# small build of Chromium without windows drives the dashboard.
-declare -A program_of=([systemd]=systemd-analyze [docker]=dockerd [browser]=chromium-headless-shell)
-declare -A debian_of=([systemd]=systemd [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1")
+# Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), a small
+# build of Chromium without windows drives the dashboard, and reasoning-gym requires a library that has to be compiled.
+declare -A program_of=([systemd]=systemd-analyze [docker]=dockerd [browser]=chromium-headless-shell [bridges]=gcc)
+declare -A debian_of=([systemd]=systemd [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1"
+    [bridges]="gcc libc6-dev python3-dev")
 
 has_program() {
     PATH=$PATH:/usr/sbin:/sbin command -v "${program_of[$1]}" >/dev/null || return
-    # What drives the browser needs it, and the smallest systems lack it.
-    [[ $1 != browser ]] || python3 -c 'import ctypes; ctypes.CDLL("libatomic.so.1")' 2>/dev/null
+    case $1 in
+        # What drives the browser needs it, and the smallest systems lack it.
+        browser) python3 -c 'import ctypes; ctypes.CDLL("libatomic.so.1")' 2>/dev/null ;;
+        bridges) [[ -e $("$(find_python)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] ;;
+    esac
 }
 
 # Where several of the parts lack their program, apt installs all at once, which takes little longer than one.

@@ -238,5 +238,6 @@ def _run(command: list[str], folder: Path | None = None) -> None:
         said = (done.stderr + done.stdout).strip()[-2_000:]
         raise ConfigurationError(
             f"{' '.join(command[:4])} failed: {said}",
-            hint="Check that this machine reaches a package index, or set PIP_INDEX_URL or UV_DEFAULT_INDEX.",
+            hint="Check that this machine reaches a package index, or set PIP_INDEX_URL or UV_DEFAULT_INDEX. A package "
+            "that has to be built needs a C compiler and Python's headers, such as Debian's gcc and python3-dev.",
         )
