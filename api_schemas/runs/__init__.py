@@ -142,7 +142,8 @@ class Branching(WireModel):
     A sample runs from the task as well if no root has a turn to branch at, after its first.
     """
 
-    roots: Count = 1
+    roots: Count
+    """How many; half of the group is a good choice if the trainer's loss is a mean over tokens."""
     at: BranchAt = BranchAt.UNCERTAIN
 
 

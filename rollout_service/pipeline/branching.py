@@ -139,8 +139,10 @@ async def _read(store: Store, request: RolloutRequest, branch: BranchPoint) -> t
             hint="Send the same `task` as the earlier rollout had.",
         )
     trajectory = await store.trajectory(branch.rollout_id)
-    if trajectory is None or branch.turn >= len(trajectory.finish_reasons):
-        count = 0 if trajectory is None else len(trajectory.finish_reasons)
+    if trajectory is None:
+        raise BranchError("rollout_id", f"the tokens of rollout {source.rollout_id} are not stored")
+    if branch.turn >= len(trajectory.finish_reasons):
+        count = len(trajectory.finish_reasons)
         raise BranchError("turn", f"rollout {source.rollout_id} has {count} turns, counted from 0")
     return source, trajectory
 

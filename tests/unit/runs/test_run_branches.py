@@ -100,7 +100,7 @@ async def test_a_group_branches_once_its_roots_have_ended() -> None:
 
 async def test_samples_run_from_the_task_where_no_root_has_a_turn_to_branch_at() -> None:
     async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
-        await it.create(tasks=1, batch_size=1, group_size=3, branching=Branching())
+        await it.create(tasks=1, batch_size=1, group_size=3, branching=Branching(roots=1))
         (batch,) = await it.all()
     assert [sample.rollout.branch_of for sample in batch.groups[0].samples] == [None] * 3
 
