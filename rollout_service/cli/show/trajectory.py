@@ -69,6 +69,8 @@ def render_head(rollout: Rollout) -> RenderableType:
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
     head += f" ({parts_of_it})" if parts_of_it else ""
     parts: list[RenderableType] = [Heading(head)]
+    if (branch := rollout.branch_of) is not None:
+        parts.append(Text(f"a branch of {branch.rollout_id} at turn {branch.turn}"))
     parts += [Text(note, style="yellow") for note in rollout.notes]
     if rollout.error is not None:
         parts.append(Text(format_failure(rollout.error), style="red"))

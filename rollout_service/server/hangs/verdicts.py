@@ -117,6 +117,10 @@ class Verdicts:
 
     async def probe(self, suspects: list[StepWait], start_soon: Callable[..., object]) -> None:
         """Look at the things that these wait for; a question to the store may go on meanwhile, in a task of its own."""
+        if not suspects:
+            self._engines.forget()
+            self._sandboxes.forget()
+            return
         engines = {one.step.name for one in suspects if one.step.kind is StepKind.ENGINE}
         sandboxes = {one.sandbox.id: one.sandbox for one in suspects if one.sandbox is not None}
         async with anyio.create_task_group() as tasks:

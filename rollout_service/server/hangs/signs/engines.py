@@ -60,6 +60,10 @@ class EngineProbes:
         self._find = find
         self._seen: dict[str, _SeenEngine] = {}
 
+    def forget(self) -> None:
+        """Forget all engines."""
+        self._seen = {}
+
     async def look(self, backend_ids: Iterable[str]) -> None:
         """Ask these engines how they are, and forget all others."""
         self._seen = {one: self._seen.get(one) or _SeenEngine() for one in backend_ids}

@@ -50,6 +50,10 @@ class SandboxProbes:
         self._seen: dict[str, _SeenSandbox] = {}
         self._read_at = 0.0
 
+    def forget(self) -> None:
+        """Forget all sandboxes."""
+        self._seen = {}
+
     async def look(self, sandboxes: Mapping[str, Sandbox]) -> None:
         """Ask these sandboxes whether they answer, read their work, and forget all others."""
         self._seen = {one: self._seen.get(one) or _SeenSandbox() for one in sandboxes}

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.nodes import HoldView, NodeView
-from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
+from api_schemas.rollouts import BranchPoint, Rollout, RolloutState, Span, Stage, Usage
 from api_schemas.rollouts.figures import ParallelFigures, RunParallel
 from api_schemas.rollouts.trees import InvalidBecause, NodeParent, RolloutNodes
 from api_schemas.runs import InlineTasks, Run, RunCounts, RunRequest, RunState
@@ -93,6 +93,11 @@ def test_a_trajectory_shows_its_mask_and_its_logprobs_without_colors(tokenizer):
     assert "answer -1.500" in text
     assert "6 tokens, 3 sampled" in text
     assert "reward 1" in text
+
+
+def test_a_branch_says_where_it_begins(tokenizer):
+    text = printed(render_rollout(rollout(branch_of=BranchPoint(rollout_id="r-0", turn=1)), tokenizer))
+    assert "a branch of r-0 at turn 1" in text
 
 
 def test_a_failure_shows_its_cause_and_no_reward(tokenizer):
